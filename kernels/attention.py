@@ -1,0 +1,106 @@
+"""The attention interface: plan once per step, run once per layer.
+
+A step is a flat batch of T new tokens that belong to B sequences. Each sequence has KV in pages,
+cached or written by this step; its new tokens are the last ones of its KV, so causal attention is
+aligned at the bottom right. The arrays are those that FlashInfer's paged wrappers take.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBatch:
+    """The page tables and lengths of one step; all arrays int32, on the host.
+
+    Attributes:
+        qo_indptr: [B + 1] offsets of each sequence's new tokens in the flat batch.
+        kv_indptr: [B + 1] offsets of each sequence's pages in `kv_indices`.
+        kv_indices: [kv_indptr[-1]] page numbers, the new tokens' pages included.
+        kv_last_page_len: [B] used slots of each last page, 1..page_size.
+        page_size: tokens per page.
+    """
+
+    qo_indptr: NDArray[np.int32]
+    kv_indptr: NDArray[np.int32]
+    kv_indices: NDArray[np.int32]
+    kv_last_page_len: NDArray[np.int32]
+    page_size: int
+
+    @property
+    def query_lens(self) -> NDArray[np.int32]:
+        """[B] new tokens of each sequence."""
+        return np.diff(self.qo_indptr)
+
+    @property
+    def kv_lens(self) -> NDArray[np.int32]:
+        """[B] tokens of each sequence, new ones included."""
+        return (np.diff(self.kv_indptr) - 1) * np.int32(self.page_size) + self.kv_last_page_len
+
+    def positions(self) -> NDArray[np.int64]:
+        """[T] absolute position of each new token in its sequence."""
+        lens = self.query_lens
+        first = self.kv_lens - lens - self.qo_indptr[:-1]
+        return np.arange(self.qo_indptr[-1], dtype=np.int64) + np.repeat(first, lens)
+
+    def slots(self) -> NDArray[np.int64]:
+        """[T] flat slot (page * page_size + offset) that each new token's K/V is written to."""
+        positions = self.positions()
+        page = np.repeat(self.kv_indptr[:-1], self.query_lens) + positions // self.page_size
+        return self.kv_indices[page].astype(np.int64) * self.page_size + positions % self.page_size
+
+
+class AttentionBackend(ABC):
+    """Writes new K/V into pages and attends over them.
+
+    One instance serves one engine. K and V pages of a layer are
+    [num_pages, page_size, num_kv_heads, head_dim] each (FlashInfer's NHD layout).
+    """
+
+    @abstractmethod
+    def plan(self, batch: PagedBatch) -> None:
+        """Prepare the step: index arrays on the device, masks, work split. Once per step."""
+
+    @abstractmethod
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer over the planned batch.
+
+        Args:
+            query: [T, num_qo_heads, head_dim], RoPE applied.
+            key, value: [T, num_kv_heads, head_dim], the new tokens' K/V; written before attending.
+            k_pages, v_pages: the layer's pages, updated in place.
+            scale: factor on the scores.
+            window: a query at position p sees keys at positions > p - window (transformers' rule).
+            softcap: scores become ``softcap * tanh(scores / softcap)`` before masking.
+
+        Returns:
+            [T, num_qo_heads, head_dim], contiguous, the query's dtype.
+        """
+
+    @abstractmethod
+    def copy_slots(
+        self, pages: list[tuple[torch.Tensor, torch.Tensor]], copies: list[tuple[int, int, int]]
+    ) -> None:
+        """Copy the first n slots of page `source` to page `target` in every layer.
+
+        Args:
+            pages: (k_pages, v_pages) of each layer.
+            copies: (source, target, n) triples; all sources are read before any target is written.
+        """

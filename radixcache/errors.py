@@ -1,0 +1,35 @@
+"""Every error that radixcache raises on purpose.
+
+All derive from `RadixCacheError`, so one `except` clause catches what the library itself refuses;
+where a built-in says the same thing, the class derives from that too.
+"""
+
+from __future__ import annotations
+
+
+class RadixCacheError(Exception):
+    """Base class of the errors below."""
+
+
+class OutOfPages(RadixCacheError):
+    """Not enough free or evictable pages. The cache and the lease are as they were before the call."""
+
+
+class LeaseError(RadixCacheError, ValueError):
+    """A lease was used against its contract, for example after it was released."""
+
+
+class PinError(RadixCacheError, ValueError):
+    """A named prefix is unknown, already exists, is not cached in full, or exceeds the pin budget."""
+
+
+class InvalidRequest(RadixCacheError, ValueError):
+    """A prompt or a sampling parameter that no engine state could make valid."""
+
+
+class ModelError(RadixCacheError, ValueError):
+    """A model that cannot be loaded, or that would silently compute wrong results over KV pages."""
+
+
+class MissingDependency(RadixCacheError, ImportError):
+    """An optional package is needed for what was asked; the message names the extra to install."""

@@ -1,0 +1,35 @@
+"""What a cache tells its listeners. Nothing is built while nobody listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Positions [start, len(tokens)) of the prefix `tokens` have become cached."""
+
+    namespace: Hashable
+    tokens: NDArray[np.int32]
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class Evicted:
+    """Positions [start, len(tokens)) of the prefix `tokens` are no longer cached."""
+
+    namespace: Hashable
+    tokens: NDArray[np.int32]
+    start: int
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """`reset` was called: nothing is cached."""
+
+
+Listener = Callable[[Stored | Evicted | Cleared], None]
