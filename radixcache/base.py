@@ -1,4 +1,4 @@
-"""The interface of every prefix cache, and the lease through which a request holds its pages.
+"""The interface of every prefix cache.
 
 A cache maps token prefixes to KV pages. It knows pages by number and never touches their bytes:
 whoever owns the KV tensors copies and writes them. One request lives like this::
@@ -20,12 +20,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache.errors import InvalidRequest
 from radixcache.events import Listener
+from radixcache.lease import Lease
 from radixcache.pages import PagePool
 
 Tokens = NDArray[np.int32]
@@ -36,16 +37,19 @@ TokensLike = Tokens | Sequence[int]
 
 
 def as_tokens(tokens: TokensLike) -> Tokens:
-    """`tokens` as a one-dimensional int32 array; no copy if it is one already."""
-    return np.asarray(tokens, dtype=np.int32)
+    """`tokens` as a one-dimensional int32 array; no copy if it is one already.
 
-
-class PageCopy(NamedTuple):
-    """Copy the first `num_slots` slots of page `source` into page `target`, before the step runs."""
-
-    source: int
-    target: int
-    num_slots: int
+    Raises:
+        InvalidRequest: not a flat sequence of integers that fit int32.
+    """
+    array = np.asarray(tokens)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return array
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest("tokens must be a flat sequence of integers")
+    if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+        raise InvalidRequest("token ids must fit 32 bits")
+    return array.astype(np.int32)
 
 
 @dataclass
@@ -70,30 +74,22 @@ class CacheStats:
         """Share of the queried tokens that were hit, 0.0 before the first request."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
+    def count(self, lease: Lease) -> None:
+        """Count an admitted lease."""
+        if lease.resumed:
+            self.resumed_query_tokens += lease.query_tokens
+            self.resumed_hit_tokens += lease.cached_tokens
+        else:
+            self.requests += 1
+            self.query_tokens += lease.query_tokens
+            self.hit_tokens += lease.cached_tokens
 
-class Lease(ABC):
-    """One request's hold on cached and private pages: its cursor and its receipt of ownership.
-
-    Made by `PrefixCache.acquire`, moved by the cache's other methods, dead after `release`.
-    """
-
-    __slots__ = ("cached_tokens", "namespace", "num_tokens", "released")
-
-    namespace: Hashable
-    num_tokens: int
-    """Length of the prefix whose KV is cached or published; the next publish starts here."""
-    cached_tokens: int
-    """Tokens that were found instead of computed: the hit of `acquire` plus later `advance` gains."""
-    released: bool
-
-    @property
-    @abstractmethod
-    def page_table(self) -> NDArray[np.int32]:
-        """Pages of positions [0, capacity), int32. A view: valid until the cache's next call."""
-
-    @abstractmethod
-    def take_copies(self) -> list[PageCopy]:
-        """The page copies that must run before the step does, oldest first; empties the list."""
+    def count_gain(self, lease: Lease, tokens: int) -> None:
+        """Count what a lease found after its admission."""
+        if lease.resumed:
+            self.resumed_hit_tokens += tokens
+        else:
+            self.hit_tokens += tokens
 
 
 class PrefixCache(ABC):
@@ -180,6 +176,10 @@ class PrefixCache(ABC):
         Raises:
             LeaseError: it was released before, or has tokens in flight (commit or rollback first).
         """
+
+    @abstractmethod
+    def evict(self, num_pages: int) -> int:
+        """Free up to `num_pages` pages that no lease uses; returns how many became free."""
 
     @abstractmethod
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:

@@ -1,0 +1,74 @@
+"""radixcache: a token-exact radix-tree prefix cache over KV pages, and a runtime that uses it.
+
+The index (`RadixCache`, `NoCache`, `PagePool`) needs only NumPy and sortedcontainers. The runtime
+(`LLM`, `Chat`, `SamplingParams`) loads torch and transformers when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from radixcache.base import CacheStats, PrefixCache
+from radixcache.errors import (
+    InvalidRequest,
+    LeaseError,
+    MissingDependency,
+    ModelError,
+    OutOfPages,
+    PinError,
+    RadixCacheError,
+)
+from radixcache.events import Cleared, Evicted, Stored
+from radixcache.lease import Lease, PageCopy
+from radixcache.none import NoCache
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+
+if TYPE_CHECKING:
+    from radixcache.runtime.chat import Chat
+    from radixcache.runtime.llm import LLM
+    from radixcache.runtime.outputs import RequestOutput
+    from radixcache.runtime.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_RUNTIME = {"LLM": "llm", "Chat": "chat", "RequestOutput": "outputs", "SamplingParams": "sampling"}
+
+__all__ = [
+    "LLM",
+    "CacheStats",
+    "Chat",
+    "Cleared",
+    "Evicted",
+    "InvalidRequest",
+    "Lease",
+    "LeaseError",
+    "MissingDependency",
+    "ModelError",
+    "NoCache",
+    "OutOfPages",
+    "PageCopy",
+    "PagePool",
+    "PinError",
+    "PrefixCache",
+    "RadixCache",
+    "RadixCacheError",
+    "RequestOutput",
+    "SamplingParams",
+    "Stored",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RUNTIME:
+        raise AttributeError(f"module 'radixcache' has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(f"radixcache.runtime.{_RUNTIME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "transformers", "tokenizers"):
+            raise MissingDependency(
+                f"radixcache.{name} needs {error.name}: pip install 'radixcache[runtime]'"
+            ) from error
+        raise

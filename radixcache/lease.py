@@ -1,0 +1,117 @@
+"""One request's hold on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+
+from radixcache.errors import LeaseError
+from radixcache.pages import PagePool, Pages
+
+
+class PageCopy(NamedTuple):
+    """Copy the first `num_slots` slots of page `source` into page `target`, before the step runs."""
+
+    source: int
+    target: int
+    num_slots: int
+
+
+class Lease:
+    """A cursor into the cache and the one receipt for the pages that a request may use.
+
+    Made by `PrefixCache.acquire`, moved only by the cache's methods, dead after `release`::
+
+        page table   [ shared ... shared | own ... own ]
+                       held by the cache   held by the lease: what follows the cursor is written there
+        tokens       [ 0 ........... num_tokens ) ......... room for more
+
+    A half-filled page at the cursor is the lease's own as soon as `reserve` has claimed or copied
+    it; the cache may hold it too, for the slots before the cursor.
+    """
+
+    __slots__ = (
+        "_copies",
+        "_num_own_from",
+        "_num_pages",
+        "_page_size",
+        "_table",
+        "cached_tokens",
+        "namespace",
+        "num_tokens",
+        "query_tokens",
+        "released",
+        "resumed",
+        "used",
+    )
+
+    def __init__(
+        self, page_size: int, query_tokens: int, namespace: Hashable = None, resumed: bool = False
+    ) -> None:
+        self.namespace = namespace
+        self.num_tokens = 0
+        """Length of the prefix whose KV is cached or published; the next publish starts here."""
+        self.cached_tokens = 0
+        """Tokens found instead of computed: the hit of `acquire` and the gains of `advance`."""
+        self.query_tokens = query_tokens
+        self.resumed = resumed
+        self.used = False
+        """Something was published: the lease counts in the statistics and in the LRU order."""
+        self.released = False
+        self._page_size = page_size
+        self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
+        self._num_pages = 0
+        self._num_own_from = 0
+        self._copies: list[PageCopy] = []
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{self.num_tokens} tokens"
+        return f"<Lease {state}, {self.cached_tokens} cached, {self._num_pages} pages>"
+
+    @property
+    def page_table(self) -> Pages:
+        """Pages of positions [0, capacity), int32. A view: valid until the cache's next call."""
+        return self._table[: self._num_pages]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the lease may hold without another `reserve`."""
+        claimed = self._num_own_from <= self.num_tokens // self._page_size
+        return self._num_pages * self._page_size if claimed else self.num_tokens
+
+    def take_copies(self) -> list[PageCopy]:
+        """The page copies to run before the step does, all sources read before any target is
+        written; empties the list."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    # What follows is for the caches; the number of own pages is the pool's business too.
+
+    def _set_pages(self, start: int, pages: Pages) -> None:
+        """Write `pages` into the table from index `start` and end the table there."""
+        end = start + len(pages)
+        if end > len(self._table):
+            table = np.empty(max(end, 2 * len(self._table)), np.int32)
+            table[:start] = self._table[:start]
+            self._table = table
+        self._table[start:end] = pages
+        self._num_pages = end
+
+    def _drop_own(self, pool: PagePool) -> None:
+        """Return the lease's own pages to the pool; the table ends before them."""
+        if self._num_own_from < self._num_pages:
+            pool.drop(self._table[self._num_own_from : self._num_pages])
+            self._num_pages = self._num_own_from
+
+    def _check_publish(self, count: int) -> None:
+        if self.released:
+            raise LeaseError("the lease was released")
+        if count < 1:
+            raise LeaseError("publish needs at least one token")
+        if self.num_tokens + count > self.capacity:
+            raise LeaseError(
+                f"publishing {count} tokens after {self.num_tokens} needs a reserve of "
+                f"{self.num_tokens + count}, the lease holds {self.capacity}"
+            )

@@ -1,0 +1,107 @@
+"""The baseline: no request shares anything with another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from radixcache.base import CacheStats, PrefixCache, TokensLike
+from radixcache.errors import LeaseError, PinError
+from radixcache.events import Listener
+from radixcache.lease import Lease
+from radixcache.pages import PagePool
+
+
+class NoCache(PrefixCache):
+    """Pages without a prefix cache: every `acquire` hits nothing, every `release` frees all.
+
+    >>> cache = NoCache(PagePool(num_pages=8, page_size=4))
+    >>> cache.match([1, 2, 3])
+    0
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.stats = CacheStats()
+        self.events: list[Listener] = []
+        self._leases: set[Lease] = set()
+        self._in_flight: dict[Lease, int] = {}
+
+    def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        return 0
+
+    def acquire(
+        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+    ) -> Lease:
+        lease = Lease(self.page_size, len(tokens), namespace, resumed)
+        self._leases.add(lease)
+        return lease
+
+    def advance(self, lease: Lease, tokens: TokensLike) -> int:
+        self._mine(lease)
+        return 0
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        self._mine(lease)
+        wanted = -(-num_tokens // self.page_size) - lease._num_pages
+        if wanted > 0:
+            lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
+
+    def publish(self, lease: Lease, tokens: TokensLike) -> None:
+        self._mine(lease)
+        lease._check_publish(len(tokens))
+        self._in_flight.setdefault(lease, lease.num_tokens)
+        if not lease.used:
+            lease.used = True
+            self.stats.count(lease)
+        lease.num_tokens += len(tokens)
+
+    def commit(self) -> None:
+        self._in_flight.clear()
+
+    def rollback(self) -> None:
+        for lease, written in self._in_flight.items():
+            lease.num_tokens = written
+            pages = -(-written // self.page_size)
+            self.pool.drop(lease.page_table[pages:].copy())
+            lease._num_pages = pages
+        self._in_flight.clear()
+
+    def release(self, lease: Lease) -> None:
+        self._mine(lease)
+        if lease in self._in_flight:
+            raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        lease._drop_own(self.pool)
+        lease.released = True
+        self._leases.remove(lease)
+
+    def evict(self, num_pages: int) -> int:
+        return 0
+
+    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
+        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
+
+    def unpin(self, name: str) -> None:
+        raise PinError(f"no prefix named {name!r} is pinned")
+
+    @property
+    def pins(self) -> dict[str, int]:
+        return {}
+
+    def reset(self) -> None:
+        if self._leases:
+            raise LeaseError(f"{len(self._leases)} leases live: release first")
+        self.stats = CacheStats()
+
+    def check(self) -> None:
+        refs = np.zeros(self.pool.num_pages, np.int32)
+        for lease in self._leases:
+            assert lease._num_own_from == 0 and lease.num_tokens <= lease.capacity
+            np.add.at(refs, lease.page_table, 1)
+        assert self._in_flight.keys() <= self._leases
+        self.pool.check(refs)
+
+    def _mine(self, lease: Lease) -> None:
+        if lease.released or lease not in self._leases:
+            raise LeaseError("the lease was released, or belongs to another cache")

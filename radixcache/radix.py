@@ -1,0 +1,474 @@
+"""The radix mode: hits of any length, at any page size."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.errors import LeaseError, OutOfPages, PinError
+from radixcache.events import Cleared, Evicted, Listener, Stored
+from radixcache.eviction import EvictionOrder
+from radixcache.lease import Lease, PageCopy
+from radixcache.pages import PagePool
+from radixcache.tree import Node, RadixTree
+
+
+class RadixLease(Lease):
+    """A lease whose cursor is a place in the tree: `num_tokens` tokens down, inside `node`.
+
+    The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
+    """
+
+    __slots__ = ("node", "publishing")
+
+    def __init__(
+        self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
+    ) -> None:
+        super().__init__(page_size, query_tokens, namespace, resumed)
+        self.node = node
+        self.publishing = False
+        """The step being scheduled writes tokens of this lease."""
+        node.leases.add(self)
+
+
+class RadixCache(PrefixCache):
+    """A token-exact radix tree over KV pages with LRU eviction of leaf tails.
+
+    Args:
+        pool: the pages to manage; this cache must be its only user.
+        pin_budget: pages that all pins together may hold; half of the pool by default.
+
+    >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
+    >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
+    >>> cache.reserve(lease, 6)
+    >>> cache.publish(lease, [1, 2, 3, 4, 5, 6])
+    >>> cache.commit()
+    >>> cache.release(lease)
+    >>> cache.match([1, 2, 3, 4, 5, 9, 9])  # ends in the middle of the second page
+    5
+    """
+
+    def __init__(self, pool: PagePool, *, pin_budget: int | None = None) -> None:
+        self.pool = pool
+        self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
+        self.stats = CacheStats()
+        self.events: list[Listener] = []
+        self._tree = RadixTree(pool)
+        self._order = EvictionOrder()
+        self._clock = 0
+        self._leases: set[RadixLease] = set()
+        self._in_flight: dict[RadixLease, int] = {}
+        """Leases that stand on in-flight tokens, and where each was last written; in order."""
+        self._pins: dict[str, RadixLease] = {}
+
+    # -- look-ups ------------------------------------------------------------------------------
+
+    def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        root = self._tree.roots.get(namespace)
+        if root is None:
+            return 0
+        return self._find(root, 0, as_tokens(tokens)[:-1])[1]
+
+    def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int]:
+        """The cursor of the longest usable prefix, and how much of that prefix is written."""
+        node, position = self._tree.descend(node, position, tokens)
+        written = position
+        at = node
+        while (start := self._tree.written(at)) < min(written, at.end):
+            written = start
+            if start > at.start or at.parent is None:
+                break
+            at = at.parent
+        if written < position:
+            whole_pages = position // self.page_size * self.page_size
+            position = max(written, whole_pages)
+            node = self._tree.climb(node, position)
+        return node, position, written
+
+    # -- the life of a lease -------------------------------------------------------------------
+
+    def acquire(
+        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+    ) -> RadixLease:
+        tokens = as_tokens(tokens)
+        root = self._tree.root(namespace)
+        lease = RadixLease(root, self.page_size, len(tokens), namespace, resumed)
+        self._leases.add(lease)
+        lease.cached_tokens = self._advance(lease, tokens[:-1])
+        return lease
+
+    def advance(self, lease: Lease, tokens: TokensLike) -> int:
+        lease = self._mine(lease)
+        gained = self._advance(lease, as_tokens(tokens)[:-1])
+        lease.cached_tokens += gained
+        if lease.used:  # counted already, without this
+            self.stats.count_gain(lease, gained)
+        return gained
+
+    def _advance(self, lease: RadixLease, tokens: Tokens) -> int:
+        start = lease.num_tokens
+        node, position, written = self._find(lease.node, start, tokens)
+        if position <= start:
+            return 0
+        self._drop_reserved(lease)
+        self._move(lease, node, position)
+        self._read_table(lease, start // self.page_size)
+        if written < position:
+            self._in_flight.setdefault(lease, written)
+        return position - start
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        lease = self._mine(lease)
+        if num_tokens <= lease.capacity:
+            return
+        page_size, position = self.page_size, lease.num_tokens
+        have = lease._num_pages
+        wanted = -(-num_tokens // page_size) - have
+        boundary = position // page_size
+        page = -1  # the half-filled page at the cursor, if it is not the lease's own yet
+        if boundary < lease._num_own_from:
+            page = int(lease._table[boundary])
+        copy = page >= 0 and not (
+            position == lease.node.end and self._tree.held_alone(lease.node, position, page)
+        )
+        pages = self._allocate(wanted + copy, lease)
+        if copy:
+            lease._table[boundary] = pages[0]
+            lease._copies.append(PageCopy(page, int(pages[0]), position % page_size))
+            self.stats.copied_pages += 1
+        elif page >= 0:
+            self.pool.hold(page)
+        lease._num_own_from = min(lease._num_own_from, boundary)
+        lease._set_pages(have, pages[int(copy) :])
+
+    def publish(self, lease: Lease, tokens: TokensLike) -> None:
+        lease = self._mine(lease)
+        tokens = as_tokens(tokens)
+        lease._check_publish(len(tokens))
+        self._in_flight.setdefault(lease, lease.num_tokens)
+        lease.publishing = True
+        if not lease.used:
+            lease.used = True
+            self.stats.count(lease)
+        start = lease.num_tokens
+        node, position = self._tree.descend(lease.node, start, tokens)
+        if position > start:
+            self._move(lease, node, position)
+            self._drop_duplicates(lease)
+        if position < start + len(tokens):
+            self._append(lease, tokens[position - start :])
+
+    def _drop_duplicates(self, lease: RadixLease) -> None:
+        """Free the lease's own whole pages behind its cursor; the tree holds those tokens too."""
+        first, end = lease._num_own_from, lease.num_tokens // self.page_size
+        if first < end:
+            own = lease._table[first:end].copy()
+            lease._table[first:end] = self._tree.read_pages(lease.node, first, end)
+            lease._num_own_from = end
+            self.pool.drop(own)
+            self._cancel_copies(lease)
+
+    def _append(self, lease: RadixLease, tokens: Tokens) -> None:
+        """Store tokens that the tree does not hold below the lease's cursor, in its own pages."""
+        tree, page_size = self._tree, self.page_size
+        node, position = lease.node, lease.num_tokens
+        if position < node.end:
+            node = self._split(node, position)
+        end = position + len(tokens)
+        table = lease._table
+        first, last = position // page_size, (end - 1) // page_size
+        half_filled = position % page_size > 0
+        in_place = (
+            node.parent is not None
+            and not node.children
+            and (not half_filled or node.page_at(first) == table[first])
+        )
+        # The tree takes over the lease's hold on each page that is now full, and gets a hold of
+        # its own on the last one if that is not full: the lease goes on writing there.
+        new_first = first + (in_place and half_filled)
+        if end % page_size and last >= new_first:
+            self.pool.hold(int(table[last]))
+        if new_first > first and end // page_size > first:
+            self.pool.drop(table[first:new_first])
+        lease._num_own_from = end // page_size
+        if in_place:
+            if node.step != tree.step:
+                node.step, node.written = tree.step, position
+            node.extend(tokens, table[new_first : last + 1])
+        else:
+            node = tree.add_child(node, tokens.copy(), table[new_first : last + 1].copy())
+            node.step, node.written = tree.step, position
+        self._move(lease, node, end)
+        if self.events:
+            self._emit_stored(node, position)
+
+    def commit(self) -> None:
+        for lease in self._in_flight:
+            lease.publishing = False
+        self._in_flight.clear()
+        self._tree.step += 1
+
+    def rollback(self) -> None:
+        tree = self._tree
+        doomed: set[Node] = set()
+        for lease in self._in_flight:
+            node = lease.node
+            while tree.written(node) < node.end and node not in doomed:
+                doomed.add(node)
+                assert node.parent is not None
+                node = node.parent
+        for lease, written in self._in_flight.items():
+            self._drop_reserved(lease)
+            lease._copies.clear()
+            lease.publishing = False
+            lease.num_tokens = min(lease.num_tokens, written)
+            lease.cached_tokens = min(lease.cached_tokens, written)
+            lease.node.leases.remove(lease)
+            lease.node = tree.climb(lease.node, lease.num_tokens)
+            lease.node.leases.add(lease)
+            self._read_table(lease, lease.num_tokens // self.page_size)
+        self._in_flight.clear()
+        unsettled = []
+        for node in sorted(doomed, key=lambda node: -node.start):  # children before parents
+            written = tree.written(node)
+            if self.events:
+                self._emit_evicted(node, written)
+            if written > node.start:
+                kept = (written - 1) // self.page_size + 1 - node.first_page
+                self.pool.drop(node.truncate(written, kept))
+                unsettled.append(node)
+            else:
+                self.pool.drop(node.pages)
+                unsettled.append(tree.remove(node))
+        tree.step += 1
+        for node in unsettled:
+            self._settle(node)
+
+    def release(self, lease: Lease) -> None:
+        lease = self._mine(lease)
+        if lease.publishing:
+            raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._in_flight.pop(lease, None)
+        self._drop_reserved(lease)
+        node = lease.node
+        if lease.used and node.parent is not None:
+            if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
+                node = self._split(node, lease.num_tokens)
+            self._clock += 1
+            node.last_use = self._clock
+        lease.released = True
+        self._leases.remove(lease)
+        self._leave(lease)
+
+    # -- eviction ------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> int:
+        """Free up to `num_pages` pages, least recently used leaves first, each from its tail.
+
+        Returns the number of pages that became free: fewer than asked only if nothing else is
+        evictable. O(log n) per leaf, O(1) per page.
+        """
+        freed = 0
+        while freed < num_pages and (leaf := self._order.first()) is not None:
+            count = min(num_pages - freed, leaf.num_pages)
+            kept = leaf.num_pages - count
+            end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
+            self.stats.evicted_tokens += leaf.end - end
+            if self.events:
+                self._emit_evicted(leaf, end)
+            if kept:
+                freed += self.pool.drop(leaf.truncate(end, kept))
+            else:
+                freed += self.pool.drop(leaf.pages)
+                self._order.discard(leaf)
+                self._settle(self._tree.remove(leaf))
+        self.stats.evicted_pages += freed
+        return freed
+
+    def _allocate(self, count: int, lease: RadixLease) -> np.ndarray:
+        """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
+        missing = count - self.pool.num_free
+        if missing > 0:
+            if lease.num_tokens < lease.node.end:  # what follows the cursor may go
+                self._split(lease.node, lease.num_tokens)
+            if not self._can_evict(missing):
+                raise OutOfPages(
+                    f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
+                    f"not enough evictable"
+                )
+            self.evict(missing)
+        return self.pool.allocate(count)
+
+    def _can_evict(self, num_pages: int) -> bool:
+        sure = 0
+        for leaf in self._order:  # usually the first leaf will do
+            sure += leaf.num_pages - 1
+            if sure >= num_pages:
+                return True
+        stay = np.zeros(self.pool.num_pages, bool)
+        seen: set[Node] = set()
+        for lease in self._leases:
+            stay[lease._table[lease._num_own_from : lease._num_pages]] = True
+            at: Node | None = lease.node
+            while at is not None and at not in seen:
+                seen.add(at)
+                stay[at.pages] = True
+                at = at.parent
+        return self.pool.num_pages - self.pool.num_free - int(stay.sum()) >= num_pages
+
+    def _split(self, node: Node, position: int) -> Node:
+        """Split a leased node; returns the upper half. The lower may be evictable now."""
+        upper = self._tree.split(node, position)
+        self._settle(node)
+        return upper
+
+    def _settle(self, node: Node) -> None:
+        """Restore order around a node that lost a child or a lease, or was used later than before.
+
+        A leaf that nobody leases is evictable, an empty namespace goes, only children merge.
+        """
+        if not node.children and not node.leases:
+            if node.parent is not None:
+                self._order.add(node)
+            elif node in self._tree:
+                self._tree.drop_root(node)
+        at = node if node.children else node.parent
+        while at is not None and at.parent is not None and len(at.children) == 1:
+            parent = at.parent
+            self._tree.merge(at)
+            at = parent
+
+    # -- cursors and tables --------------------------------------------------------------------
+
+    def _mine(self, lease: Lease) -> RadixLease:
+        if lease.released or lease not in self._leases:
+            raise LeaseError("the lease was released, or belongs to another cache")
+        assert isinstance(lease, RadixLease)
+        return lease
+
+    def _leave(self, lease: RadixLease) -> None:
+        lease.node.leases.remove(lease)
+        if not lease.node.leases:
+            self._settle(lease.node)
+
+    def _move(self, lease: RadixLease, node: Node, position: int) -> None:
+        """Set the cursor, which pins `node` instead of the node before."""
+        lease.num_tokens = position
+        if node is not lease.node:
+            if not node.leases:
+                self._order.discard(node)
+            node.leases.add(lease)
+            before, lease.node = lease.node, node
+            before.leases.remove(lease)
+            if not before.leases:
+                self._settle(before)
+
+    def _drop_reserved(self, lease: RadixLease) -> None:
+        """Return the lease's own pages; its table then ends with the cursor, as the tree has it."""
+        lease._drop_own(self.pool)
+        self._cancel_copies(lease)
+        self._read_table(lease, lease.num_tokens // self.page_size)
+
+    def _cancel_copies(self, lease: RadixLease) -> None:
+        """Forget copies into pages that are free again."""
+        if lease._copies:
+            lease._copies = [copy for copy in lease._copies if self.pool.refs[copy.target]]
+
+    def _read_table(self, lease: RadixLease, start: int) -> None:
+        """Read the lease's table from the tree, from index `start` up to the cursor."""
+        end = -(-lease.num_tokens // self.page_size)
+        lease._set_pages(start, self._tree.read_pages(lease.node, start, end))
+        lease._num_own_from = end
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
+        tokens = as_tokens(tokens)
+        if name in self._pins:
+            raise PinError(f"a prefix named {name!r} is pinned already")
+        root = self._tree.roots.get(namespace)
+        node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
+        if node is None or position < len(tokens) or not position:
+            raise PinError(f"{position} of the {len(tokens)} tokens of {name!r} are cached")
+        if self._find(node, position, tokens[:0])[2] < position:
+            raise PinError(f"the tokens of {name!r} are still in flight")
+        lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
+        lease.num_tokens = position
+        self._order.discard(node)
+        self._read_table(lease, 0)
+        tables = [pin.page_table for pin in self._pins.values()]
+        num_pages = len(np.unique(np.concatenate([*tables, lease.page_table])))
+        if num_pages > self.pin_budget:
+            self._leave(lease)
+            raise PinError(
+                f"pinning {name!r} makes {num_pages} pinned pages, the budget is {self.pin_budget}"
+            )
+        if position < node.end:  # what follows the prefix stays evictable
+            self._split(node, position)
+        self._leases.add(lease)
+        self._pins[name] = lease
+
+    def unpin(self, name: str) -> None:
+        lease = self._pins.pop(name, None)
+        if lease is None:
+            raise PinError(f"no prefix named {name!r} is pinned")
+        self.release(lease)
+
+    @property
+    def pins(self) -> dict[str, int]:
+        return {name: lease.num_tokens for name, lease in self._pins.items()}
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        if self._leases:
+            raise LeaseError(
+                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
+            )
+        for node in self._tree:
+            self.pool.drop(node.pages)
+        self._tree = RadixTree(self.pool)
+        self._order = EvictionOrder()
+        self.stats = CacheStats()
+        for listener in self.events:
+            listener(Cleared())
+
+    def _emit_stored(self, node: Node, start: int) -> None:
+        event = Stored(self._tree.namespace_of(node), self._tree.path_tokens(node), start)
+        for listener in self.events:
+            listener(event)
+
+    def _emit_evicted(self, node: Node, start: int) -> None:
+        event = Evicted(self._tree.namespace_of(node), self._tree.path_tokens(node), start)
+        for listener in self.events:
+            listener(event)
+
+    def check(self) -> None:
+        refs = np.zeros(self.pool.num_pages, np.int32)
+        evictable = 0
+        for node in self._tree:
+            self._tree.check_node(node)
+            np.add.at(refs, node.pages, 1)
+            for lease in node.leases:
+                assert lease.node is node and lease in self._leases, f"{lease} strayed"
+            is_evictable = not node.children and not node.leases and node.parent is not None
+            assert is_evictable == (node in self._order), "eviction order and tree disagree"
+            evictable += is_evictable
+        assert len(self._order) == evictable, "the eviction order holds nodes not in the tree"
+        for lease in self._leases:
+            self._check_lease(lease)
+            np.add.at(refs, lease._table[lease._num_own_from : lease._num_pages], 1)
+        assert self._in_flight.keys() <= self._leases
+        self.pool.check(refs)
+
+    def _check_lease(self, lease: RadixLease) -> None:
+        node, position, page_size = lease.node, lease.num_tokens, self.page_size
+        assert lease in node.leases and not lease.released
+        assert node.start < position <= node.end or (node.parent is None and position == 0)
+        boundary, pages = position // page_size, -(-position // page_size)
+        own = lease._num_own_from
+        assert own == boundary or own == lease._num_pages == pages, f"{lease}: own pages from {own}"
+        shared = self._tree.read_pages(node, 0, min(own, pages))
+        assert np.array_equal(lease._table[: len(shared)], shared), f"{lease}: stale page table"
