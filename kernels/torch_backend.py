@@ -1,0 +1,254 @@
+"""Attention over pages in plain torch: the CPU backend, and the reference for every other one.
+
+A step is cut into tiles, each one gather and one scaled-dot-product call:
+
+- a *wide* tile is up to 256 (on a GPU 2048) consecutive query rows of one sequence; it reads the keys up to
+  its own last row only, so a long prefill never builds a quadratic mask;
+- a *narrow* tile is the single query rows (decodes) of several sequences of similar length, their
+  keys padded to the longest. The query heads that share a KV head become its query rows.
+
+torch's `is_causal` is aligned at the top left, which is wrong for suffixes; masks here are explicit.
+The visible part of a row depends only on the distance from the last key, so one matrix, sliced from
+its bottom-right corner, masks every wide tile of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
+
+# Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache (measured),
+# or keeps a GPU busy.
+_CPU_LIMITS = (256, 2 << 20)
+_GPU_LIMITS = (2048, 256 << 20)
+
+
+class _Span(NamedTuple):
+    """Consecutive query rows of one sequence and the keys that they can see."""
+
+    row: int  # first row in the flat batch
+    queries: int
+    page: int  # first entry of kv_indices
+    keys: int  # tokens from that page's first slot to the last query's own
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Spans of equal `queries`, attended in one call; more than one span only if `queries` is 1."""
+
+    rows: torch.Tensor | slice  # of the flat batch
+    spans: int
+    queries: int
+    keys: int
+    pages: torch.Tensor  # [spans * pages_per_span] int64; padding repeats the span's first page
+    unwritten: torch.Tensor  # gathered slots below `keys` that hold no token of the span
+    mask: torch.Tensor | None  # additive; [queries, keys], or [spans, 1, 1, keys]
+
+
+class TorchBackend(AttentionBackend):
+    """`AttentionBackend` for any device, dtype and page size that torch supports.
+
+    Scratch memory (the gathered keys and values of one tile) grows to what a step needs and stays.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        limits = _CPU_LIMITS if self.device.type == "cpu" else _GPU_LIMITS
+        self._block, self._narrow_bytes = limits
+        self._batch: PagedBatch | None = None
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
+        self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def plan(self, batch: PagedBatch) -> None:
+        if (batch.query_lens > batch.kv_lens).any():
+            raise ValueError("a sequence has more new tokens than its pages hold")
+        self._batch = batch
+        self._slots = self._upload(batch.slots())
+        self._tiles.clear()  # built by the first layer that needs them
+
+    @torch.inference_mode()
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        if self._batch is None:
+            raise RuntimeError("run() before plan()")
+        k_pages.flatten(0, 1).index_copy_(0, self._slots, key)
+        v_pages.flatten(0, 1).index_copy_(0, self._slots, value)
+        kv_heads = key.shape[1]
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        key_bytes = kv_heads * key.shape[2] * key.element_size()
+        for tile in self._plan_tiles(self._batch, window, query.dtype, key_bytes):
+            keys = self._gather("key", tile, k_pages)
+            values = self._gather("value", tile, v_pages)
+            mask = tile.mask
+            rows = query[tile.rows].unflatten(1, (kv_heads, -1))  # [rows, Hkv, group, D]
+            group = rows.shape[2]
+            if tile.queries > 1:  # [group, Hkv, queries, D]: the keys are shared, not copied
+                rows = rows.permute(2, 1, 0, 3)
+                keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
+            elif mask is not None:
+                mask = mask.expand(-1, -1, group, -1)
+            if softcap is None:
+                result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+            else:
+                result = _softcapped_attention(rows, keys, values, mask, scale, softcap)
+            if tile.queries > 1:
+                result = result.permute(2, 1, 0, 3)
+            out[tile.rows] = result.flatten(1, 2)
+        return out
+
+    @torch.inference_mode()
+    def copy_slots(
+        self, pages: list[tuple[torch.Tensor, torch.Tensor]], copies: list[tuple[int, int, int]]
+    ) -> None:
+        if not pages or not copies:
+            return
+        page_size = pages[0][0].shape[1]
+        slots = [page_size * np.array(c[:2])[:, None] + np.arange(c[2]) for c in copies]
+        sources, targets = self._upload(np.concatenate(slots, axis=1).astype(np.int64))
+        for layer in pages:
+            for tensor in layer:
+                flat = tensor.flatten(0, 1)
+                flat.index_copy_(0, targets, flat.index_select(0, sources))
+
+    def _gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
+        """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory."""
+        _, page_size, heads, dim = pages.shape
+        size = len(tile.pages) * page_size * heads * dim
+        scratch = self._scratch.get((name, pages.dtype))
+        if scratch is None or len(scratch) < size:
+            scratch = pages.new_empty(size)
+            self._scratch[name, pages.dtype] = scratch
+        flat = scratch[:size].view(len(tile.pages), -1)
+        torch.index_select(pages.flatten(1), 0, tile.pages, out=flat)
+        if len(tile.unwritten):  # masked scores do not help against NaN: 0 * NaN is NaN
+            flat.view(-1, heads * dim).index_fill_(0, tile.unwritten, 0)
+        return flat.view(tile.spans, -1, heads, dim)[:, : tile.keys].transpose(1, 2)
+
+    def _plan_tiles(
+        self, batch: PagedBatch, window: int | None, dtype: torch.dtype, key_bytes: int
+    ) -> list[_Tile]:
+        """The step's tiles for layers of this window, dtype and size of a token's keys."""
+        longest = int(batch.kv_lens.max(initial=1))
+        reach = longest if window is None else min(window, longest)  # longest: sees everything
+        if (reach, dtype, key_bytes) not in self._tiles:
+            spans = list(_spans(batch, self._block, reach))
+            groups = [[span] for span in spans if span.queries > 1]
+            narrow = [span for span in spans if span.queries == 1]
+            groups += _similar(narrow, self._narrow_bytes // key_bytes)
+            tiles = [self._tile(batch, group, reach, dtype) for group in groups]
+            self._tiles[reach, dtype, key_bytes] = tiles
+        return self._tiles[reach, dtype, key_bytes]
+
+    def _tile(self, batch: PagedBatch, spans: list[_Span], reach: int, dtype: torch.dtype) -> _Tile:
+        page_size = batch.page_size
+        queries, keys = spans[0].queries, max(span.keys for span in spans)
+        lens = np.array([[span.keys] for span in spans])
+        column = np.arange(-(-keys // page_size))
+        column = np.where(column * page_size < lens, column, 0)  # [spans, pages_per_span]
+        pages = batch.kv_indices[np.array([[span.page] for span in spans]) + column]
+        position = (column[:, :, None] * page_size + np.arange(page_size)).reshape(len(spans), -1)
+        unwritten = (position >= lens) & (np.arange(position.shape[1]) < keys)
+        rows: torch.Tensor | slice
+        mask: torch.Tensor | None
+        if queries > 1:
+            rows = slice(spans[0].row, spans[0].row + queries)
+            mask = self._causal_mask(queries, keys, reach, dtype)
+        else:
+            rows = self._upload(np.array([span.row for span in spans]))
+            hidden = (np.arange(keys) >= lens) | (np.arange(keys) < lens - reach)
+            mask = None
+            if hidden.any():
+                mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+                mask = mask.masked_fill_(self._upload(hidden), -torch.inf)[:, None, None]
+        return _Tile(
+            rows=rows,
+            spans=len(spans),
+            queries=queries,
+            keys=keys,
+            pages=self._upload(pages.astype(np.int64).ravel()),
+            unwritten=self._upload(np.flatnonzero(unwritten)),
+            mask=mask,
+        )
+
+    def _causal_mask(self, queries: int, keys: int, reach: int, dtype: torch.dtype) -> torch.Tensor:
+        """[queries, keys]: each row sees `reach` keys up to its own; the last row owns the last."""
+        window = reach if reach < keys else None  # what hides nothing shares one matrix
+        causal = self._causal.get((window, dtype))
+        if causal is None or causal.shape[1] < keys:
+            shape = (self._block, 1 << (keys - 1).bit_length())  # doubling: rebuilt seldom
+            hidden = torch.full(shape, -torch.inf, dtype=dtype, device=self.device)
+            own = shape[1] - shape[0]  # the diagonal on which a row meets its own key
+            causal = hidden.triu(own + 1)
+            if window is not None:
+                causal += hidden.tril_(own - window)
+            self._causal[window, dtype] = causal
+        return causal[-queries:, -keys:]
+
+    def _upload(self, array: NDArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _spans(batch: PagedBatch, block: int, reach: int) -> Iterator[_Span]:
+    """Cut every sequence's new tokens into spans of at most `block` rows that see `reach` keys.
+
+    The cuts are at multiples of `block` from the sequence's start, so that a token is computed over
+    the same keys, hence to the same bits, wherever the step's new tokens begin.
+    """
+    size = batch.page_size
+    sequences = zip(batch.qo_indptr, batch.query_lens, batch.kv_indptr, batch.kv_lens, strict=False)
+    for row, queries, page, length in (map(int, sequence) for sequence in sequences):
+        start = length - queries
+        row -= start
+        while start < length:
+            end = min(length, (start // block + 1) * block)
+            skipped = max(0, start + 1 - reach) // size  # pages that no query of the span sees
+            yield _Span(row + start, end - start, page + skipped, end - skipped * size)
+            start = end
+
+
+def _similar(spans: list[_Span], limit: int) -> list[list[_Span]]:
+    """Group spans so that padding at most doubles them and no group exceeds `limit` keys."""
+    groups: list[list[_Span]] = []
+    for span in sorted(spans, key=lambda span: span.keys):
+        last = groups[-1] if groups else []
+        if last and span.keys <= 2 * last[0].keys + 64 and (len(last) + 1) * span.keys <= limit:
+            last.append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def _softcapped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Scaled-dot-product attention with tanh-capped scores, computed in float32."""
+    scores = torch.matmul(query.float() * (scale / softcap), key.float().transpose(-1, -2))
+    scores = scores.tanh_().mul_(softcap)
+    if mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1), value.float()).to(query.dtype)

@@ -1,0 +1,84 @@
+"""A conversation whose every turn computes only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.llm import LLM, Message
+from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.sampling import SamplingParams
+
+
+class Chat:
+    """A multi-turn conversation with a model.
+
+    The next turn's prompt consists of the very token ids of the last one: its prompt, what was
+    generated, and the new text, which alone is tokenised. Generated text that would tokenise
+    differently a second time therefore never costs a hit: all is cached but the new text and the
+    last sampled token.
+
+    >>> chat = Chat(llm, system="...")  # doctest: +SKIP
+    >>> chat.ask("How old is Ada Byron?").outputs[0].text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, llm: LLM, system: str | None = None, *, cache_salt: str | None = None
+    ) -> None:
+        self.llm = llm
+        self.cache_salt = cache_salt
+        self.messages: list[Message] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+        self._seen_text = ""
+        self._seen_tokens: list[int] = []
+
+    def ask(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
+        """Say `text`; returns the answer, which is part of the conversation from now on."""
+        output = None
+        for output in self.stream(text, params):
+            pass
+        assert output is not None
+        return output
+
+    def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Say `text`, yielding the answer's state after every token.
+
+        A turn that is not read to its end leaves the conversation as it was before it.
+        """
+        params = params or self.llm.default_params
+        if params.n != 1:
+            raise InvalidRequest("a conversation goes on with one answer: n must be 1")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        tokenizer = self.llm._need_tokenizer()
+        rendered = tokenizer.render_chat(messages)
+        prompt = self._prompt_tokens(rendered)
+        output = None
+        for output in self.llm.stream(
+            {"prompt_token_ids": prompt}, params, cache_salt=self.cache_salt
+        ):
+            yield output
+        assert output is not None
+        answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            return
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        generated = answer.token_ids
+        if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str):
+            generated = generated[:-1]  # the end token: the template writes it again
+        if tokenizer.decode(generated) == answer.text:
+            self._seen_text = rendered + answer.text
+            self._seen_tokens = [*prompt, *generated]
+        else:  # cut by a stop string
+            self._seen_text, self._seen_tokens = rendered, prompt
+
+    def _prompt_tokens(self, rendered: str) -> list[int]:
+        """The tokens of a rendered conversation: those seen before, and those of the new text.
+
+        A template may rewrite history (strip spaces, drop thoughts); then all is tokenised anew.
+        """
+        tokenizer = self.llm._need_tokenizer()
+        if not self._seen_text or not rendered.startswith(self._seen_text):
+            return tokenizer.encode(rendered, special=False)
+        new = rendered[len(self._seen_text) :]
+        return [*self._seen_tokens, *tokenizer.encode(new, special=False)]

@@ -1,0 +1,181 @@
+"""The step loop: schedule, run, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+import torch
+
+from radixcache.base import PrefixCache, TokensLike, as_tokens
+from radixcache.errors import InvalidRequest
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.kv_pool import KVPool
+from radixcache.runtime.model import PagedModel
+from radixcache.runtime.request import Request, Sequence
+from radixcache.runtime.sampler import sample
+from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.scheduler import Chunk, Scheduler
+
+
+class Engine:
+    """Runs requests in continuous batches over one model, one KV pool and one prefix cache.
+
+    Args:
+        decode: token ids to text; None leaves the outputs without text.
+        seed: of the noise for requests without a seed of their own.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        kv_pool: KVPool,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        decode: Callable[[list[int]], str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.kv_pool = kv_pool
+        self.cache = cache
+        self.scheduler = scheduler
+        self._decode = decode
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._next_id = 0
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that got a token or failed."""
+        chunks = self.scheduler.schedule()
+        failed = self.scheduler.take_failed()
+        if not chunks:
+            return failed
+        try:
+            logits = self._run(chunks)
+        except BaseException:
+            self.scheduler.recover()
+            raise
+        self.cache.commit()
+        return failed + self._sample([c.sequence for c in chunks if c.is_last], logits)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def add_request(
+        self,
+        prompt_token_ids: TokensLike,
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        namespace: Hashable = None,
+    ) -> Request:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
+                not fit the context or the KV pool; the engine is as it was.
+        """
+        tokens = as_tokens(prompt_token_ids).copy()
+        max_tokens = self._max_tokens(tokens, params)
+        request = Request(self._next_id, prompt, tokens, params, namespace)
+        request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
+        self._next_id += 1
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End what is not finished of a request; its pages are free again, or cached."""
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, "abort")
+        request.note_end()
+
+    def _max_tokens(self, tokens: np.ndarray, params: SamplingParams) -> int:
+        """How many tokens the request may generate at most."""
+        length, vocab = len(tokens), self.model.vocab_size
+        if not length:
+            raise InvalidRequest("the prompt is empty")
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
+        context = self.model.max_context
+        if length >= context:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
+            )
+        wanted = min(params.max_tokens or context, context - length)
+        # One page is spare: a branch in mid-page copies it while both copies are held.
+        pages = self.kv_pool.num_pages - 1
+        room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
+        if room < (wanted if params.max_tokens else 1):
+            raise InvalidRequest(
+                f"{length} prompt tokens and {wanted} to generate do not fit the KV memory of "
+                f"{pages} pages of {self.kv_pool.page_size} tokens"
+            )
+        return min(wanted, room)
+
+    def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
+        if params.seed is None:
+            return self._generator
+        return torch.Generator(self.model.device).manual_seed(params.seed + index)
+
+    def _run(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Logits [R, vocab], float32, of the last token of each chunk that is a last one."""
+        page_size = self.kv_pool.page_size
+        leases = [chunk.sequence.lease for chunk in chunks]
+        kv_lens = [lease.num_tokens for lease in leases if lease]
+        tables = [
+            lease.page_table[: -(-lease.num_tokens // page_size)] for lease in leases if lease
+        ]
+        counts = [chunk.num_tokens for chunk in chunks]
+        batch = PagedBatch(
+            qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
+            kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
+            kv_indices=np.concatenate(tables),
+            kv_last_page_len=(np.array(kv_lens, np.int32) - 1) % page_size + 1,
+            page_size=page_size,
+        )
+        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
+        if copies:
+            self.model.attention.copy_slots(self.kv_pool.layers, copies)
+        tokens = np.concatenate(
+            [c.sequence.tokens[n - c.num_tokens : n] for c, n in zip(chunks, kv_lens, strict=True)]
+        )
+        is_last = np.array([chunk.is_last for chunk in chunks])
+        return self.model.forward(tokens, batch, batch.qo_indptr[1:][is_last] - 1, self.kv_pool)
+
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Request]:
+        if not sequences:
+            return []
+        tokens, logprobs = sample(
+            logits,
+            [sequence.request.params for sequence in sequences],
+            [sequence.generator for sequence in sequences],
+        )
+        for sequence, token, top in zip(sequences, tokens, logprobs, strict=True):
+            sequence.append(token)
+            if top is not None:
+                sequence.logprobs.append(top)
+            self._finish_if_done(sequence, token)
+            sequence.request.note_token()
+        return list(dict.fromkeys(sequence.request for sequence in sequences))
+
+    def _finish_if_done(self, sequence: Sequence, token: int) -> None:
+        params, detokenizer = sequence.request.params, sequence.detokenizer
+        reason = None
+        if token in params.stop_token_ids:
+            reason, sequence.stop_reason = "stop", token
+        elif token in self.model.eos_token_ids and not params.ignore_eos:
+            reason = "stop"
+        elif len(sequence.generated) >= sequence.max_tokens:
+            reason = "length"
+        if detokenizer is not None:
+            if reason != "stop":
+                detokenizer.append(token)
+            if reason:
+                detokenizer.finish()
+            if detokenizer.stopped_by is not None:
+                reason, sequence.stop_reason = "stop", detokenizer.stopped_by
+        if reason:
+            self.scheduler.finish(sequence, reason)

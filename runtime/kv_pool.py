@@ -1,0 +1,118 @@
+"""The KV pool: the page tensors of all layers, and how many pages a memory budget buys."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from radixcache.errors import InvalidRequest
+
+_UNITS = {unit: 1000**i for i, unit in enumerate(["", "k", "m", "g", "t"])}
+_UNITS |= {f"{unit}i": 1024**i for i, unit in enumerate(["", "k", "m", "g", "t"]) if unit}
+
+_CPU_LIMIT = 1 << 30
+_CUDA_MARGIN = 1 << 30  # for the activations of a step
+
+
+class LayerShape(NamedTuple):
+    """What one token keeps in one layer."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVPool:
+    """K and V pages of every layer.
+
+    Attributes:
+        layers: (k_pages, v_pages) of each layer, [num_pages, page_size, heads, dim] each, zeros at
+            first. On a CPU the operating system commits their memory when it is first written.
+        page_size: tokens per page.
+        num_pages: pages per layer; page p of every layer belongs to the same tokens.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.layers = [
+            (
+                _zeros((num_pages, page_size, shape.heads, shape.key_dim), dtype, device),
+                _zeros((num_pages, page_size, shape.heads, shape.value_dim), dtype, device),
+            )
+            for shape in shapes
+        ]
+
+
+def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * dtype.itemsize
+
+
+def parse_memory(memory: int | str) -> int:
+    """Bytes of `memory`: a number of bytes, or text such as "512MiB", "2GB" or "1.5 GiB".
+
+    Raises:
+        InvalidRequest: it is neither, or not positive.
+    """
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", memory.lower())
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    else:
+        size = 0 if isinstance(memory, bool) else int(memory)
+    if size <= 0:
+        raise InvalidRequest(f"not an amount of memory: {memory!r} (say 2GB, 512MiB, or bytes)")
+    return size
+
+
+def count_pages(memory: int | str | None, page_bytes: int, device: torch.device) -> int:
+    """Pages of `page_bytes` (all layers together) that `memory` holds; None means the default.
+
+    Raises:
+        InvalidRequest: `memory` is no amount of memory, or holds no page.
+    """
+    size = default_memory(device) if memory is None else parse_memory(memory)
+    if size < page_bytes:
+        raise InvalidRequest(
+            f"{size / 2**20:.1f} MiB of KV memory hold no page; one takes {page_bytes} bytes"
+        )
+    return size // page_bytes
+
+
+def default_memory(device: torch.device) -> int:
+    """Bytes for KV pages if nobody says: most of a GPU's free memory, little of a CPU's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(0, int(0.9 * free) - _CUDA_MARGIN)
+    return min(_CPU_LIMIT, _available_memory() // 4)
+
+
+def _available_memory() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are untouched pages of the operating system, torch's are written.
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)

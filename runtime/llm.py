@@ -1,0 +1,268 @@
+"""The embedded runtime: prompts in, completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
+
+from radixcache.base import PrefixCache, TokensLike
+from radixcache.errors import InvalidRequest
+from radixcache.none import NoCache
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+from radixcache.runtime.engine import Engine
+from radixcache.runtime.kv_pool import count_pages
+from radixcache.runtime.model import load_model
+from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.request import Request
+from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.scheduler import Policy, Scheduler
+from radixcache.runtime.tokenizer import Tokenizer
+
+BUNDLED_MODEL = Path(__file__).parent / "tabletalk"
+"""The model that is used if none is named: it answers questions about tables of people."""
+
+CACHES: dict[str, type[RadixCache] | type[NoCache]] = {"radix": RadixCache, "none": NoCache}
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenised already."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | TokensPrompt
+Message = dict[str, str]
+"""A chat message: {"role": "user", "content": "..."}."""
+
+
+class LLM:
+    """A model with a prefix cache.
+
+    >>> llm = LLM()  # doctest: +SKIP
+    >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
+
+    Args:
+        model: a folder or hub id of any causal language model that transformers loads and that can
+            run over KV pages; None is the bundled `tabletalk`.
+        cache: "radix" (token-exact radix tree) or "none".
+        page_size: tokens per KV page.
+        dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
+        device: "auto" takes a GPU if there is one.
+        kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
+            quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's.
+        max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
+        max_num_seqs: sequences that run at the same time.
+        schedule: "longest-prefix" or "fcfs".
+        seed: of the sampling noise.
+
+    Raises:
+        ModelError: no such model, or one that would be silently wrong over pages.
+        InvalidRequest: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        cache: Literal["radix", "none"] = "radix",
+        page_size: int = 16,
+        dtype: str = "auto",
+        device: str = "auto",
+        kv_memory: int | str | None = None,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 64,
+        schedule: Policy = "longest-prefix",
+        seed: int = 0,
+    ) -> None:
+        _check_choice("cache", cache, tuple(CACHES))
+        _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
+        for name, value in (
+            ("page_size", page_size),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_num_seqs", max_num_seqs),
+        ):
+            if value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
+        path = str(model if model is not None else BUNDLED_MODEL)
+        paged = load_model(path, dtype=dtype, device=device)
+        page_bytes = paged.bytes_per_token * page_size
+        num_pages = count_pages(kv_memory, page_bytes, paged.device)
+        if kv_memory is None:  # more than every sequence at full context is never used
+            most = (paged.max_context // page_size + 2) * max_num_seqs * 4
+            num_pages = min(num_pages, most)
+        prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
+        self.tokenizer = Tokenizer.load(path)
+        self.engine = Engine(
+            paged,
+            paged.allocate(num_pages, page_size),
+            prefix_cache,
+            Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
+            self.tokenizer.decode if self.tokenizer else None,
+            seed,
+        )
+        self.model_name = Path(path).name
+        self.default_params = _default_params(paged._model.generation_config)
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache: statistics, pins, `match`, `reset`."""
+        return self.engine.cache
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, batched continuously; outputs come in the order of the prompts.
+
+        Args:
+            prompts: strings, or dicts with "prompt_token_ids".
+            params: one for all or one for each; by default the model's own generation settings.
+            cache_salt: requests share cached prefixes only within the same salt.
+            use_tqdm: show a progress bar for more than one prompt.
+
+        Raises:
+            InvalidRequest: any prompt is unusable; then none is run.
+        """
+        return list(self._run_all(self._add_all(prompts, params, cache_salt), use_tqdm))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding its state after every token.
+
+        Closing the iterator before its end aborts the request.
+        """
+        return self._stream(self._add_all(prompt, params, cache_salt)[0])
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered with the model's chat template.
+
+        For turns that build on each other `radixcache.Chat` is better: it never tokenises twice.
+        """
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if one else messages
+        prompts: list[Prompt] = []
+        for conversation in cast(Sequence[Sequence[Message]], conversations):
+            text = self._need_tokenizer().render_chat(conversation)
+            tokens = self._need_tokenizer().encode(text, special=False)
+            prompts.append({"prompt_token_ids": tokens})
+        return self.generate(prompts, params, cache_salt=cache_salt, use_tqdm=use_tqdm)
+
+    def encode(self, prompt: Prompt) -> TokensLike:
+        """The token ids of a prompt.
+
+        Raises:
+            InvalidRequest: it is neither text nor token ids, or the model has no tokenizer.
+        """
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt)
+        if not isinstance(prompt, dict) or "prompt_token_ids" not in prompt:
+            raise InvalidRequest(
+                f"a prompt is a string or {{'prompt_token_ids': [...]}}, not {type(prompt).__name__}"
+            )
+        return prompt["prompt_token_ids"]
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{self.model_name} has no tokenizer: give prompt_token_ids")
+        return self.tokenizer
+
+    def _add_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | None,
+    ) -> list[Request]:
+        many = [cast(Prompt, prompts)] if isinstance(prompts, str | dict) else list(prompts)
+        if isinstance(params, Sequence):
+            if len(params) != len(many):
+                raise InvalidRequest(f"{len(params)} parameters for {len(many)} prompts")
+            each = list(params)
+        else:
+            each = [params or self.default_params] * len(many)
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(many, each, strict=True):
+                text = prompt if isinstance(prompt, str) else None
+                if one.stop_strings and self.tokenizer is None:
+                    raise InvalidRequest("stop strings need a tokenizer, and this model has none")
+                requests.append(
+                    self.engine.add_request(
+                        self.encode(prompt), one, prompt=text, namespace=cache_salt
+                    )
+                )
+        except InvalidRequest as error:
+            for request in requests:
+                self.engine.abort(request)
+            where = f"prompt {len(requests)}: " if len(many) > 1 else ""
+            raise InvalidRequest(f"{where}{error}") from None
+        return requests
+
+    def _run_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        bar = tqdm(
+            total=len(requests),
+            desc="Prompts",
+            unit="prompt",
+            disable=not use_tqdm or len(requests) < 2,
+            leave=False,
+        )
+        try:
+            open_requests = set(requests)
+            with bar:
+                while open_requests:
+                    done = {r for r in self.engine.step() if r.finished} & open_requests
+                    bar.update(len(done))
+                    open_requests -= done
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+        return [request.output() for request in requests]
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        try:
+            while not request.finished:
+                if request in self.engine.step():
+                    yield request.output()
+        finally:
+            self.engine.abort(request)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidRequest(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _default_params(config: Any) -> SamplingParams:
+    """Sampling as the model's generation_config.json asks for it."""
+    sampling = bool(getattr(config, "do_sample", False))
+
+    def setting(name: str, default: Any) -> Any:
+        value = getattr(config, name, None)
+        return default if value is None or not sampling else value
+
+    return SamplingParams(
+        temperature=float(setting("temperature", 1.0 if sampling else 0.0)),
+        top_p=float(setting("top_p", 1.0)),
+        top_k=int(setting("top_k", 0)),
+        min_p=float(setting("min_p", 0.0)),
+        max_tokens=getattr(config, "max_new_tokens", None) or 16,
+    )

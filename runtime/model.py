@@ -1,0 +1,280 @@
+"""Models: any causal LM of transformers, run one flat step at a time over KV pages.
+
+There is no modelling code here. transformers lets a model's attention be replaced by a registered
+function; ours hands each layer's query, key and value to an `AttentionBackend`, which writes the
+new K/V into the pages and attends over them. The rest of the model sees one sequence of all the
+step's tokens with explicit positions, and works row by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime import conformance
+from radixcache.runtime.conformance import AttentionCall
+from radixcache.runtime.kv_pool import KVPool, LayerShape, bytes_per_token
+
+_NAME = "radixcache"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The function that serves the attention calls of the forward pass under way. A context variable,
+# because keyword arguments of the model's forward do not reach the layers of every model.
+_Serve = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_serve: ContextVar[_Serve] = ContextVar("serve_attention")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    call = AttentionCall(
+        layer=cast(int, module.layer_idx),
+        shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
+        masked=attention_mask is not None,
+        sinks=s_aux is not None,
+    )
+    # Fused QKV projections give strided slices.
+    flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+    return _serve.get()(call, flat[0], flat[1], flat[2])[None], None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+class PagedModel:
+    """A causal LM over KV pages.
+
+    Attributes:
+        config: transformers' config.
+        attention: the backend that this model plans and runs.
+        dtype, device: of the weights and of the KV pages.
+        shapes: what a token keeps in each layer, for `KVPool`.
+        vocab_size: width of the logits.
+        max_context: the most tokens that a sequence may have.
+        eos_token_ids: the tokens that end a text, by the model's generation config.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: AttentionBackend) -> None:
+        """Take over `model`, whose attention is replaced.
+
+        Raises:
+            ModelError: it would be wrong over pages.
+        """
+        self.config = model.config
+        self.attention = attention
+        self.dtype, self.device = model.dtype, model.device
+        self._model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        conformance.check_config(self.config)
+        calls, self.vocab_size = self._probe()
+        conformance.check_calls(self.config, calls)
+        self.shapes = [call.shape for call in sorted(calls)]
+        text = self.config.get_text_config()
+        self.max_context: int = getattr(text, "max_position_embeddings", None) or 1 << 30
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        eos = text.eos_token_id if eos is None else eos
+        self.eos_token_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that one token keeps in all layers."""
+        return bytes_per_token(self.shapes, self.dtype)
+
+    def allocate(self, num_pages: int, page_size: int) -> KVPool:
+        """A pool of KV pages for this model."""
+        return KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: NDArray[np.integer],
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+        pool: KVPool,
+    ) -> torch.Tensor:
+        """Run one step: write the new tokens' KV into `pool` and return logits.
+
+        Args:
+            token_ids: [T] the new tokens, in the order of `batch`.
+            batch: the step's page tables.
+            logit_rows: [R] rows of the flat batch whose logits are wanted; may be empty.
+            pool: the pages that `batch` numbers.
+
+        Returns:
+            [R, vocab_size] float32, on the model's device.
+        """
+        self.attention.plan(batch)
+
+        def serve(
+            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            return self.attention.run(
+                query,
+                key,
+                value,
+                *pool.layers[call.layer],
+                scale=call.scale,
+                window=call.window,
+                softcap=call.softcap,
+            )
+
+        with _serving(serve):
+            return self._logits(token_ids, batch.positions(), logit_rows)
+
+    @torch.inference_mode()
+    def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:
+        """[T, vocab_size] float32 of one whole sequence, with transformers' own attention."""
+        self._model.set_attn_implementation("eager")
+        try:
+            rows = np.arange(len(token_ids))
+            return self._logits(token_ids, rows, rows)
+        finally:
+            self._model.set_attn_implementation(_NAME)
+
+    def _logits(
+        self,
+        token_ids: NDArray[np.integer],
+        positions: NDArray[np.integer],
+        rows: NDArray[np.integer],
+    ) -> torch.Tensor:
+        ids, position_ids, keep = (
+            torch.from_numpy(np.asarray(array, dtype=np.int64)).to(self.device)
+            for array in (token_ids, positions, rows)
+        )
+        options = {"logits_to_keep": keep} if self._keeps_logits else {}
+        out = self._model(
+            input_ids=ids[None], position_ids=position_ids[None], use_cache=False, **options
+        )
+        return (out.logits[0] if self._keeps_logits else out.logits[0, keep]).float()
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list[AttentionCall], int]:
+        """The attention calls of a forward pass over two tokens, and the width of its logits."""
+        calls: list[AttentionCall] = []
+
+        def serve(
+            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            calls.append(call)
+            return query.new_zeros(*query.shape[:2], value.shape[2])
+
+        try:
+            self._model.set_attn_implementation(_NAME)
+            with _serving(serve):
+                logits = self._logits(np.zeros(2, int), np.arange(2), np.arange(2))
+        except Exception as error:  # whatever foreign modelling code raises
+            reason = f"a trial run failed ({_first_line(error)})"
+            raise conformance.refusal(self.config, reason) from error
+        return calls, logits.shape[1]
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    attention: AttentionBackend | None = None,
+) -> PagedModel:
+    """Load a causal LM from a folder or the Hugging Face hub, and refuse what would be wrong.
+
+    Args:
+        dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is float32 on a CPU and the
+            checkpoint's own elsewhere.
+        device: a torch device; "auto" is CUDA where there is one.
+        attention: the backend; `TorchBackend` on the model's device if None.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded or trusted over pages.
+        InvalidRequest: a dtype or device that does not exist.
+    """
+    place = resolve_device(device)
+    config = _load(name_or_path, AutoConfig.from_pretrained)
+    conformance.check_config(config)  # before the weights are read
+    kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype == "auto" and place.type == "cpu":
+        kind = torch.float32
+    elif dtype != "auto" and kind not in _DTYPES.values():
+        raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
+    read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=kind)
+    model, report = _load(name_or_path, partial(read, output_loading_info=True))
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
+        )
+    paged = PagedModel(model.to(place).eval(), attention or TorchBackend(place))
+    if config.model_type not in conformance.VERIFIED:
+        conformance.check_logits(paged)
+    return paged
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """The torch device of that name; "auto" is CUDA where there is one, else the CPU.
+
+    Raises:
+        InvalidRequest: there is no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise InvalidRequest(f"unknown device {device!r}: say auto, cpu or cuda") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest(f"device {str(device)!r} was asked for, but there is no CUDA here")
+    return place
+
+
+def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
+    """`read(name_or_path)`, with what transformers raises said in one sentence."""
+    try:
+        return read(str(name_or_path), trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 (of the hub, of file formats, of foreign code)
+        if not Path(name_or_path).is_dir():
+            raise ModelError(
+                f"no model at {name_or_path}: no such folder, and no model of that name in reach"
+            ) from None
+        reason = _first_line(error)
+        raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
+
+
+def _first_line(error: Exception) -> str:
+    """The first sentence of an error's message."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return text.partition(". ")[0].rstrip(".")
+
+
+@contextmanager
+def _serving(serve: _Serve) -> Iterator[None]:
+    token = _serve.set(serve)
+    try:
+        yield
+    finally:
+        _serve.reset(token)

@@ -1,0 +1,67 @@
+"""What a request returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Where the time and the tokens of a request went. Times in seconds.
+
+    Attributes:
+        prefilled_tokens: prompt tokens that were computed, over all `n` completions and including
+            what a preemption made necessary again.
+        ttft: from arrival to the first token of the first completion; None before it.
+        latency: from arrival to now, or to the end once finished.
+        tokens_per_second: decoded tokens after the first over the time since the first.
+        preemptions: times that a completion was put back for want of pages.
+    """
+
+    prefilled_tokens: int
+    ttft: float | None
+    latency: float
+    tokens_per_second: float | None
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Attributes:
+        text: everything so far, without special tokens and stop strings.
+        new_text: what `text` gained since the last output of the same stream.
+        token_ids: every generated token, an end token included.
+        finish_reason: "stop", "length", "abort", "error", or None while it runs.
+        stop_reason: the string or token id that stopped it, None for the model's end token.
+        logprobs: for each token, the log-probabilities asked for.
+    """
+
+    index: int
+    text: str
+    new_text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's state: final from `generate` and `chat`, running from `stream`.
+
+    Attributes:
+        num_cached_tokens: leading prompt tokens whose KV the cache held when the request was first
+            scheduled, or came to hold before they were computed.
+        error: why the request failed, if it did.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    finished: bool
+    error: str | None = field(default=None)

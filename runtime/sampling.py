@@ -1,0 +1,65 @@
+"""How the next token is chosen: parameters only, importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixcache.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request; the names mean what they mean in vLLM.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
+        max_tokens: tokens to generate at most; None means up to the end of the context.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the text, besides the model's own end tokens.
+        ignore_eos: go on past the model's end tokens.
+        seed: makes the request's tokens independent of what else is in the batch.
+        n: completions per prompt; the prompt is computed once.
+        logprobs: report this many likeliest tokens per step, besides the chosen one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    stop: str | list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
+        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
+        _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens",
+            "at least 1",
+            self.max_tokens,
+        )
+        _require(self.n >= 1, "n", "at least 1", self.n)
+        _require(
+            self.logprobs is None or self.logprobs >= 0, "logprobs", "at least 0", self.logprobs
+        )
+        _require(all(self.stop_strings), "stop", "non-empty strings", self.stop)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} must be {rule}, not {value!r}")

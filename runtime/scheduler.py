@@ -1,0 +1,202 @@
+"""Decides what the next step computes.
+
+Decodes come first, one token each; what is left of the step's token budget goes to prefill chunks,
+of running sequences before waiting ones. All KV of a step is published while it is being
+scheduled, so that the next sequence in the same step can already use it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+from radixcache.base import PrefixCache
+from radixcache.errors import OutOfPages
+from radixcache.runtime.request import Request, Sequence
+
+Policy = Literal["longest-prefix", "fcfs"]
+
+MAX_PASSED_OVER = 32
+"""Admissions that may overtake the oldest waiting sequence before it goes first."""
+
+LOOK_AHEAD = 64
+"""Waiting sequences compared for the longest cached prefix in one step."""
+
+
+class Chunk(NamedTuple):
+    """`num_tokens` tokens of a sequence, computed by the step; its lease includes them already."""
+
+    sequence: Sequence
+    num_tokens: int
+    is_prefill: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk ends with the sequence's last token, so that a token is sampled."""
+        assert self.sequence.lease is not None
+        return self.sequence.lease.num_tokens == len(self.sequence)
+
+
+class Scheduler:
+    """The waiting and the running sequences of one engine.
+
+    Args:
+        cache: where sequences get their pages.
+        max_num_batched_tokens: tokens per step, decodes and prefill chunks together.
+        max_num_seqs: running sequences.
+        policy: "longest-prefix" admits the longest cached prefix first (SGLang's cache-aware
+            order), with ageing; "fcfs" admits in order of arrival.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        policy: Policy = "longest-prefix",
+    ) -> None:
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.policy = policy
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In order of admission: under pressure the last one is put back first."""
+        self._short_of_pages = False
+        self._failed: list[Request] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """Choose the chunks of the next step, reserve their pages and publish their tokens."""
+        chunks: list[Chunk] = []
+        budget = self.max_num_batched_tokens
+        decodes = [s for s in self.running if len(s.pending) == 1]
+        prefills = [s for s in self.running if len(s.pending) > 1]
+        for sequence in decodes + prefills:
+            if budget and sequence.lease is not None:  # else put back a moment ago
+                chunk = self._schedule_running(sequence, budget, chunks)
+                if chunk:
+                    chunks.append(chunk)
+                    budget -= chunk.num_tokens
+        if not self._short_of_pages or not self.running:
+            self._admit(chunks, budget)
+        return chunks
+
+    def _schedule_running(
+        self, sequence: Sequence, budget: int, chunks: list[Chunk]
+    ) -> Chunk | None:
+        assert sequence.lease is not None
+        is_prefill = len(sequence.pending) > 1
+        if is_prefill:  # others may have computed what this one was about to
+            gained = self.cache.advance(sequence.lease, sequence.pending)
+            if not sequence.preemptions:
+                sequence.cached_tokens += gained
+        while True:
+            try:
+                return self._take(sequence, budget, is_prefill)
+            except OutOfPages as error:
+                scheduled = {chunk.sequence for chunk in chunks}
+                newest = next(s for s in reversed(self.running) if s not in scheduled)
+                if newest is not sequence:
+                    self._put_back(newest)
+                elif chunks or len(self.running) > 1:
+                    return None  # the others go on and will free pages
+                else:
+                    self._fail(sequence, str(error))
+                    return None
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        if not budget or len(self.running) >= self.max_num_seqs:
+            return
+        for sequence in self._candidates():
+            if not budget or len(self.running) >= self.max_num_seqs:
+                return
+            sequence.lease = self.cache.acquire(
+                sequence.tokens, sequence.request.namespace, resumed=sequence.preemptions > 0
+            )
+            hit = sequence.lease.cached_tokens
+            try:
+                chunk = self._take(sequence, budget, is_prefill=True)
+            except OutOfPages as error:
+                self.cache.release(sequence.lease)
+                sequence.lease = None
+                if not self.running:
+                    self.waiting.remove(sequence)
+                    self._fail(sequence, str(error))
+                return
+            if not sequence.preemptions:
+                sequence.cached_tokens = hit
+            if sequence is not self.waiting[0]:
+                self.waiting[0].passed_over += 1
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+
+    def _candidates(self) -> list[Sequence]:
+        """Waiting sequences in the order in which they should be admitted."""
+        candidates = [s for _, s in zip(range(LOOK_AHEAD), self.waiting, strict=False)]
+        if self.policy == "longest-prefix" and len(candidates) > 1:
+            oldest = candidates[0]
+            candidates.sort(key=lambda s: -self.cache.match(s.tokens, s.request.namespace))
+            if oldest.passed_over >= MAX_PASSED_OVER:
+                candidates.remove(oldest)
+                candidates.insert(0, oldest)
+        return candidates
+
+    def _take(self, sequence: Sequence, budget: int, is_prefill: bool) -> Chunk:
+        """Reserve and publish the next tokens of a sequence; `OutOfPages` changes nothing."""
+        lease, tokens = sequence.lease, sequence.pending[:budget]
+        assert lease is not None
+        self.cache.reserve(lease, lease.num_tokens + len(tokens))
+        self.cache.publish(lease, tokens)
+        if is_prefill:
+            sequence.request.prefilled_tokens += len(tokens)
+        return Chunk(sequence, len(tokens), is_prefill)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Preempt: pages go, what was computed stays cached, so resuming costs little."""
+        self._leave(sequence)
+        sequence.preemptions += 1
+        self.waiting.appendleft(sequence)
+        self._short_of_pages = True
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        sequence.request.error = error
+        self.finish(sequence, "error")
+        sequence.request.note_end()
+        self._failed.append(sequence.request)
+
+    def take_failed(self) -> list[Request]:
+        """The requests that turned out not to fit since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        assert sequence.lease is not None
+        self.cache.release(sequence.lease)
+        sequence.lease = None
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence, running or waiting."""
+        sequence.finish_reason = reason
+        if sequence.lease is not None:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._short_of_pages = False
+
+    def recover(self) -> None:
+        """The step failed: its pages are rolled back, its sequences wait for another try."""
+        self.cache.rollback()
+        for sequence in reversed(self.running):
+            assert sequence.lease is not None
+            self.cache.release(sequence.lease)
+            sequence.lease = None
+            self.waiting.appendleft(sequence)
+        self.running.clear()
+        self._short_of_pages = False

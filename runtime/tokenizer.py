@@ -1,0 +1,56 @@
+"""Text to token ids and back, through the model's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from radixcache.errors import InvalidRequest
+
+
+class Tokenizer:
+    """The tokenizer of a model folder or hub id."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, name_or_path: str) -> Tokenizer | None:
+        """The model's tokenizer, or None if it has none."""
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(name_or_path))
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special` adds what the model wants around a text, such as BOS."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, without special tokens."""
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text that asks for the assistant's next message, by the model's chat template.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses these messages.
+        """
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise InvalidRequest("a chat message has a 'role' and a 'content'")
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("the model has no chat template: use generate, not chat")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises what it likes
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+        return text
