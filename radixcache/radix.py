@@ -219,7 +219,9 @@ class RadixCache(PrefixCache):
                 doomed.add(node)
                 assert node.parent is not None
                 node = node.parent
+        unsettled = []
         for lease, written in self._in_flight.items():
+            unsettled.append(lease.node)
             self._drop_reserved(lease)
             lease._copies.clear()
             lease.publishing = False
@@ -230,7 +232,6 @@ class RadixCache(PrefixCache):
             lease.node.leases.add(lease)
             self._read_table(lease, lease.num_tokens // self.page_size)
         self._in_flight.clear()
-        unsettled = []
         for node in sorted(doomed, key=lambda node: -node.start):  # children before parents
             written = tree.written(node)
             if self.events:
@@ -334,11 +335,11 @@ class RadixCache(PrefixCache):
                 self._order.add(node)
             elif node in self._tree:
                 self._tree.drop_root(node)
-        at = node if node.children else node.parent
-        while at is not None and at.parent is not None and len(at.children) == 1:
-            parent = at.parent
-            self._tree.merge(at)
-            at = parent
+        above = node.parent
+        self._tree.merge(node)
+        while above is not None and len(above.children) == 1:
+            node, above = above, above.parent
+            self._tree.merge(node)
 
     # -- cursors and tables --------------------------------------------------------------------
 
@@ -350,8 +351,7 @@ class RadixCache(PrefixCache):
 
     def _leave(self, lease: RadixLease) -> None:
         lease.node.leases.remove(lease)
-        if not lease.node.leases:
-            self._settle(lease.node)
+        self._settle(lease.node)
 
     def _move(self, lease: RadixLease, node: Node, position: int) -> None:
         """Set the cursor, which pins `node` instead of the node before."""

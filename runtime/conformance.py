@@ -79,14 +79,13 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     """
     text = config.get_text_config()
     layers = [call.layer for call in calls]
-    if not calls:
-        raise refusal(config, "it does not use the attention function that was set")
     if len(set(layers)) < len(layers):
         raise refusal(config, "it calls attention more than once in a layer")
-    missing = sorted(set(range(text.num_hidden_layers)) - set(layers))
-    if missing or len(layers) != text.num_hidden_layers:
+    if sorted(layers) != list(range(text.num_hidden_layers)):
         raise refusal(
-            config, f"layers {missing} do not use attention (a hybrid or recurrent model)"
+            config,
+            f"its config names {text.num_hidden_layers} layers, "
+            f"but attention runs in {len(layers)}",
         )
     if not all(call.causal for call in calls):
         raise refusal(config, "its attention is bidirectional")

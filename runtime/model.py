@@ -73,7 +73,7 @@ class PagedModel:
     """A causal LM over KV pages.
 
     Attributes:
-        config: transformers' config.
+        config, generation_config: transformers' configs.
         attention: the backend that this model plans and runs.
         dtype, device: of the weights and of the KV pages.
         shapes: what a token keeps in each layer, for `KVPool`.
@@ -88,7 +88,7 @@ class PagedModel:
         Raises:
             ModelError: it would be wrong over pages.
         """
-        self.config = model.config
+        self.config, self.generation_config = model.config, model.generation_config
         self.attention = attention
         self.dtype, self.device = model.dtype, model.device
         self._model = model
@@ -99,7 +99,7 @@ class PagedModel:
         self.shapes = [call.shape for call in sorted(calls)]
         text = self.config.get_text_config()
         self.max_context: int = getattr(text, "max_position_embeddings", None) or 1 << 30
-        eos = getattr(model.generation_config, "eos_token_id", None)
+        eos = getattr(self.generation_config, "eos_token_id", None)
         eos = text.eos_token_id if eos is None else eos
         self.eos_token_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
 
@@ -186,8 +186,10 @@ class PagedModel:
             calls.append(call)
             return query.new_zeros(*query.shape[:2], value.shape[2])
 
+        self._model.set_attn_implementation(_NAME)
+        if self.config.get_text_config()._attn_implementation != _NAME:
+            raise conformance.refusal(self.config, "it does not let its attention be replaced")
         try:
-            self._model.set_attn_implementation(_NAME)
             with _serving(serve):
                 logits = self._logits(np.zeros(2, int), np.arange(2), np.arange(2))
         except Exception as error:  # whatever foreign modelling code raises
@@ -256,7 +258,7 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
     """`read(name_or_path)`, with what transformers raises said in one sentence."""
     try:
         return read(str(name_or_path), trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 (of the hub, of file formats, of foreign code)
+    except Exception as error:
         if not Path(name_or_path).is_dir():
             raise ModelError(
                 f"no model at {name_or_path}: no such folder, and no model of that name in reach"

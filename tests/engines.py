@@ -1,0 +1,105 @@
+"""Engines over tiny models, and the independent answer: plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from radixcache import NoCache, PagePool, RadixCache, SamplingParams
+from radixcache.runtime.engine import Engine
+from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.model import PagedModel, load_model
+from radixcache.runtime.request import Request
+from radixcache.runtime.scheduler import Policy, Scheduler
+
+CACHES = {"radix": RadixCache, "none": NoCache}
+
+
+@cache
+def plain_model(path: Path) -> PreTrainedModel:
+    """The model as transformers runs it."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@cache
+def paged_model(path: Path) -> PagedModel:
+    """The model as the runtime runs it."""
+    return load_model(path)
+
+
+def make_engine(
+    path: Path = BUNDLED_MODEL,
+    cache: str = "radix",
+    page_size: int = 16,
+    num_pages: int = 512,
+    max_num_batched_tokens: int = 2048,
+    max_num_seqs: int = 64,
+    policy: Policy = "longest-prefix",
+) -> Engine:
+    """An engine with a pool of exactly `num_pages`, on shared weights."""
+    model = paged_model(path)
+    prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
+    scheduler = Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, policy)
+    return Engine(model, model.allocate(num_pages, page_size), prefix_cache, scheduler)
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    concurrent: bool = True,
+) -> list[Request]:
+    """Run prompts to their end, checking the cache's invariants after every step."""
+    requests = []
+    for prompt in prompts:
+        requests.append(engine.add_request(prompt, params))
+        if not concurrent:
+            finish(engine)
+    finish(engine)
+    return requests
+
+
+def finish(engine: Engine, max_steps: int = 10_000) -> None:
+    """Step until nothing is left, checking the cache's invariants after every step."""
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        engine.step()
+        engine.cache.check()
+    assert not engine.has_work
+
+
+def assert_no_page_is_lost(engine: Engine) -> None:
+    """With nothing running, eviction can free every page."""
+    pool = engine.cache.pool
+    engine.cache.evict(pool.num_pages)
+    engine.cache.check()
+    assert pool.num_free == pool.num_pages
+
+
+def generated(requests: Sequence[Request]) -> list[list[list[int]]]:
+    """Tokens of each completion of each request."""
+    return [[s.generated.tolist() for s in request.sequences] for request in requests]
+
+
+@torch.inference_mode()
+def plain_greedy(path: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers' own generate gives."""
+    model = plain_model(path)
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens

@@ -1,0 +1,105 @@
+"""Tiny random models that behave like trained ones where it matters: their outputs are peaky.
+
+transformers' default initialisation gives nearly uniform attention and logits, over which a wrong
+page changes next to nothing. These weights make every head and every argmax a clear choice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+VOCAB_SIZE = 260  # 256 bytes, then BOS, EOS, and two ids that no text gives
+BOS, EOS = 256, 257
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MIXERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+# What a family's config needs beside `_BASE`. Families not listed need nothing.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 11},
+    "gemma2": {
+        "sliding_window": 11,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 16,
+        **_WINDOWS,
+    },
+    "gemma3_text": {"sliding_window": 11, "query_pre_attn_scalar": 16, **_WINDOWS},
+}
+# How much larger than variance-keeping the weights are, by parts of their names.
+_GAINS = {"q_proj": 2.5, "k_proj": 2.5, "query": 2.5, "qkv": 2.5, "lm_head": 4.0}
+
+
+def tiny_model(
+    family: str, folder: Path, seed: int = 0, *, tokenizer: bool = True, **options: Any
+) -> Path:
+    """Save a loadable model of a family, by transformers' `model_type`, and return its folder.
+
+    The tokenizer is byte-level: one token for each byte of the text, and a small chat template.
+    `options` override the config.
+    """
+    torch.manual_seed(seed)
+    settings = {**_BASE, **FAMILIES.get(family, {}), **options}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    make_peaky(model)
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(folder)
+    if tokenizer:
+        _byte_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+@torch.no_grad()
+def make_peaky(model: PreTrainedModel) -> None:
+    """Draw all weights anew so that attention and logits are far from uniform."""
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2:  # norms and biases
+            weight.add_(torch.randn_like(weight) * 0.1 + (1.5 if "q_norm" in name else 0.0))
+        elif "embed" in name:
+            weight.normal_(0.0, 1.0)
+        else:
+            gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
+            weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+    )
+    assert (fast.bos_token_id, fast.eos_token_id) == (BOS, EOS)
+    return fast
