@@ -1,0 +1,354 @@
+"""`LLM`, `Chat`, sampling and text: what a program that embeds the runtime sees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny_model
+
+from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
+from radixcache.runtime.detokenizer import Detokenizer
+from radixcache.runtime.sampler import sample
+
+SEED = 20_261_121
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose tokens are bytes: its text is full of broken characters."""
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"), seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def llm(byte_model: Path) -> LLM:
+    return LLM(byte_model, page_size=4, kv_memory="1MiB")
+
+
+@pytest.fixture(scope="module")
+def tabletalk() -> LLM:
+    return LLM()
+
+
+TABLE = """| ID | Name | Age | Occupation | Country |
+|---|---|---|---|---|
+| 1 | Clara Frost | 41 | Pilot | Chile |
+| 2 | Hugo Marsh | 36 | Baker | Norway |
+| 3 | Clara Marsh | 58 | Judge | Japan |
+"""
+
+
+# ---------------------------------------------------------------------------------- the model
+
+
+def test_the_bundled_model_answers_in_chat_and_in_plain_form(tabletalk: LLM) -> None:
+    system = {"role": "system", "content": f"Answer the questions about the table.\n{TABLE}"}
+    question = {"role": "user", "content": "What is the occupation of Clara Marsh?"}
+    (answer,) = tabletalk.chat([system, question])
+    assert answer.outputs[0].text == "The occupation of Clara Marsh is Judge."
+    assert answer.outputs[0].finish_reason == "stop"
+    for end in ("", " "):
+        prompt = (
+            f"{TABLE}\nQuestion: what is the age of Hugo Marsh? "
+            f"Your answer: The age of Hugo Marsh is{end}"
+        )
+        (answer,) = tabletalk.generate(prompt, SamplingParams(temperature=0, stop="."))
+        assert answer.outputs[0].text.strip() == "36"
+
+
+def test_each_turn_of_a_chat_prefills_only_its_new_tokens(tabletalk: LLM) -> None:
+    chat = Chat(tabletalk, system=f"Here is a table of people.\n{TABLE}", cache_salt="turns")
+    turns = [
+        ("How old is Clara Frost?", "41"),
+        ("And the occupation?", "Pilot"),
+        ("What about Clara Marsh?", "Judge"),
+    ]
+    seen = 0
+    for question, value in turns:
+        output = chat.ask(question)
+        assert output.outputs[0].text.endswith(f" {value}.")
+        # All but the new text and the last sampled token, which the new text begins with.
+        assert output.num_cached_tokens == seen
+        assert output.metrics.prefilled_tokens == len(output.prompt_token_ids) - seen
+        seen = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+    tabletalk.cache.check()
+
+
+def test_a_chat_reuses_generated_ids_that_would_tokenise_differently(llm: LLM) -> None:
+    """Bytes that are no text decode to U+FFFD, which encodes to other bytes."""
+    chat = Chat(llm, system="x" * 20)
+    params = SamplingParams(temperature=1, seed=SEED, max_tokens=15, ignore_eos=True)
+    before: list[int] = []
+    drifted = False
+    for turn in range(4):
+        output = chat.ask(f"turn {turn}", params)
+        assert output.prompt_token_ids[: len(before)] == before
+        assert output.num_cached_tokens == max(0, len(before) - 1)
+        answer = output.outputs[0]
+        assert llm.tokenizer is not None
+        drifted |= llm.tokenizer.encode(answer.text, special=False) != answer.token_ids
+        before = output.prompt_token_ids + answer.token_ids
+    assert drifted, f"seed {SEED}: the case this test is about did not come up"
+
+
+def test_a_chat_whose_template_rewrites_history_falls_back_to_tokenising(tabletalk: LLM) -> None:
+    chat = Chat(tabletalk, system=TABLE)
+    chat.ask("How old is Clara Frost?")
+    chat.messages[0] = {"role": "system", "content": TABLE.replace("41", "77")}
+    assert chat.ask("How old is Clara Frost?").outputs[0].text.endswith(" 77.")
+
+
+def test_an_unread_turn_leaves_the_conversation_as_it_was(tabletalk: LLM) -> None:
+    chat = Chat(tabletalk, system=TABLE)
+    stream = chat.stream("How old is Hugo Marsh?")
+    next(stream)
+    stream.close()
+    assert len(chat.messages) == 1 and not tabletalk.engine.has_work
+    assert chat.ask("How old is Hugo Marsh?").outputs[0].text.endswith(" 36.")
+
+
+# ------------------------------------------------------------------------------ generate, stream
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["a long prompt " * 10, "b", {"prompt_token_ids": [1, 2, 3]}]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+    assert together[2].prompt_token_ids == [1, 2, 3] and together[2].prompt is None
+
+
+def test_a_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop="\ufffd\ufffd\ufffdQ")
+    (whole,) = llm.generate("stream me", params)
+    steps = list(llm.stream("stream me", params))
+    assert len(steps) == len(whole.outputs[0].token_ids)
+    assert "".join(step.outputs[0].new_text for step in steps) == whole.outputs[0].text
+    assert steps[-1].finished and not steps[0].finished
+
+
+def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
+    stream = llm.stream("never read to its end", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+    llm.cache.reset()  # refuses while a lease lives
+
+
+def test_metrics_say_where_the_tokens_went(llm: LLM) -> None:
+    llm.cache.reset()
+    first, second = (llm.generate("metrics " * 8, GREEDY)[0] for _ in range(2))
+    length = len(first.prompt_token_ids)
+    assert (first.num_cached_tokens, first.metrics.prefilled_tokens) == (0, length)
+    assert (second.num_cached_tokens, second.metrics.prefilled_tokens) == (length - 1, 1)
+    assert first.metrics.ttft is not None and 0 < first.metrics.ttft <= first.metrics.latency
+    assert first.metrics.tokens_per_second is not None and first.metrics.tokens_per_second > 0
+
+
+def test_salts_do_not_share(llm: LLM) -> None:
+    prompt = "private " * 5
+    hits = [
+        llm.generate(prompt, GREEDY, cache_salt=salt)[0].num_cached_tokens > 0
+        for salt in ("a", "b", "a", None)
+    ]
+    assert hits == [False, False, True, False]
+
+
+# -------------------------------------------------------------------------------------- sampling
+
+
+def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=2, top_p=0.95)
+    (alone,) = llm.generate("dice", params)
+    crowd = llm.generate(["dice", "noise", "more"], [params, GREEDY, params], use_tqdm=False)
+    tokens = [completion.token_ids for completion in alone.outputs]
+    assert tokens == [completion.token_ids for completion in crowd[0].outputs]
+    assert tokens[0] != tokens[1]
+
+
+def test_sampled_frequencies_follow_the_filtered_distribution() -> None:
+    """Against probabilities worked out by hand for each filter."""
+    probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+    draws = 4000
+    logits = probs.log().expand(draws, -1)
+    cases: list[tuple[dict, list[float]]] = [
+        ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"top_p": 0.8}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
+        ({"min_p": 0.3}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
+        ({"temperature": 0.5}, [p * p / 0.285 for p in probs.tolist()]),
+        ({"top_p": 1e-6}, [1, 0, 0, 0, 0]),
+        ({"temperature": 1e-30}, [1, 0, 0, 0, 0]),
+    ]
+    generator = torch.Generator().manual_seed(SEED)
+    for options, wanted in cases:
+        params = [SamplingParams(**options)] * draws
+        tokens, _ = sample(logits, params, [generator] * draws)
+        seen = torch.bincount(torch.tensor(tokens), minlength=5) / draws
+        assert (seen - torch.tensor(wanted)).abs().max() < 0.035, f"{options}, seed {SEED}"
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0]]).expand(3, -1)
+    params = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0)]
+    tokens, _ = sample(logits, params, [torch.Generator()] * 3)
+    assert tokens == [1, 1, 1]
+
+
+def test_logprobs_are_those_of_the_whole_distribution() -> None:
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(SEED))
+    wanted = logits[0].log_softmax(-1)
+    (token,), (top,) = sample(logits, [SamplingParams(temperature=0, logprobs=3)], [])
+    assert top is not None and len(top) == 3 and token == int(wanted.argmax())
+    for index, value in top.items():
+        assert value == pytest.approx(float(wanted[index]))
+    (_,), (none,) = sample(logits, [SamplingParams(temperature=0)], [])
+    assert none is None
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
+    completion = llm.generate("logprobs", params)[0].outputs[0]
+    assert completion.logprobs is not None
+    for token, top in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert len(top) == 2 and max(top, key=lambda t: top[t]) == token
+
+
+# ------------------------------------------------------------------------------- the end of text
+
+
+def test_stop_tokens_and_eos_end_the_text_and_are_not_part_of_it(llm: LLM) -> None:
+    free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    tokens = llm.generate("stop", free)[0].outputs[0].token_ids
+    stop = tokens[10]
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop]
+    )
+    completion = llm.generate("stop", params)[0].outputs[0]
+    assert completion.token_ids == tokens[: tokens.index(stop) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert llm.tokenizer is not None
+    assert completion.text == llm.tokenizer.decode(completion.token_ids[:-1])
+
+
+def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> None:
+    """Random cuts of UTF-8 bytes into tokens, against decoding everything at once."""
+    rng = random.Random(SEED)
+
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    for _ in range(300):
+        text = "".join(rng.choice("aб漢🙂|STOP ") for _ in range(rng.randint(1, 25)))
+        stops = rng.choice([[], ["STOP"], ["|", "TO"], ["🙂a"], ["OP ", "STOP |"]])
+        detokenizer = Detokenizer(decode, stops)
+        shown = ""
+        for token in text.encode():
+            detokenizer.append(token)
+            if detokenizer.stopped_by is not None:
+                break
+            shown += detokenizer.take(finished=False)
+            assert "\ufffd" not in shown
+            assert not any(stop in shown for stop in stops)
+        detokenizer.finish()
+        shown += detokenizer.take(finished=True)
+        cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+        assert shown == detokenizer.text == text[:cut], f"{text!r} {stops}, seed {SEED}"
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"top_p": 0}, "top_p must be in"),
+        ({"top_k": -2}, "top_k must be"),
+        ({"min_p": 2}, "min_p must be in"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"logprobs": -1}, "logprobs must be"),
+        ({"stop": ""}, "stop must be"),
+    ],
+)
+def test_bad_sampling_parameters_are_one_sentence(options: dict, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as caught:
+        SamplingParams(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
+        llm.generate(["fine", {"prompt_token_ids": []}, "fine too"], GREEDY)
+    assert not llm.engine.has_work
+    assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("", "the prompt is empty"),
+        ("x" * 600, "the context of 512 leaves no room"),
+        (3, "a prompt is a string or"),
+        ({"tokens": [1]}, "a prompt is a string or"),
+    ],
+)
+def test_bad_prompts_are_one_sentence(llm: LLM, prompt: object, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+
+
+def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path) -> None:
+    for options, sentence in (
+        ({"cache": "lru"}, "cache must be one of radix, none, not 'lru'"),
+        ({"schedule": "sjf"}, "schedule must be one of"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"kv_memory": "lots"}, "not an amount of memory"),
+        ({"kv_memory": 10}, "hold no page"),
+        ({"dtype": "int3"}, "unknown dtype"),
+        ({"device": "abacus"}, "unknown device"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            LLM(byte_model, **options)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="no model at"):
+        LLM(tmp_path / "nowhere")
+
+
+def test_a_budget_too_small_for_one_request_says_so_and_serves_the_rest(byte_model: Path) -> None:
+    small = LLM(byte_model, page_size=4, kv_memory=6 * 4 * 3 * 2 * 2 * 16 * 4)  # six pages
+    assert small.cache.pool.num_pages == 6
+    with pytest.raises(InvalidRequest, match="do not fit the KV memory of 5 pages of 4 tokens"):
+        small.generate("x" * 30, GREEDY)
+    assert len(small.generate("fits", GREEDY)[0].outputs[0].token_ids) > 0
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
+    bare = LLM(tiny_model("llama", tmp_path, tokenizer=False), kv_memory="1MiB")
+    output = bare.generate({"prompt_token_ids": [1, 2]}, GREEDY)[0].outputs[0]
+    assert output.token_ids and output.text == ""
+    for call in (
+        lambda: bare.generate("text", GREEDY),
+        lambda: bare.chat([{"role": "user", "content": "x"}]),
+        lambda: Chat(bare).ask("x"),
+    ):
+        with pytest.raises(InvalidRequest, match="has no tokenizer"):
+            call()
+
+
+def test_bad_messages_are_one_sentence(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="'role' and a 'content'"):
+        llm.chat([{"role": "user"}])
