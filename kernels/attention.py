@@ -8,6 +8,7 @@ aligned at the bottom right. The arrays are those that FlashInfer's paged wrappe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,20 +84,23 @@ class AttentionBackend(ABC):
         """Attention of one layer over the planned batch.
 
         Args:
-            query: [T, num_qo_heads, head_dim], RoPE applied.
-            key, value: [T, num_kv_heads, head_dim], the new tokens' K/V; written before attending.
+            query: [T, num_qo_heads, head_dim], RoPE applied, contiguous.
+            key, value: [T, num_kv_heads, head_dim], the new tokens' K/V, contiguous; written before
+                attending. Values may have another head_dim than keys.
             k_pages, v_pages: the layer's pages, updated in place.
             scale: factor on the scores.
             window: a query at position p sees keys at positions > p - window (transformers' rule).
             softcap: scores become ``softcap * tanh(scores / softcap)`` before masking.
 
         Returns:
-            [T, num_qo_heads, head_dim], contiguous, the query's dtype.
+            [T, num_qo_heads, value head_dim], contiguous, the query's dtype.
         """
 
     @abstractmethod
     def copy_slots(
-        self, pages: list[tuple[torch.Tensor, torch.Tensor]], copies: list[tuple[int, int, int]]
+        self,
+        pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        copies: Sequence[tuple[int, int, int]],
     ) -> None:
         """Copy the first n slots of page `source` to page `target` in every layer.
 

@@ -2,21 +2,21 @@
 
 A step is cut into tiles, each one gather and one scaled-dot-product call:
 
-- a *wide* tile is up to 256 (on a GPU 2048) consecutive query rows of one sequence; it reads the keys up to
-  its own last row only, so a long prefill never builds a quadratic mask;
+- a *wide* tile is up to 256 (on a GPU 2048) consecutive query rows of one sequence; it reads the
+  keys up to its own last row only, so a long prefill never builds a quadratic mask;
 - a *narrow* tile is the single query rows (decodes) of several sequences of similar length, their
   keys padded to the longest. The query heads that share a KV head become its query rows.
 
-torch's `is_causal` is aligned at the top left, which is wrong for suffixes; masks here are explicit.
-The visible part of a row depends only on the distance from the last key, so one matrix, sliced from
-its bottom-right corner, masks every wide tile of every step.
+torch's `is_causal` is aligned at the top left, which is wrong for suffixes: masks are explicit.
+What a row may see depends only on the distance from the last key, so one matrix, sliced from its
+bottom-right corner, masks every wide tile of every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 
-# Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache (measured),
-# or keeps a GPU busy.
+# Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache
+# (measured), or keeps a GPU busy (a guess).
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
 
@@ -118,7 +118,9 @@ class TorchBackend(AttentionBackend):
 
     @torch.inference_mode()
     def copy_slots(
-        self, pages: list[tuple[torch.Tensor, torch.Tensor]], copies: list[tuple[int, int, int]]
+        self,
+        pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        copies: Sequence[tuple[int, int, int]],
     ) -> None:
         if not pages or not copies:
             return
@@ -204,7 +206,7 @@ class TorchBackend(AttentionBackend):
             self._causal[window, dtype] = causal
         return causal[-queries:, -keys:]
 
-    def _upload(self, array: NDArray) -> torch.Tensor:
+    def _upload(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
 
@@ -212,7 +214,7 @@ def _spans(batch: PagedBatch, block: int, reach: int) -> Iterator[_Span]:
     """Cut every sequence's new tokens into spans of at most `block` rows that see `reach` keys.
 
     The cuts are at multiples of `block` from the sequence's start, so that a token is computed over
-    the same keys, hence to the same bits, wherever the step's new tokens begin.
+    the same keys wherever the step's new tokens begin; on a CPU, to the same bits (measured).
     """
     size = batch.page_size
     sequences = zip(batch.qo_indptr, batch.query_lens, batch.kv_indptr, batch.kv_lens, strict=False)

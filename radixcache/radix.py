@@ -11,7 +11,7 @@ from radixcache.errors import LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.eviction import EvictionOrder
 from radixcache.lease import Lease, PageCopy
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, Pages
 from radixcache.tree import Node, RadixTree
 
 
@@ -133,7 +133,7 @@ class RadixCache(PrefixCache):
         copy = page >= 0 and not (
             position == lease.node.end and self._tree.held_alone(lease.node, position, page)
         )
-        pages = self._allocate(wanted + copy, lease)
+        pages = self._allocate(wanted + copy)
         if copy:
             lease._table[boundary] = pages[0]
             lease._copies.append(PageCopy(page, int(pages[0]), position % page_size))
@@ -271,8 +271,14 @@ class RadixCache(PrefixCache):
         Returns the number of pages that became free: fewer than asked only if nothing else is
         evictable. O(log n) per leaf, O(1) per page.
         """
+        before = self.pool.num_free
         freed = 0
-        while freed < num_pages and (leaf := self._order.first()) is not None:
+        while freed < num_pages:
+            leaf = self._order.first()
+            if leaf is None:
+                if not self._expose_tails():
+                    break
+                continue
             count = min(num_pages - freed, leaf.num_pages)
             kept = leaf.num_pages - count
             end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
@@ -280,20 +286,19 @@ class RadixCache(PrefixCache):
             if self.events:
                 self._emit_evicted(leaf, end)
             if kept:
-                freed += self.pool.drop(leaf.truncate(end, kept))
+                self.pool.drop(leaf.truncate(end, kept))
             else:
-                freed += self.pool.drop(leaf.pages)
+                self.pool.drop(leaf.pages)
                 self._order.discard(leaf)
                 self._settle(self._tree.remove(leaf))
+            freed = self.pool.num_free - before  # a merge after a removal frees a page, too
         self.stats.evicted_pages += freed
         return freed
 
-    def _allocate(self, count: int, lease: RadixLease) -> np.ndarray:
+    def _allocate(self, count: int) -> Pages:
         """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
         missing = count - self.pool.num_free
         if missing > 0:
-            if lease.num_tokens < lease.node.end:  # what follows the cursor may go
-                self._split(lease.node, lease.num_tokens)
             if not self._can_evict(missing):
                 raise OutOfPages(
                     f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
@@ -308,6 +313,7 @@ class RadixCache(PrefixCache):
             sure += leaf.num_pages - 1
             if sure >= num_pages:
                 return True
+        self._expose_tails()
         stay = np.zeros(self.pool.num_pages, bool)
         seen: set[Node] = set()
         for lease in self._leases:
@@ -318,6 +324,18 @@ class RadixCache(PrefixCache):
                 stay[at.pages] = True
                 at = at.parent
         return self.pool.num_pages - self.pool.num_free - int(stay.sum()) >= num_pages
+
+    def _expose_tails(self) -> bool:
+        """Cut off what follows the last cursor in each leased leaf; whether there was any."""
+        exposed = False
+        for lease in self._leases:
+            node = lease.node
+            if not node.children:
+                last = max(other.num_tokens for other in node.leases)
+                if last < node.end and node.parent is not None:
+                    self._split(node, last)
+                    exposed = True
+        return exposed
 
     def _split(self, node: Node, position: int) -> Node:
         """Split a leased node; returns the upper half. The lower may be evictable now."""

@@ -103,7 +103,7 @@ class LLM:
             seed,
         )
         self.model_name = Path(path).name
-        self.default_params = _default_params(paged._model.generation_config)
+        self.default_params = _default_params(paged.generation_config)
 
     @property
     def cache(self) -> PrefixCache:

@@ -1,0 +1,44 @@
+# The project's verbs. Each target installs what it needs into .venv, once; `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check clean
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
+
+demo: $(VENV)/.stamp-runtime  ## answer questions over a shared prompt, with the cache and without
+	@$(BIN)/radixcache demo $(ARGS)
+
+test: $(VENV)/.stamp-dev  ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.stamp-dev  ## lint, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:  ## remove caches and build output; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . \( -name .venv -o -name .git \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
+$(VENV)/.stamp-runtime: EXTRAS := runtime
+$(VENV)/.stamp-dev: EXTRAS := runtime,dev
+$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
+
+# pip is what `venv` writes last, so an environment that was left half-made is made again.
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$$($(PYTHON) -V 2>&1) is too old: radixcache needs 3.10 or newer (say make PYTHON=/path/to/python3)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: on Debian, apt install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)

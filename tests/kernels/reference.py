@@ -1,0 +1,122 @@
+"""A naive attention over pages, and random steps to try a backend with.
+
+Everything here is plain loops in float64 over page tables kept as Python lists: nothing is shared
+with the backends under test but the arrays they are given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixcache.kernels.attention import PagedBatch
+
+
+@dataclass
+class Step:
+    """One step's inputs. `tables[i]` are the pages of sequence i, `kv_lens[i]` its tokens."""
+
+    batch: PagedBatch
+    tables: list[list[int]]
+    query_lens: list[int]
+    kv_lens: list[int]
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+
+
+def make_batch(tables: list[list[int]], queries: list[int], kv_lens: list[int], page_size: int):
+    """The `PagedBatch` of sequences with these page tables."""
+
+    def indptr(counts: list[int]) -> np.ndarray:
+        return np.cumsum([0, *counts]).astype(np.int32)
+
+    last = [n - (len(t) - 1) * page_size for t, n in zip(tables, kv_lens, strict=True)]
+    return PagedBatch(
+        qo_indptr=indptr(queries),
+        kv_indptr=indptr([len(table) for table in tables]),
+        kv_indices=np.array([page for table in tables for page in table], np.int32),
+        kv_last_page_len=np.array(last, np.int32),
+        page_size=page_size,
+    )
+
+
+def make_step(
+    seed: int,
+    lens: list[tuple[int, int]],
+    *,
+    page_size: int = 16,
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    share: int = 0,
+) -> Step:
+    """A step of sequences with (new tokens, cached tokens) each, in shuffled pages.
+
+    Slots that hold no cached token are NaN. With `share`, all sequences have their first `share`
+    pages in common, as prefix caching gives.
+    """
+    rng, torch_rng = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    queries, kv_lens = [q for q, _ in lens], [q + c for q, c in lens]
+    counts = [-(-n // page_size) for n in kv_lens]
+    free = [int(page) for page in rng.permutation(sum(counts) + share + 3)]
+    stem = [free.pop() for _ in range(share)]
+    tables = [stem + [free.pop() for _ in range(n - share)] for n in counts]
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch_rng).to(dtype)
+
+    num_pages, total = sum(counts) + share + 3, sum(queries)
+    k_pages = torch.full((num_pages, page_size, heads[1], dim), torch.nan, dtype=dtype)
+    v_pages = k_pages.clone()
+    for table, (_, cached) in zip(tables, lens, strict=True):
+        for i in range(cached):
+            k_pages[table[i // page_size], i % page_size] = 2 * randn(heads[1], dim)
+            v_pages[table[i // page_size], i % page_size] = randn(heads[1], dim)
+    return Step(
+        batch=make_batch(tables, queries, kv_lens, page_size),
+        tables=tables,
+        query_lens=queries,
+        kv_lens=kv_lens,
+        query=2 * randn(total, heads[0], dim),
+        key=2 * randn(total, heads[1], dim),
+        value=randn(total, heads[1], dim),
+        k_pages=k_pages,
+        v_pages=v_pages,
+    )
+
+
+def naive_attention(
+    step: Step, *, scale: float, window: int | None = None, softcap: float | None = None
+) -> np.ndarray:
+    """[T, heads, dim] float64, one query token and head at a time. Does not touch `step`."""
+    page_size, group = step.batch.page_size, step.query.shape[1] // step.key.shape[1]
+    query, key, value, k_pages, v_pages = (
+        tensor.double().numpy().copy()
+        for tensor in (step.query, step.key, step.value, step.k_pages, step.v_pages)
+    )
+    tokens: list[tuple[int, list[int], int]] = []  # flat row, page table, position
+    for table, queries, length in zip(step.tables, step.query_lens, step.kv_lens, strict=True):
+        tokens += [(len(tokens) + i, table, length - queries + i) for i in range(queries)]
+    for row, table, position in tokens:
+        k_pages[table[position // page_size], position % page_size] = key[row]
+        v_pages[table[position // page_size], position % page_size] = value[row]
+    out = np.zeros((*query.shape[:2], value.shape[2]))
+    for row, table, position in tokens:
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = [(table[p // page_size], p % page_size) for p in range(first, position + 1)]
+        keys = np.stack([k_pages[slot] for slot in seen])
+        values = np.stack([v_pages[slot] for slot in seen])
+        for head in range(query.shape[1]):
+            scores = scale * keys[:, head // group] @ query[row, head]
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            out[row, head] = (weights / weights.sum()) @ values[:, head // group]
+    assert not any(math.isnan(x) for x in out.ravel()), "the step reads an unwritten slot"
+    return out
