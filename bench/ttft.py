@@ -45,7 +45,8 @@ def main() -> None:
         f"a {args.document}-token document, questions of {args.question} tokens"
     )
     ask(), ask()  # warm-up
-    cold, cached = [], []
+    cold: list[float] = []
+    cached: list[float] = []
     for pair in range(args.pairs):
         llm.cache.reset()
         for times, name in ((cold, "cold"), (cached, "cached")):

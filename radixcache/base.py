@@ -3,13 +3,13 @@
 A cache maps token prefixes to KV pages. It knows pages by number and never touches their bytes:
 whoever owns the KV tensors copies and writes them. One request lives like this::
 
-    lease = cache.acquire(prompt)                  # pin the longest cached prefix
-    cache.reserve(lease, len(prompt))              # make room for the suffix
+    lease = cache.acquire(prompt)                    # pin the longest cached prefix
+    cache.reserve(lease, len(prompt))                # make room for the suffix
     cache.publish(lease, prompt[lease.num_tokens:])  # others may share it from now on
-    ...                                            # copy lease.take_copies(), run the model
-    cache.commit()                                 # the step ran: what it published is written
-    ...                                            # one reserve/publish/commit for each decoded token
-    cache.release(lease)                           # stays cached until evicted
+    ...                                              # do lease.take_copies(), run the model
+    cache.commit()                                   # the step ran: its KV is written
+    ...                                              # the same for each decoded token
+    cache.release(lease)                             # stays cached until evicted
 
 The token at absolute position p of a sequence lives in slot ``p % page_size`` of page
 ``lease.page_table[p // page_size]``.
@@ -121,7 +121,7 @@ class PrefixCache(ABC):
     def acquire(
         self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
     ) -> Lease:
-        """Pin the longest cached prefix of `tokens` (at most all but the last) and return its lease.
+        """Pin the longest cached prefix of `tokens`, at most all but the last; return its lease.
 
         Touches neither statistics nor eviction order until the first `publish`.
         """
@@ -201,7 +201,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything cached and zero the statistics; `LeaseError` while a lease or pin lives."""
+        """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
 
     @abstractmethod
     def check(self) -> None:

@@ -12,7 +12,7 @@ class RadixCacheError(Exception):
 
 
 class OutOfPages(RadixCacheError):
-    """Not enough free or evictable pages. The cache and the lease are as they were before the call."""
+    """Not enough free or evictable pages; nothing has changed by the call."""
 
 
 class LeaseError(RadixCacheError, ValueError):
@@ -20,7 +20,7 @@ class LeaseError(RadixCacheError, ValueError):
 
 
 class PinError(RadixCacheError, ValueError):
-    """A named prefix is unknown, already exists, is not cached in full, or exceeds the pin budget."""
+    """A named prefix is unknown, exists already, is not cached in full, or exceeds the budget."""
 
 
 class InvalidRequest(RadixCacheError, ValueError):

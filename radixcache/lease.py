@@ -12,7 +12,7 @@ from radixcache.pages import PagePool, Pages
 
 
 class PageCopy(NamedTuple):
-    """Copy the first `num_slots` slots of page `source` into page `target`, before the step runs."""
+    """Copy the first `num_slots` slots of page `source` into page `target` before the step."""
 
     source: int
     target: int
@@ -25,7 +25,7 @@ class Lease:
     Made by `PrefixCache.acquire`, moved only by the cache's methods, dead after `release`::
 
         page table   [ shared ... shared | own ... own ]
-                       held by the cache   held by the lease: what follows the cursor is written there
+                       held by the cache   held by the lease, to write what follows the cursor
         tokens       [ 0 ........... num_tokens ) ......... room for more
 
     A half-filled page at the cursor is the lease's own as soon as `reserve` has claimed or copied

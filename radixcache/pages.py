@@ -66,7 +66,7 @@ class PagePool:
         return count
 
     def check(self, expected_refs: NDArray[np.int32]) -> None:
-        """Assert that the counts equal `expected_refs` and that exactly the unheld pages are free."""
+        """Assert that the counts are `expected_refs` and that the free pages are the unheld."""
         wrong = np.flatnonzero(self.refs != expected_refs)
         assert not len(wrong), (
             f"pages {wrong[:8].tolist()} have {self.refs[wrong[:8]].tolist()} holders, "

@@ -133,7 +133,7 @@ class RadixCache(PrefixCache):
         copy = page >= 0 and not (
             position == lease.node.end and self._tree.held_alone(lease.node, position, page)
         )
-        pages = self._allocate(wanted + copy)
+        pages = self._allocate(wanted + copy, lease)
         if copy:
             lease._table[boundary] = pages[0]
             lease._copies.append(PageCopy(page, int(pages[0]), position % page_size))
@@ -295,10 +295,12 @@ class RadixCache(PrefixCache):
         self.stats.evicted_pages += freed
         return freed
 
-    def _allocate(self, count: int) -> Pages:
+    def _allocate(self, count: int, lease: RadixLease) -> Pages:
         """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
         missing = count - self.pool.num_free
         if missing > 0:
+            if lease.node.parent is not None and lease.num_tokens < lease.node.end:
+                self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
             if not self._can_evict(missing):
                 raise OutOfPages(
                     f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
@@ -313,12 +315,13 @@ class RadixCache(PrefixCache):
             sure += leaf.num_pages - 1
             if sure >= num_pages:
                 return True
-        self._expose_tails()
         stay = np.zeros(self.pool.num_pages, bool)
         seen: set[Node] = set()
         for lease in self._leases:
+            node = lease.node
             stay[lease._table[lease._num_own_from : lease._num_pages]] = True
-            at: Node | None = lease.node
+            stay[node.pages[: -(-lease.num_tokens // self.page_size) - node.first_page]] = True
+            at = node.parent
             while at is not None and at not in seen:
                 seen.add(at)
                 stay[at.pages] = True

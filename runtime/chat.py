@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from copy import copy
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.llm import LLM, Message
@@ -33,15 +34,24 @@ class Chat:
         self._seen_text = ""
         self._seen_tokens: list[int] = []
 
+    def fork(self) -> Chat:
+        """A copy that goes its own way, and shares what the cache holds of the way so far.
+
+        Fork before a question that may be edited later: asking other words in the copy computes
+        only what follows the last token that both questions have in common.
+        """
+        twin = copy(self)
+        twin.messages = [*self.messages]
+        return twin
+
     def ask(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
         """Say `text`; returns the answer, which is part of the conversation from now on."""
-        output = None
-        for output in self.stream(text, params):
-            pass
-        assert output is not None
+        *_, output = self.stream(text, params)
         return output
 
-    def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, text: str, params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Say `text`, yielding the answer's state after every token.
 
         A turn that is not read to its end leaves the conversation as it was before it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
@@ -29,7 +29,7 @@ CACHES: dict[str, type[RadixCache] | type[NoCache]] = {"radix": RadixCache, "non
 class TokensPrompt(TypedDict):
     """A prompt that is tokenised already."""
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: TokensLike
 
 
 Prompt = str | TokensPrompt
@@ -137,7 +137,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding its state after every token.
 
         Closing the iterator before its end aborts the request.
@@ -174,8 +174,9 @@ class LLM:
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt)
         if not isinstance(prompt, dict) or "prompt_token_ids" not in prompt:
+            kind = type(prompt).__name__
             raise InvalidRequest(
-                f"a prompt is a string or {{'prompt_token_ids': [...]}}, not {type(prompt).__name__}"
+                f"a prompt is a string or {{'prompt_token_ids': [...]}}, not {kind}"
             )
         return prompt["prompt_token_ids"]
 
@@ -190,7 +191,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | None,
     ) -> list[Request]:
-        many = [cast(Prompt, prompts)] if isinstance(prompts, str | dict) else list(prompts)
+        many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(params, Sequence):
             if len(params) != len(many):
                 raise InvalidRequest(f"{len(params)} parameters for {len(many)} prompts")
@@ -237,7 +238,7 @@ class LLM:
                 self.engine.abort(request)
         return [request.output() for request in requests]
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+    def _stream(self, request: Request) -> Generator[RequestOutput, None, None]:
         try:
             while not request.finished:
                 if request in self.engine.step():

@@ -27,10 +27,7 @@ def sample(
     rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if rows:
         noise = torch.stack(
-            [
-                torch.empty_like(logits[row]).exponential_(generator=generators[row])
-                for row in rows
-            ]
+            [torch.empty_like(logits[row]).exponential_(generator=generators[row]) for row in rows]
         )
         chosen = _draw(logits[rows], [params[row] for row in rows], noise)
         tokens[rows] = chosen
@@ -42,9 +39,7 @@ def sample(
     return picked, logprobs
 
 
-def _draw(
-    logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tensor
-) -> torch.Tensor:
+def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tensor) -> torch.Tensor:
     """[R] tokens drawn from the filtered distributions; `noise` [R, vocab] is exponential.
 
     The largest of probability / noise is a draw from the probabilities (exponential races), so

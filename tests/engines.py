@@ -94,7 +94,7 @@ def plain_greedy(path: Path, prompt: Sequence[int], max_tokens: int) -> list[int
     """What transformers' own generate gives."""
     model = plain_model(path)
     ids = torch.tensor([list(prompt)])
-    out = model.generate(
+    out = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,

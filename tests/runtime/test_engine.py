@@ -10,7 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import (
+
+from radixcache import InvalidRequest, SamplingParams
+from radixcache.runtime.engine import Engine
+from radixcache.runtime.llm import BUNDLED_MODEL
+from tests.engines import (
     assert_no_page_is_lost,
     finish,
     generated,
@@ -20,11 +24,7 @@ from engines import (
     plain_model,
     run,
 )
-from models import tiny_model
-
-from radixcache import InvalidRequest, SamplingParams
-from radixcache.runtime.engine import Engine
-from radixcache.runtime.llm import BUNDLED_MODEL
+from tests.models import tiny_model
 
 SEED = 20_261_120
 NEW_TOKENS = 10

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_model
 
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.detokenizer import Detokenizer
+from radixcache.runtime.llm import Prompt
 from radixcache.runtime.sampler import sample
+from tests.models import tiny_model
 
 SEED = 20_261_121
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -123,7 +124,7 @@ def test_an_unread_turn_leaves_the_conversation_as_it_was(tabletalk: LLM) -> Non
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    prompts = ["a long prompt " * 10, "b", {"prompt_token_ids": [1, 2, 3]}]
+    prompts: list[Prompt] = ["a long prompt " * 10, "b", {"prompt_token_ids": [1, 2, 3]}]
     together = llm.generate(prompts, GREEDY, use_tqdm=False)
     alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
@@ -131,7 +132,9 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 
 def test_a_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop="\ufffd\ufffd\ufffdQ")
+    params = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, stop="\ufffd\ufffd\ufffdQ"
+    )
     (whole,) = llm.generate("stream me", params)
     steps = list(llm.stream("stream me", params))
     assert len(steps) == len(whole.outputs[0].token_ids)
@@ -233,9 +236,7 @@ def test_stop_tokens_and_eos_end_the_text_and_are_not_part_of_it(llm: LLM) -> No
     free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     tokens = llm.generate("stop", free)[0].outputs[0].token_ids
     stop = tokens[10]
-    params = SamplingParams(
-        temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop]
-    )
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
     completion = llm.generate("stop", params)[0].outputs[0]
     assert completion.token_ids == tokens[: tokens.index(stop) + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
@@ -323,7 +324,7 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
         ({"device": "abacus"}, "unknown device"),
     ):
         with pytest.raises(InvalidRequest, match=sentence):
-            LLM(byte_model, **options)  # type: ignore[arg-type]
+            LLM(byte_model, **options)
     with pytest.raises(ModelError, match="no model at"):
         LLM(tmp_path / "nowhere")
 

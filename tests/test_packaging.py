@@ -1,0 +1,313 @@
+"""What is installed, what importing it costs, and which way the arrows between the folders run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+from typing import NamedTuple
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+# Folder of each package, as in pyproject.toml.
+PACKAGES = {
+    "radixcache": "radixcache",
+    "runtime": "radixcache.runtime",
+    "kernels": "radixcache.kernels",
+}
+GPU_ONLY = {"flashinfer", "triton"}
+
+IMPORT_EACH = f"""
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in {GPU_ONLY}:
+            raise
+    else:
+        print(module.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    """Standard output of a command, which must succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files_below(folder: str) -> list[Path]:
+    """Every file of a folder that git would keep, relative to the root. Links are not followed."""
+    found = []
+    for parent, folders, names in os.walk(ROOT / folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        found += [Path(parent, name).relative_to(ROOT) for name in names]
+    return sorted(path for path in found if path.suffix != ".pyc")
+
+
+def installed_path(path: Path) -> Path:
+    """Where an installed package holds a file of the repository."""
+    return Path(PACKAGES[path.parts[0]].replace(".", "/"), *path.parts[1:])
+
+
+def module_name(path: Path) -> str:
+    """Dotted name that a source file is imported by."""
+    return ".".join(installed_path(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = [path for folder in PACKAGES for path in files_below(folder)]
+SOURCES = [path for path in FILES if path.suffix == ".py"]
+# Importing a __main__ would run it.
+MODULES = [module_name(path) for path in SOURCES if path.name != "__main__.py"]
+
+
+# What is installed.
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads, so that none leaves its traces in the repository."""
+    target = tmp_path_factory.mktemp("packaging") / "checkout"
+    for folder in PACKAGES:
+        skip = ignore_patterns("__pycache__", "*.egg-info")
+        copytree(ROOT / folder, target / folder, symlinks=True, ignore=skip)
+    for name in ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]:
+        copy(ROOT / name, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    """The wheel, built from the source distribution."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "../dist", cwd=checkout)
+    (built,) = (checkout.parent / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """A folder to put on the path, with the wheel unpacked in it."""
+    target = wheel.parent.parent / "installed"
+    zipfile.ZipFile(wheel).extractall(target)
+    return target
+
+
+def test_the_wheel_holds_every_file_once_and_only_below_radixcache(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len(names) == len(set(names))
+    assert {name.partition("/")[0] for name in names} == {
+        "radixcache",
+        wheel.name.rpartition("-py3")[0] + ".dist-info",
+    }
+    held = {name for name in names if name.startswith("radixcache/")}
+    assert held == {installed_path(path).as_posix() for path in FILES}
+    assert "radixcache/py.typed" in held
+
+
+def test_a_wheel_built_without_the_sdist_is_the_same(checkout: Path, wheel: Path) -> None:
+    target = checkout.parent / "direct"
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
+    run(*pip, "-w", target, ".", cwd=checkout)
+    (direct,) = target.glob("*.whl")
+    assert sorted(zipfile.ZipFile(direct).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_an_installed_wheel_imports_from_outside_the_repository(
+    installed: Path, tmp_path: Path
+) -> None:
+    files = run(
+        sys.executable, "-c", IMPORT_EACH, *MODULES, cwd=tmp_path, PYTHONPATH=str(installed)
+    )
+    assert files
+    assert all(Path(file).is_relative_to(installed) for file in files.splitlines())
+
+
+def test_an_editable_install_imports_from_outside_the_repository(
+    checkout: Path, tmp_path: Path
+) -> None:
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
+    python = venv / "bin/python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps")
+    # Dependencies and setuptools come from the environment that runs the tests. A path in a .pth
+    # file brings its packages but not its own editable install of radixcache.
+    site = Path(
+        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=venv).strip()
+    )
+    (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
+    run(*pip, "--ignore-installed", "--no-build-isolation", "-e", checkout, cwd=tmp_path)
+    files = run(python, "-c", IMPORT_EACH, *MODULES, cwd=tmp_path, PYTHONPATH="")
+    assert files
+    assert all(Path(file).is_relative_to(checkout) for file in files.splitlines())
+
+
+# What a name means.
+
+
+@pytest.mark.parametrize("folder", ["kernels", "runtime"])
+def test_the_folders_at_the_top_are_no_packages(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_with_the_root_on_the_path_kernels_is_still_the_hugging_face_package(
+    tmp_path: Path,
+) -> None:
+    # transformers imports `kernels`; a regular package further down the path beats our bare folder.
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").touch()
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    code = "import kernels; print(kernels.__file__)"
+    found = run(sys.executable, "-c", code, cwd=ROOT, PYTHONPATH=path)
+    assert Path(found.strip()) == tmp_path / "kernels/__init__.py"
+
+
+# What importing costs.
+
+
+def test_importing_the_index_is_fast_and_brings_no_model_library(tmp_path: Path) -> None:
+    # Processor time, and the best of three: other work on the machine does not count.
+    code = """
+import sys, time
+start = time.process_time()
+import radixcache
+print(time.process_time() - start)
+print(*{"torch", "transformers", "rich", "tqdm"} & set(sys.modules))
+"""
+    seconds = []
+    for _ in range(3):
+        output = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        taken, heavy = output.split("\n")[:2]
+        assert not heavy
+        seconds.append(float(taken))
+    assert min(seconds) < 0.2
+
+
+# Which way the arrows run.
+
+
+class Import(NamedTuple):
+    """One imported name, absolute; `lazy` if importing the file does not execute the import."""
+
+    name: str
+    lazy: bool
+
+    def is_below(self, package: str) -> bool:
+        return f"{self.name}.".startswith(f"{package}.")
+
+    @property
+    def top(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def imports(path: Path) -> list[Import]:
+    """Everything that a source file imports. `from a import b` counts as a.b."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = [child.module] if child.module else []
+                if child.level:
+                    base = [*installed_path(path).parts[: -child.level], *base]
+                yield from (Import(".".join([*base, a.name]), lazy) for a in child.names)
+            else:
+                yield from walk(child, lazy or isinstance(child, LAZY) or is_typing_only(child))
+
+    return list(walk(ast.parse((ROOT / path).read_text(encoding="utf-8")), False))
+
+
+LAZY = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def is_typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[0] == "radixcache"], ids=str)
+def test_the_index_needs_numpy_and_sortedcontainers_alone(path: Path) -> None:
+    door = path.name in {"__init__.py", "__main__.py"}  # these lead into the runtime, but lazily
+    for imported in imports(path):
+        if door and imported.lazy:
+            continue
+        assert imported.top in {"radixcache", "numpy", "sortedcontainers", *sys.stdlib_module_names}
+        assert not imported.is_below("radixcache.runtime")
+        assert not imported.is_below("radixcache.kernels")
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[0] == "kernels"], ids=str)
+def test_kernels_know_neither_the_tree_nor_the_runtime(path: Path) -> None:
+    for imported in imports(path):
+        if imported.top == "radixcache":
+            assert imported.is_below("radixcache.kernels") or imported.is_below("radixcache.errors")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_the_package_imports_only_what_it_declares(path: Path, installed: Path) -> None:
+    # So neither bench nor tests, and no `kernels.x` where `radixcache.kernels.x` is meant.
+    declared = {canonicalize_name(r.name) for r in requirements(installed)}
+    for imported in imports(path):
+        if imported.top not in {"radixcache", *sys.stdlib_module_names}:
+            assert DISTRIBUTION.get(imported.top, imported.top) in declared
+
+
+DISTRIBUTION = {"flashinfer": "flashinfer-python", "triton": "torch"}  # torch brings triton
+
+
+# What the constraints promise.
+
+
+def requirements(installed: Path, *but: str) -> list[Requirement]:
+    """Requirements of the package and its extras, `but` those of some."""
+    (info,) = installed.glob("*.dist-info")
+    lines = importlib.metadata.Distribution.at(info).requires or []
+    return [
+        Requirement(line)
+        for line in lines
+        if not any(f'extra == "{extra}"' in line.replace("'", '"') for extra in but)
+    ]
+
+
+def pins(python: str) -> dict[str, Requirement]:
+    """The constraints that hold under a Python version, by package."""
+    found: dict[str, Requirement] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pin = Requirement(line)
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            assert pin.name not in found
+            found[canonicalize_name(pin.name)] = pin
+    return found
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.13"])
+def test_every_requirement_has_one_exact_pin_that_satisfies_it(
+    python: str, installed: Path
+) -> None:
+    pinned = pins(python)
+    for pin in pinned.values():
+        assert re.fullmatch(r"==\d+(\.\d+)*", str(pin.specifier))  # no +cpu: other builds pass too
+    for requirement in requirements(installed, "cuda"):  # that one follows the GPU's driver
+        version = str(pinned[canonicalize_name(requirement.name)].specifier).removeprefix("==")
+        assert version in requirement.specifier
+
+
+def test_the_pins_keep_gpu_packages_away() -> None:
+    pinned = pins("3.11")
+    assert "torch" in pinned  # unpinned, its newest release would come with gigabytes of CUDA
+    assert not [n for n in pinned if n.startswith(("nvidia", "cuda", "triton", "flashinfer"))]
