@@ -44,18 +44,22 @@ class Engine:
         self._next_id = 0
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that got a token or failed."""
-        chunks = self.scheduler.schedule()
-        failed = self.scheduler.take_failed()
-        if not chunks:
-            return failed
+        """Run one step; returns the requests that got a token or failed.
+
+        Whatever is raised on the way, nothing is lost: the step is rolled back and its requests
+        wait for the next one.
+        """
         try:
-            logits = self._run(chunks)
+            chunks = self.scheduler.schedule()
+            changed = self.scheduler.take_failed()
+            if chunks:
+                logits = self._run(chunks)
+                self.cache.commit()
+                changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
         except BaseException:
             self.scheduler.recover()
             raise
-        self.cache.commit()
-        return failed + self._sample([c.sequence for c in chunks if c.is_last], logits)
+        return changed
 
     @property
     def has_work(self) -> bool:
@@ -157,7 +161,10 @@ class Engine:
             sequence.append(token)
             if top is not None:
                 sequence.logprobs.append(top)
-            self._finish_if_done(sequence, token)
+            try:
+                self._finish_if_done(sequence, token)
+            except Exception as error:  # text that cannot be made ends this sequence, no other
+                self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
             sequence.request.note_token()
         return list(dict.fromkeys(sequence.request for sequence in sequences))
 

@@ -105,7 +105,7 @@ class Scheduler:
                 elif chunks or len(self.running) > 1:
                     return None  # the others go on and will free pages
                 else:
-                    self._fail(sequence, str(error))
+                    self.fail(sequence, str(error))
                     return None
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
@@ -125,7 +125,7 @@ class Scheduler:
                 sequence.lease = None
                 if not self.running:
                     self.waiting.remove(sequence)
-                    self._fail(sequence, str(error))
+                    self.fail(sequence, str(error))
                 return
             if not sequence.preemptions:
                 sequence.cached_tokens = hit
@@ -164,7 +164,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self._short_of_pages = True
 
-    def _fail(self, sequence: Sequence, error: str) -> None:
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End a sequence that cannot go on."""
         sequence.request.error = error
         self.finish(sequence, "error")
         sequence.request.note_end()
@@ -191,7 +192,7 @@ class Scheduler:
         self._short_of_pages = False
 
     def recover(self) -> None:
-        """The step failed: its pages are rolled back, its sequences wait for another try."""
+        """The step failed: what it published is rolled back, its sequences wait for another."""
         self.cache.rollback()
         for sequence in reversed(self.running):
             assert sequence.lease is not None

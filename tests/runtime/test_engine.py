@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from radixcache import InvalidRequest, SamplingParams
+from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.engine import Engine
 from radixcache.runtime.llm import BUNDLED_MODEL
 from tests.engines import (
@@ -234,6 +235,21 @@ def test_random_arrivals_aborts_and_failures_lose_nothing(
     for request in live:
         engine.abort(request)
     assert failures > 10 and finished > 50
+    assert_no_page_is_lost(engine)
+
+
+def test_a_token_that_gives_no_text_ends_its_own_request_only(folder: Path) -> None:
+    path = model_path(folder, "llama")
+    engine = make_engine(path)
+    bad, good = (engine.add_request(prompt, GREEDY) for prompt in prompts(250)[:2])
+
+    def decode(ids: list[int]) -> str:
+        raise ValueError("no such byte")
+
+    bad.sequences[0].detokenizer = Detokenizer(decode, [])
+    finish(engine)
+    assert bad.error is not None and "no such byte" in bad.error
+    assert generated([good])[0][0] == expected(path)[1]
     assert_no_page_is_lost(engine)
 
 
