@@ -1,0 +1,242 @@
+"""The command line: quick help, one sentence for bad input, and its three commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import radixcache
+from radixcache.runtime import cli
+from radixcache.runtime.cli import main
+from radixcache.runtime.demo import TABLE
+from radixcache.runtime.sampling import SamplingParams
+
+QUESTION = "Question: How old is Nora Lund? Your answer:"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `main` sets in the environment is gone after the test."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
+@pytest.fixture
+def type_in(monkeypatch: pytest.MonkeyPatch):
+    def put(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+    return put
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+# Help.
+
+
+def test_help_imports_nothing_heavy():
+    done = python("""
+import sys, time
+from radixcache.runtime.cli import main
+for argv in [], ["demo"], ["chat"], ["generate"]:
+    try:
+        main([*argv, "--help"])
+    except SystemExit as exit:
+        assert exit.code == 0
+heavy = {"torch", "transformers", "tokenizers", "rich", "tqdm"} & set(sys.modules)
+assert not heavy, heavy
+assert time.process_time() < 1.0, time.process_time()
+""")
+    assert done.returncode == 0, done.stderr
+    assert "--kv-memory" in done.stdout
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "radixcache", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"radixcache {radixcache.__version__}\n")
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["generate"], "one of the arguments --prompt --prompt-file - is required"),
+        (["generate", "--prompt", "x", "-"], "not allowed with argument"),
+        (["generate", "--prompt", "x", "--page-size", "many"], "invalid int value: 'many'"),
+        (["generate", "--prompt", "x", "--cache", "disk"], "invalid choice: 'disk'"),
+        (["generate", "--prompt", "x", "--top-p", "7"], "top_p must be in (0, 1], not 7.0"),
+        (["generate", "--prompt", "x", "--page-size", "0"], "page_size must be at least 1, not 0"),
+        (["generate", "--prompt", "x", "--kv-memory", "lots"], "not an amount of memory: 'lots'"),
+        (["generate", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["generate", "--prompt", ""], "the prompt is empty"),
+        (["generate", "--prompt-file", "/no/file"], "cannot read /no/file: No such file"),
+        (["generate", "--prompt", "x", "--model", "/no/model"], "no model at /no/model"),
+        (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
+        (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
+        (["demo", "--model", "/no/model"], "no model at /no/model"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("radixcache: error: ") and err.count("\n") == 1
+    assert sentence in err
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{oops", "2: not JSON"),
+        ('"x"', "2: not a prompt"),
+        ('{"prompt": 7}', "2: not a prompt"),
+        ('{"prompt": "x", "temperature": 1}', "2: not a prompt"),
+        ('{"prompt_token_ids": [1, "x"]}', "2: not a prompt"),
+    ],
+)
+def test_a_malformed_line_is_named(
+    line: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    assert main(["generate", "--prompt-file", str(path), "--jsonl"]) == 2
+    assert f"radixcache: error: {path}:{sentence}" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "prompt"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert main(["generate", "--prompt-file", str(path)]) == 2
+    assert "it is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):
+    def interrupt(name: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_read", interrupt)
+    assert main(["generate", "-"]) == 130
+
+
+def test_a_reader_that_leaves_is_no_error():
+    code = """
+import sys
+from radixcache.runtime import cli
+def generate(args):
+    print("x" * 100_000)
+generate.__name__ = "_generate"
+cli._generate = generate
+sys.exit(cli.main(["generate", "-"]))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+# generate.
+
+
+def test_generate_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = [tmp_path / "one", tmp_path / "two"]
+    paths[0].write_text(f"{TABLE.read_text()}{QUESTION}")
+    paths[1].write_text(f"{TABLE.read_text()}{QUESTION.replace('Lund', 'Holm')}")
+    assert main(["generate", "--prompt-file", *map(str, paths), "--stop", "\n"]) == 0
+    out, err = capsys.readouterr()
+    assert out == " The age of Nora Lund is 30.\n The age of Nora Holm is 57.\n"
+    first, second = err.splitlines()
+    assert ", 0 cached, " in first and ", 0 cached, " not in second
+
+
+def test_generate_reads_standard_input(type_in, capsys: pytest.CaptureFixture[str]):
+    type_in("| 1 | Nora")
+    assert main(["generate", "-", "--json", "--max-tokens", "3", "--n", "2", "--seed", "1"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["prompt"] == "| 1 | Nora"
+    assert [len(completion["token_ids"]) for completion in output["outputs"]] == [3, 3]
+
+
+def test_generate_reads_json_lines(type_in, capsys: pytest.CaptureFixture[str]):
+    type_in('{"prompt": "| 1 | Nora\\u2028 Lund"}\n\n{"prompt_token_ids": [5, 6, 7]}\n')
+    assert main(["generate", "-", "--jsonl", "--json", "--max-tokens", "1"]) == 0
+    text, ids = map(json.loads, capsys.readouterr().out.splitlines())
+    assert text["prompt"] == "| 1 | Nora\u2028 Lund"
+    assert ids["prompt_token_ids"] == [5, 6, 7]
+
+
+# chat.
+
+
+def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[str]):
+    type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/exit\nNo?\n")
+    assert main(["chat"]) == 0
+    out, err = capsys.readouterr()
+    first, second, third = out.splitlines()
+    assert (first, second) == (
+        "The age of Nora Holm is 57.",
+        "The country of Nora Holm is Denmark.",
+    )
+    assert third  # whatever it makes of a question without a conversation
+    assert TABLE.read_text() in err
+    assert err.count(" prefilled, TTFT ") == 3
+    assert "2 requests; " in err
+    assert err.count("/exit leaves") == 2
+
+
+def test_chat_takes_a_system_message(type_in, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "system.md"
+    path.write_text("| Name | Age |\n|---|---|\n| Mei Tanaka | 64 |\n| Milo Rossi | 56 |\n")
+    type_in("How old is Mei Tanaka?")
+    assert main(["chat", "--system-file", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "The age of Mei Tanaka is 64.\n"
+    assert "sailing club" not in err
+
+
+class Interrupted:
+    """A conversation whose answer is interrupted after its first token."""
+
+    def stream(self, text: str, params: SamplingParams) -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+
+def test_ctrl_c_aborts_only_the_answer():
+    notes: list[str] = []
+    cli._answer(Interrupted(), "Who?", SamplingParams(), notes.append)  # type: ignore[arg-type]
+    assert notes == ["aborted: the conversation is as it was before the question"]
+
+
+# The environment.
+
+
+@pytest.mark.parametrize(("load", "spins"), [(0.0, None), (100.0, "1000")])
+def test_threads_sleep_on_a_busy_machine_only(
+    load: float, spins: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    cli._share_cores()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
