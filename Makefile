@@ -7,10 +7,10 @@ ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check clean
+.PHONY: help demo test stress bench-ttft check clean
 
 help:  ## list these targets
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
 
 demo: $(VENV)/.stamp-runtime  ## answer questions over a shared prompt, with the cache and without
@@ -18,6 +18,12 @@ demo: $(VENV)/.stamp-runtime  ## answer questions over a shared prompt, with the
 
 test: $(VENV)/.stamp-dev  ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
+	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)
+
+bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
+	@$(BIN)/python -m bench.ttft $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting and types
 	@$(BIN)/ruff check .

@@ -42,7 +42,10 @@ def as_tokens(tokens: TokensLike) -> Tokens:
     Raises:
         InvalidRequest: not a flat sequence of integers that fit int32.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # rows of different lengths
+        raise InvalidRequest("tokens must be a flat sequence of integers") from None
     if array.dtype == np.int32 and array.ndim == 1:
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -23,8 +23,8 @@ QUESTION = "Question: How old is Nora Lund? Your answer:"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `main` sets in the environment is gone after the test."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    """`main` finds set what it might set, so that it leaves no trace."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
 
 
 @pytest.fixture

@@ -1,0 +1,5 @@
+import sys
+
+from radixcache.runtime.cli import main
+
+sys.exit(main())

@@ -1,0 +1,359 @@
+"""The command line: `radixcache demo`, `radixcache chat`, `radixcache generate`.
+
+torch and transformers take seconds to import, so nothing here imports them before a command needs
+a model: help and bad input answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from radixcache import __version__
+from radixcache.errors import InvalidRequest, RadixCacheError
+from radixcache.runtime.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from radixcache import LLM, Chat, RequestOutput
+    from radixcache.runtime.llm import Prompt
+
+Note = Callable[[str], None]
+
+_ENGINE = (
+    "model",
+    "cache",
+    "page_size",
+    "kv_memory",
+    "dtype",
+    "device",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "schedule",
+)
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n")
+_CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit leaves"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        args = _parser().parse_args(argv)
+        code: int = args.handler(args)
+        sys.stdout.flush()
+    except RadixCacheError as error:
+        print(f"radixcache: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has left; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+# The commands.
+
+
+def _demo(args: argparse.Namespace) -> int:
+    _share_cores()
+    from radixcache.runtime import demo
+
+    _silence(args)
+    return demo.run(_given(args, _ENGINE), args.json)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    given = _given(args, _SAMPLING)
+    SamplingParams(**given)  # refuses bad values before the model is loaded
+    system = args.system if args.system_file is None else _read(args.system_file)
+    llm = _load(args)
+    from radixcache import Chat
+    from radixcache.runtime.demo import TABLE
+
+    note = _make_note()
+    if system is None and args.model is None:
+        system = TABLE.read_text()
+        note("The bundled model answers questions about tables only. You can ask about this one:")
+        note(system)
+    params = replace(llm.default_params, **{"max_tokens": 512, **given})
+    note(f"{_CHAT_COMMANDS}; Ctrl-C aborts an answer.")
+    start = Chat(llm, system)
+    chat = start.fork()
+    while (line := _ask_user()) not in (None, "/exit"):
+        if line == "/reset":
+            chat = start.fork()
+        elif line == "/stats":
+            note(_describe_cache(llm))
+        elif line.startswith("/"):
+            note(_CHAT_COMMANDS)
+        elif line:
+            _answer(chat, line, params, note)
+    return 0
+
+
+def _answer(chat: Chat, text: str, params: SamplingParams, note: Note) -> None:
+    """Print the answer as it comes, and a note on what it took."""
+    output = None
+    try:
+        with closing(chat.stream(text, params)) as stream:
+            for output in stream:
+                print(output.outputs[0].new_text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        note("aborted: the conversation is as it was before the question")
+    except InvalidRequest as error:
+        note(f"{error} (/reset starts anew)")
+    else:
+        print(flush=True)
+        if output is not None:
+            note(_describe(output))
+
+
+def _ask_user() -> str | None:
+    """The next line of input, None at its end."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (gives `input` a history and an editable line)
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        if interactive:
+            print()
+        return None
+
+
+def _generate(args: argparse.Namespace) -> int:
+    given = _given(args, _SAMPLING)
+    SamplingParams(**given)  # refuses bad values before the model is loaded
+    prompts = _prompts(args)
+    llm = _load(args)
+    params = replace(llm.default_params, **given)
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    note = _make_note()
+    for output in outputs:
+        if args.json:
+            print(json.dumps(asdict(output)))
+        else:
+            print(*(completion.text for completion in output.outputs), sep="\n")
+        note(_describe(output))
+    return 1 if any(output.error for output in outputs) else 0
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    """What is to be completed, from the one source that was named."""
+    if args.prompt is not None:
+        sources = {"--prompt": args.prompt}
+    else:
+        sources = {name: _read(name) for name in args.prompt_file or [args.stdin]}
+    if not args.jsonl:
+        return list(sources.values())
+    return [prompt for name, text in sources.items() for prompt in _parse_jsonl(name, text)]
+
+
+def _parse_jsonl(name: str, text: str) -> list[Prompt]:
+    return [
+        _parse_record(f"{name}:{number}", line)
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+
+
+def _parse_record(where: str, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"{where}: not JSON: {error.msg}") from None
+    match record:
+        case {"prompt": str(text), **rest} if not rest:
+            return text
+        case {"prompt_token_ids": [*ids], **rest} if not rest and all(type(i) is int for i in ids):
+            return {"prompt_token_ids": ids}
+    raise InvalidRequest(
+        f'{where}: not a prompt: say {{"prompt": "..."}} or {{"prompt_token_ids": [1, 2]}}'
+    )
+
+
+# What the commands share.
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    _share_cores()
+    from radixcache import LLM
+
+    _silence(args)
+    return LLM(**_given(args, _ENGINE))
+
+
+def _silence(args: argparse.Namespace) -> None:
+    """No progress bar for the bundled model, which loads at once, nor where nobody sees it."""
+    from transformers.utils import logging
+
+    if args.model is None or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+
+def _share_cores() -> None:
+    """Let torch's threads sleep rather than spin if the machine has other work to do.
+
+    libgomp's threads busy-wait for each other for milliseconds. While another process holds one of
+    the cores, every operation then takes up to 25 times as long. 1000 is what libgomp itself takes
+    once it knows that cores are shared; on an idle machine it costs a tenth of the decoding speed.
+    """
+    if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """The flags that were given; the others keep the defaults of what they are passed to."""
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def _read(name: str) -> str:
+    """The text of a file, or of standard input for "-"."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"cannot read {name}: it is not UTF-8 text") from None
+
+
+def _make_note() -> Note:
+    """Prints remarks on standard error, dim on a terminal, so that standard output stays clean."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    return lambda text: console.print(text, style="dim")
+
+
+def _describe(output: RequestOutput) -> str:
+    """What a request took, in one line."""
+    metrics = output.metrics
+    if output.error is not None:
+        return f"failed: {output.error}"
+    ttft = "" if metrics.ttft is None else f", TTFT {1000 * metrics.ttft:,.0f} ms"
+    return (
+        f"prompt {len(output.prompt_token_ids):,} tokens, {output.num_cached_tokens:,} cached, "
+        f"{metrics.prefilled_tokens:,} prefilled{ttft}"
+    )
+
+
+def _describe_cache(llm: LLM) -> str:
+    stats, pool = llm.cache.stats, llm.cache.pool
+    return (
+        f"{stats.requests:,} requests; {stats.hit_tokens:,} of {stats.query_tokens:,} prompt "
+        f"tokens cached ({stats.hit_rate:.1%}); {stats.evicted_tokens:,} tokens evicted; "
+        f"{pool.num_pages - pool.num_free:,} of {pool.num_pages:,} pages in use"
+    )
+
+
+# The flags.
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses bad flags as everything else here is refused: in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidRequest(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="radixcache",
+        description="Language models with a token-exact radix-tree prefix cache.",
+    )
+    parser.add_argument("--version", action="version", version=f"radixcache {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_chat(commands)
+    _add_generate(commands)
+    return parser
+
+
+def _add_command(commands: Any, handler: Callable[..., int], summary: str) -> _Parser:
+    name = handler.__name__.removeprefix("_")
+    parser: _Parser = commands.add_parser(name, help=summary, description=f"{summary}.")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    summary = "three users ask about two documents, with the cache on and off"
+    parser = _add_command(commands, _demo, summary)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_engine(parser, choose_cache=False)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = _add_command(
+        commands, _chat, "talk with a model, each turn computing only what is new"
+    )
+    system = parser.add_mutually_exclusive_group()
+    system.add_argument("--system", metavar="TEXT", help="the system message")
+    system.add_argument("--system-file", metavar="FILE", help="the system message, from a file")
+    _add_sampling(parser, "512")
+    _add_engine(parser)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _add_command(commands, _generate, "complete prompts")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompt-file", metavar="FILE", nargs="+", help="files, each one prompt; - is stdin"
+    )
+    source.add_argument("stdin", metavar="-", nargs="?", choices=["-"], help="the prompt is stdin")
+    parser.add_argument(
+        "--jsonl",
+        action="store_true",
+        help='each line is a prompt: {"prompt": "..."} or {"prompt_token_ids": [1, 2]}',
+    )
+    parser.add_argument("--json", action="store_true", help="print each output as a line of JSON")
+    parser.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
+    _add_sampling(parser, "the model's, or 16")
+    _add_engine(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+    group = parser.add_argument_group("sampling", "By default as the model's own settings say.")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"most tokens to generate ({max_tokens})"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that add up to P")
+    group.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="makes sampled tokens repeatable")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
+    if choose_cache:
+        group.add_argument("--cache", choices=("radix", "none"), help="prefix cache (radix)")
+    group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
+    group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")
+    group.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 or auto")
+    group.add_argument("--device", metavar="D", help="cpu, cuda or auto")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens per step (2048)"
+    )
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="running sequences (64)")
+    group.add_argument(
+        "--schedule", choices=("longest-prefix", "fcfs"), help="order of admission (longest-prefix)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
