@@ -6,18 +6,36 @@ adding one and removing one are O(log n) at any size of the tree: no scan, no he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from sortedcontainers import SortedDict
 
 from radixcache.tree import Node
 
+EvictionPolicy = Callable[[Node], Any]
+"""The key of an evictable leaf; the smallest goes first, equal ones by age.
+
+Read when a leaf becomes evictable; what it may look at does not change while the leaf is:
+`last_use` and `created` (logical times), `uses` (leases that ended in the node or below),
+`priority` (the highest of those leases). A scan-resistant policy, for example, is
+``lambda leaf: (leaf.uses > 1, leaf.last_use)``.
+"""
+
+POLICIES: dict[str, EvictionPolicy] = {
+    "lru": lambda leaf: leaf.last_use,
+    "lfu": lambda leaf: (leaf.uses, leaf.last_use),
+    "fifo": lambda leaf: leaf.created,
+    "priority": lambda leaf: (leaf.priority, leaf.last_use),
+}
+
 
 class EvictionOrder:
-    """The evictable leaves, least recently used first; equal times go by age of the node."""
+    """The evictable leaves in the order of a policy."""
 
-    def __init__(self) -> None:
-        self._leaves: SortedDict[tuple[int, int], Node] = SortedDict()
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._key = policy
+        self._leaves: SortedDict[tuple[Any, int], Node] = SortedDict()
 
     def __len__(self) -> int:
         return len(self._leaves)
@@ -26,15 +44,15 @@ class EvictionOrder:
         return iter(self._leaves.values())
 
     def __contains__(self, leaf: Node) -> bool:
-        return self._leaves.get((leaf.last_use, leaf.serial)) is leaf
+        return self._leaves.get((self._key(leaf), leaf.serial)) is leaf
 
     def add(self, leaf: Node) -> None:
-        """Make `leaf` evictable; its `last_use` must not change while it is. O(log n)."""
-        self._leaves[leaf.last_use, leaf.serial] = leaf
+        """Make `leaf` evictable. O(log n)."""
+        self._leaves[self._key(leaf), leaf.serial] = leaf
 
     def discard(self, leaf: Node) -> None:
         """Make `leaf` not evictable, if it was. O(log n)."""
-        self._leaves.pop((leaf.last_use, leaf.serial), None)
+        self._leaves.pop((self._key(leaf), leaf.serial), None)
 
     def first(self) -> Node | None:
         """The leaf to evict next. O(log n)."""

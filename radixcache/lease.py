@@ -41,6 +41,7 @@ class Lease:
         "cached_tokens",
         "namespace",
         "num_tokens",
+        "priority",
         "query_tokens",
         "released",
         "resumed",
@@ -59,6 +60,8 @@ class Lease:
         self.resumed = resumed
         self.used = False
         """Something was published: the lease counts in the statistics and in the LRU order."""
+        self.priority = 0
+        """What the "priority" policy keeps longer is higher; set it before `release`."""
         self.released = False
         self._page_size = page_size
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)

@@ -68,7 +68,7 @@ class NoCache(PrefixCache):
             lease._num_pages = pages
         self._in_flight.clear()
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, closed: bool = False) -> None:
         self._mine(lease)
         if lease in self._in_flight:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")

@@ -7,12 +7,15 @@ from collections.abc import Hashable
 import numpy as np
 
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import LeaseError, OutOfPages, PinError
+from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
-from radixcache.eviction import EvictionOrder
+from radixcache.eviction import POLICIES, EvictionOrder, EvictionPolicy
 from radixcache.lease import Lease, PageCopy
 from radixcache.pages import PagePool, Pages
 from radixcache.tree import Node, RadixTree
+
+_LONG_AGO = 1 << 62
+"""Taken off the time of what nobody will ask for again, so that it is evicted first."""
 
 
 class RadixLease(Lease):
@@ -38,6 +41,8 @@ class RadixCache(PrefixCache):
 
     Args:
         pool: the pages to manage; this cache must be its only user.
+        policy: which unleased leaf goes first: "lru", "lfu", "fifo", "priority" (of
+            `Lease.priority`, then lru), or a function; see `radixcache.eviction`.
         pin_budget: pages that all pins together may hold; half of the pool by default.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
@@ -50,15 +55,26 @@ class RadixCache(PrefixCache):
     5
     """
 
-    def __init__(self, pool: PagePool, *, pin_budget: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        policy: str | EvictionPolicy = "lru",
+        pin_budget: int | None = None,
+    ) -> None:
+        if isinstance(policy, str):
+            if policy not in POLICIES:
+                raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+            policy = POLICIES[policy]
         self.pool = pool
         self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
         self.stats = CacheStats()
         self.events: list[Listener] = []
         self._tree = RadixTree(pool)
-        self._order = EvictionOrder()
+        self._policy = policy
+        self._order = EvictionOrder(policy)
         self._clock = 0
-        self._leases: set[RadixLease] = set()
+        self._leases: dict[RadixLease, None] = {}
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
         self._pins: dict[str, RadixLease] = {}
@@ -95,7 +111,7 @@ class RadixCache(PrefixCache):
         tokens = as_tokens(tokens)
         root = self._tree.root(namespace)
         lease = RadixLease(root, self.page_size, len(tokens), namespace, resumed)
-        self._leases.add(lease)
+        self._leases[lease] = None
         lease.cached_tokens = self._advance(lease, tokens[:-1])
         return lease
 
@@ -208,7 +224,15 @@ class RadixCache(PrefixCache):
         for lease in self._in_flight:
             lease.publishing = False
         self._in_flight.clear()
-        self._tree.step += 1
+        self._end_step()
+
+    def _end_step(self) -> None:
+        tree = self._tree
+        tree.step += 1
+        if tree.postponed:
+            postponed, tree.postponed = tree.postponed, []
+            for node in postponed:
+                self._settle(node)
 
     def rollback(self) -> None:
         tree = self._tree
@@ -232,7 +256,7 @@ class RadixCache(PrefixCache):
             lease.node.leases.add(lease)
             self._read_table(lease, lease.num_tokens // self.page_size)
         self._in_flight.clear()
-        for node in sorted(doomed, key=lambda node: -node.start):  # children before parents
+        for node in sorted(doomed, key=lambda node: (-node.start, node.serial)):  # leaves first
             written = tree.written(node)
             if self.events:
                 self._emit_evicted(node, written)
@@ -243,24 +267,27 @@ class RadixCache(PrefixCache):
             else:
                 self.pool.drop(node.pages)
                 unsettled.append(tree.remove(node))
-        tree.step += 1
+        self._end_step()
         for node in unsettled:
             self._settle(node)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, closed: bool = False) -> None:
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
         self._in_flight.pop(lease, None)
         self._drop_reserved(lease)
         node = lease.node
-        if lease.used and node.parent is not None:
+        if (lease.used or closed) and node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
-            node.last_use = self._clock
+            node.uses += lease.used
+            node.priority = max(node.priority, lease.priority)
+            is_private = not node.children and node.leases == {lease}
+            node.last_use = self._clock - _LONG_AGO if closed and is_private else self._clock
         lease.released = True
-        self._leases.remove(lease)
+        del self._leases[lease]
         self._leave(lease)
 
     # -- eviction ------------------------------------------------------------------------------
@@ -299,14 +326,16 @@ class RadixCache(PrefixCache):
         """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
         missing = count - self.pool.num_free
         if missing > 0:
-            if lease.node.parent is not None and lease.num_tokens < lease.node.end:
-                self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
             if not self._can_evict(missing):
                 raise OutOfPages(
                     f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
                     f"not enough evictable"
                 )
-            self.evict(missing)
+            if lease.node.parent is not None and lease.num_tokens < lease.node.end:
+                before = self.pool.num_free  # what follows the cursor may go, in its turn
+                self._split(lease.node, lease.num_tokens)
+                self.stats.evicted_pages += self.pool.num_free - before
+            self.evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
     def _can_evict(self, num_pages: int) -> bool:
@@ -331,7 +360,7 @@ class RadixCache(PrefixCache):
     def _expose_tails(self) -> bool:
         """Cut off what follows the last cursor in each leased leaf; whether there was any."""
         exposed = False
-        for lease in self._leases:
+        for lease in list(self._leases):
             node = lease.node
             if not node.children:
                 last = max(other.num_tokens for other in node.leases)
@@ -357,10 +386,19 @@ class RadixCache(PrefixCache):
             elif node in self._tree:
                 self._tree.drop_root(node)
         above = node.parent
-        self._tree.merge(node)
+        self._merge(node)
         while above is not None and len(above.children) == 1:
             node, above = above, above.parent
-            self._tree.merge(node)
+            self._merge(node)
+
+    def _merge(self, node: Node) -> None:
+        child = self._tree.mergeable(node)
+        if child is not None:
+            evictable = child in self._order
+            self._order.discard(child)  # its key may change
+            self._tree.merge(node, child)
+            if evictable:
+                self._order.add(child)
 
     # -- cursors and tables --------------------------------------------------------------------
 
@@ -428,7 +466,7 @@ class RadixCache(PrefixCache):
             )
         if position < node.end:  # what follows the prefix stays evictable
             self._split(node, position)
-        self._leases.add(lease)
+        self._leases[lease] = None
         self._pins[name] = lease
 
     def unpin(self, name: str) -> None:
@@ -451,7 +489,7 @@ class RadixCache(PrefixCache):
         for node in self._tree:
             self.pool.drop(node.pages)
         self._tree = RadixTree(self.pool)
-        self._order = EvictionOrder()
+        self._order = EvictionOrder(self._policy)
         self.stats = CacheStats()
         for listener in self.events:
             listener(Cleared())
@@ -481,7 +519,7 @@ class RadixCache(PrefixCache):
         for lease in self._leases:
             self._check_lease(lease)
             np.add.at(refs, lease._table[lease._num_own_from : lease._num_pages], 1)
-        assert self._in_flight.keys() <= self._leases
+        assert self._in_flight.keys() <= self._leases.keys()
         self.pool.check(refs)
 
     def _check_lease(self, lease: RadixLease) -> None:

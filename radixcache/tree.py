@@ -45,15 +45,18 @@ class Node:
         "_pages",
         "_tokens",
         "children",
+        "created",
         "end",
         "first_page",
         "last_use",
         "leases",
         "num_pages",
         "parent",
+        "priority",
         "serial",
         "start",
         "step",
+        "uses",
         "written",
     )
 
@@ -75,6 +78,9 @@ class Node:
         self.written = 0
         """While that step is in flight: positions below this one are written."""
         self.last_use = 0
+        self.created = 0
+        self.uses = 0
+        self.priority = 0
         self.serial = 0
         self.leases: set[RadixLease] = set()
         """Leases whose cursor is in this node: start < lease.num_tokens <= end."""
@@ -133,6 +139,8 @@ class RadixTree:
         self.roots: dict[Hashable, Node] = {}
         self.step = 0
         """Number of the step being scheduled; what it writes is in flight."""
+        self.postponed: list[Node] = []
+        """Nodes that may be mergeable once nothing is in flight."""
         self._serial = 0
         self._namespaces: dict[Node, Hashable] = {}
 
@@ -228,7 +236,7 @@ class RadixTree:
         leaf = Node(parent, parent.end, tokens, parent.end // self.page_size, pages)
         parent.children[tokens.item(0)] = leaf
         self._serial += 1
-        leaf.serial = self._serial
+        leaf.serial = leaf.created = self._serial
         leaf.last_use = parent.last_use
         return leaf
 
@@ -254,6 +262,9 @@ class RadixTree:
         self._serial += 1
         upper.serial = self._serial
         upper.last_use = node.last_use
+        upper.created = node.created
+        upper.uses = node.uses
+        upper.priority = node.priority
         upper.step = node.step
         upper.written = min(node.written, position)
         upper.children[node._tokens.item(cut)] = node
@@ -272,17 +283,30 @@ class RadixTree:
                 lease.node = upper
         return upper
 
-    def merge(self, node: Node) -> None:
-        """Let the only child of `node` absorb it, if nothing is lost by that. O(len).
+    def mergeable(self, node: Node) -> Node | None:
+        """The only child of `node`, if it may absorb it without any loss.
 
         Not while a lease stands in `node`, nor when `node` was used after its child, whose tokens
-        would then look younger to eviction than they are.
+        would then look younger to eviction than they are. Nor while the child has a copy of the
+        half-filled page between them that the step in flight has yet to fill: look again then.
         """
         if node.parent is None or node.leases or len(node.children) != 1:
-            return
+            return None
         (child,) = node.children.values()
         if node.last_use > child.last_use:
-            return
+            return None
+        if (
+            child.start % self.page_size
+            and child.page_at(child.first_page) != node.page_at(child.first_page)
+            and self.written(child) < child.end
+        ):
+            self.postponed.append(node)
+            return None
+        return child
+
+    def merge(self, node: Node, child: Node) -> None:
+        """Let `child`, which is `mergeable(node)`, absorb `node`. O(len)."""
+        assert node.parent is not None
         kept = child.first_page - node.first_page
         if node.num_pages > kept:  # both cover the page at the boundary; the child's stands
             self.pool.drop(node.pages[kept:])
@@ -294,6 +318,9 @@ class RadixTree:
         child._tokens = np.concatenate((node.tokens, child.tokens))
         child._pages = np.concatenate((node.pages[:kept], child.pages))
         child.num_pages = len(child._pages)
+        child.created = node.created
+        child.uses += node.uses
+        child.priority = max(node.priority, child.priority)
         child.start = node.start
         child.first_page = node.first_page
         child.parent = node.parent
@@ -307,6 +334,8 @@ class RadixTree:
         assert parent is not None and not leaf.children and not leaf.leases
         del parent.children[leaf._tokens.item(0)]
         parent.last_use = max(parent.last_use, leaf.last_use)
+        parent.uses += leaf.uses
+        parent.priority = max(parent.priority, leaf.priority)
         leaf.parent = None
         return parent
 
@@ -334,6 +363,4 @@ class RadixTree:
         assert node.first_page == node.start // page_size
         assert node.num_pages == (node.end - 1) // page_size + 1 - node.first_page
         assert len(node._tokens) >= node.end - node.start and len(node._pages) >= node.num_pages
-        if len(node.children) == 1 and not node.leases:
-            (child,) = node.children.values()
-            assert node.last_use > child.last_use, "a missed merge"
+        assert self.mergeable(node) is None, "a missed merge"
