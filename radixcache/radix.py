@@ -332,9 +332,7 @@ class RadixCache(PrefixCache):
                     f"not enough evictable"
                 )
             if lease.node.parent is not None and lease.num_tokens < lease.node.end:
-                before = self.pool.num_free  # what follows the cursor may go, in its turn
-                self._split(lease.node, lease.num_tokens)
-                self.stats.evicted_pages += self.pool.num_free - before
+                self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
             self.evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
