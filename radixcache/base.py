@@ -104,14 +104,11 @@ class PrefixCache(ABC):
     """
 
     pool: PagePool
+    page_size: int
+    """Tokens per page."""
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return self.pool.page_size
 
     @abstractmethod
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
@@ -150,8 +147,12 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def publish(self, lease: Lease, tokens: TokensLike) -> None:
+    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         """Append `tokens`, whose KV the step being scheduled writes; others may share them now.
+
+        With `written`, their KV is there already: nothing is in flight. An engine may so publish
+        decoded tokens by the page. If another lease has the same tokens in flight, nothing is
+        published, as `lease.num_tokens` then says.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).

@@ -23,6 +23,7 @@ class NoCache(PrefixCache):
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
+        self.page_size = pool.page_size
         self.stats = CacheStats()
         self.events: list[Listener] = []
         self._leases: set[Lease] = set()
@@ -48,10 +49,11 @@ class NoCache(PrefixCache):
         if wanted > 0:
             lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
 
-    def publish(self, lease: Lease, tokens: TokensLike) -> None:
+    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         self._mine(lease)
         lease._check_publish(len(tokens))
-        self._in_flight.setdefault(lease, lease.num_tokens)
+        if not written:
+            self._in_flight.setdefault(lease, lease.num_tokens)
         if not lease.used:
             lease.used = True
             self.stats.count(lease)

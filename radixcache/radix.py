@@ -12,7 +12,7 @@ from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.eviction import POLICIES, EvictionOrder, EvictionPolicy
 from radixcache.lease import Lease, PageCopy
 from radixcache.pages import PagePool, Pages
-from radixcache.tree import Node, RadixTree
+from radixcache.tree import NO_STEP, Node, RadixTree
 
 _LONG_AGO = 1 << 62
 """Taken off the time of what nobody will ask for again, so that it is evicted first."""
@@ -67,6 +67,7 @@ class RadixCache(PrefixCache):
                 raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
             policy = POLICIES[policy]
         self.pool = pool
+        self.page_size = pool.page_size
         self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
         self.stats = CacheStats()
         self.events: list[Listener] = []
@@ -110,9 +111,15 @@ class RadixCache(PrefixCache):
     ) -> RadixLease:
         tokens = as_tokens(tokens)
         root = self._tree.root(namespace)
-        lease = RadixLease(root, self.page_size, len(tokens), namespace, resumed)
+        node, position, written = self._find(root, 0, tokens[:-1])
+        lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         self._leases[lease] = None
-        lease.cached_tokens = self._advance(lease, tokens[:-1])
+        if position:
+            self._order.discard(node)
+            lease.num_tokens = lease.cached_tokens = position
+            self._read_table(lease, 0)
+            if written < position:
+                self._in_flight[lease] = written
         return lease
 
     def advance(self, lease: Lease, tokens: TokensLike) -> int:
@@ -159,22 +166,25 @@ class RadixCache(PrefixCache):
         lease._num_own_from = min(lease._num_own_from, boundary)
         lease._set_pages(have, pages[int(copy) :])
 
-    def publish(self, lease: Lease, tokens: TokensLike) -> None:
+    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
-        self._in_flight.setdefault(lease, lease.num_tokens)
-        lease.publishing = True
+        start = lease.num_tokens
+        node, position = self._tree.descend(lease.node, start, tokens)
+        if not written:
+            self._in_flight.setdefault(lease, start)
+            lease.publishing = True
+        elif self._tree.written(node) < position:
+            return  # the same tokens are in flight for another lease
         if not lease.used:
             lease.used = True
             self.stats.count(lease)
-        start = lease.num_tokens
-        node, position = self._tree.descend(lease.node, start, tokens)
         if position > start:
             self._move(lease, node, position)
             self._drop_duplicates(lease)
         if position < start + len(tokens):
-            self._append(lease, tokens[position - start :])
+            self._append(lease, tokens[position - start :], written)
 
     def _drop_duplicates(self, lease: RadixLease) -> None:
         """Free the lease's own whole pages behind its cursor; the tree holds those tokens too."""
@@ -186,7 +196,7 @@ class RadixCache(PrefixCache):
             self.pool.drop(own)
             self._cancel_copies(lease)
 
-    def _append(self, lease: RadixLease, tokens: Tokens) -> None:
+    def _append(self, lease: RadixLease, tokens: Tokens, written: bool) -> None:
         """Store tokens that the tree does not hold below the lease's cursor, in its own pages."""
         tree, page_size = self._tree, self.page_size
         node, position = lease.node, lease.num_tokens
@@ -209,13 +219,14 @@ class RadixCache(PrefixCache):
         if new_first > first and end // page_size > first:
             self.pool.drop(table[first:new_first])
         lease._num_own_from = end // page_size
+        pages = table[new_first : last + 1]
         if in_place:
-            if node.step != tree.step:
-                node.step, node.written = tree.step, position
-            node.extend(tokens, table[new_first : last + 1])
+            if tree.written(node) == node.end:
+                node.step, node.written = (NO_STEP if written else tree.step), position
+            node.extend(tokens, pages)
         else:
-            node = tree.add_child(node, tokens.copy(), table[new_first : last + 1].copy())
-            node.step, node.written = tree.step, position
+            node = tree.add_child(node, tokens.copy(), pages.copy())
+            node.step, node.written = (NO_STEP if written else tree.step), position
         self._move(lease, node, end)
         if self.events:
             self._emit_stored(node, position)
@@ -276,7 +287,7 @@ class RadixCache(PrefixCache):
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
         self._in_flight.pop(lease, None)
-        self._drop_reserved(lease)
+        lease._drop_own(self.pool)
         node = lease.node
         if (lease.used or closed) and node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
@@ -339,7 +350,7 @@ class RadixCache(PrefixCache):
     def _can_evict(self, num_pages: int) -> bool:
         sure = 0
         for leaf in self._order:  # usually the first leaf will do
-            sure += leaf.num_pages - 1
+            sure += leaf.num_pages - 1  # its first page may be shared
             if sure >= num_pages:
                 return True
         stay = np.zeros(self.pool.num_pages, bool)
@@ -401,7 +412,7 @@ class RadixCache(PrefixCache):
     # -- cursors and tables --------------------------------------------------------------------
 
     def _mine(self, lease: Lease) -> RadixLease:
-        if lease.released or lease not in self._leases:
+        if lease not in self._leases:
             raise LeaseError("the lease was released, or belongs to another cache")
         assert isinstance(lease, RadixLease)
         return lease

@@ -128,9 +128,11 @@ class Engine:
         """Logits [R, vocab], float32, of the last token of each chunk that is a last one."""
         page_size = self.kv_pool.page_size
         leases = [chunk.sequence.lease for chunk in chunks]
-        kv_lens = [lease.num_tokens for lease in leases if lease]
+        kv_lens = [chunk.sequence.num_computed for chunk in chunks]
         tables = [
-            lease.page_table[: -(-lease.num_tokens // page_size)] for lease in leases if lease
+            lease.page_table[: -(-length // page_size)]
+            for lease, length in zip(leases, kv_lens, strict=True)
+            if lease
         ]
         counts = [chunk.num_tokens for chunk in chunks]
         batch = PagedBatch(

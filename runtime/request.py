@@ -18,8 +18,9 @@ from radixcache.runtime.sampling import SamplingParams
 class Sequence:
     """One completion of a request: its tokens, and a lease while it runs.
 
-    KV is computed (or being computed) for the first `lease.num_tokens` tokens; the last sampled
-    token has none yet.
+    The cache knows the first `lease.num_tokens` of them. While decoding it hears of new ones by the
+    page, so KV may be there for more: for `num_computed`, the step being scheduled included. The
+    last sampled token has none yet.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.generator = generator
         self.lease: Lease | None = None
+        self.num_computed = 0
         self.cached_tokens = 0
         self.preemptions = 0
         self.passed_over = 0
@@ -52,8 +54,13 @@ class Sequence:
     @property
     def pending(self) -> Tokens:
         """The tokens without KV; one of them while decoding."""
+        return self._tokens[self.num_computed : self._length]
+
+    @property
+    def unpublished(self) -> Tokens:
+        """The tokens with KV that the cache has not heard of; a view."""
         start = self.lease.num_tokens if self.lease else 0
-        return self._tokens[start : self._length]
+        return self._tokens[start : self.num_computed]
 
     @property
     def generated(self) -> Tokens:

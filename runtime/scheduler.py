@@ -33,8 +33,7 @@ class Chunk(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether the chunk ends with the sequence's last token, so that a token is sampled."""
-        assert self.sequence.lease is not None
-        return self.sequence.lease.num_tokens == len(self.sequence)
+        return self.sequence.num_computed == len(self.sequence)
 
 
 class Scheduler:
@@ -117,12 +116,11 @@ class Scheduler:
             sequence.lease = self.cache.acquire(
                 sequence.tokens, sequence.request.namespace, resumed=sequence.preemptions > 0
             )
-            hit = sequence.lease.cached_tokens
+            hit = sequence.num_computed = sequence.lease.cached_tokens
             try:
                 chunk = self._take(sequence, budget, is_prefill=True)
             except OutOfPages as error:
-                self.cache.release(sequence.lease)
-                sequence.lease = None
+                self._release(sequence)
                 if not self.running:
                     self.waiting.remove(sequence)
                     self.fail(sequence, str(error))
@@ -148,14 +146,31 @@ class Scheduler:
         return candidates
 
     def _take(self, sequence: Sequence, budget: int, is_prefill: bool) -> Chunk:
-        """Reserve and publish the next tokens of a sequence; `OutOfPages` changes nothing."""
+        """Make room for the next tokens of a sequence, and publish them or what came before.
+
+        A prefill chunk is published now, so that the next sequence of this step can share it.
+        Decoded tokens are published when their page is full: nobody waits for them.
+
+        Raises:
+            OutOfPages: nothing is taken.
+        """
         lease, tokens = sequence.lease, sequence.pending[:budget]
         assert lease is not None
-        self.cache.reserve(lease, lease.num_tokens + len(tokens))
-        self.cache.publish(lease, tokens)
+        end = sequence.num_computed + len(tokens)
         if is_prefill:
+            self.cache.reserve(lease, end)
+            self.cache.publish(lease, tokens)
             sequence.request.prefilled_tokens += len(tokens)
+        elif end > lease.capacity:
+            self._publish_written(sequence)
+            self.cache.reserve(lease, end)
+        sequence.num_computed = end
         return Chunk(sequence, len(tokens), is_prefill)
+
+    def _publish_written(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        if len(sequence.unpublished):
+            self.cache.publish(sequence.lease, sequence.unpublished, written=True)
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
@@ -178,9 +193,14 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._publish_written(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
         sequence.lease = None
+        sequence.num_computed = 0
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, running or waiting."""
@@ -195,9 +215,7 @@ class Scheduler:
         """The step failed: what it published is rolled back, its sequences wait for another."""
         self.cache.rollback()
         for sequence in reversed(self.running):
-            assert sequence.lease is not None
-            self.cache.release(sequence.lease)
-            sequence.lease = None
+            self._release(sequence)
             self.waiting.appendleft(sequence)
         self.running.clear()
         self._short_of_pages = False
