@@ -36,6 +36,7 @@ class EvictionOrder:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy
         self._leaves: SortedDict[tuple[Any, int], Node] = SortedDict()
+        self._first: Node | None = None  # trimming asks for the same leaf again and again
 
     def __len__(self) -> int:
         return len(self._leaves)
@@ -48,12 +49,16 @@ class EvictionOrder:
 
     def add(self, leaf: Node) -> None:
         """Make `leaf` evictable. O(log n)."""
+        self._first = None
         self._leaves[self._key(leaf), leaf.serial] = leaf
 
     def discard(self, leaf: Node) -> None:
         """Make `leaf` not evictable, if it was. O(log n)."""
+        self._first = None
         self._leaves.pop((self._key(leaf), leaf.serial), None)
 
     def first(self) -> Node | None:
-        """The leaf to evict next. O(log n)."""
-        return self._leaves.peekitem(0)[1] if self._leaves else None
+        """The leaf to evict next. O(log n), O(1) if asked again."""
+        if self._first is None and self._leaves:
+            self._first = self._leaves.peekitem(0)[1]
+        return self._first

@@ -39,6 +39,7 @@ class Lease:
         "_page_size",
         "_table",
         "cached_tokens",
+        "capacity",
         "namespace",
         "num_tokens",
         "priority",
@@ -56,6 +57,8 @@ class Lease:
         """Length of the prefix whose KV is cached or published; the next publish starts here."""
         self.cached_tokens = 0
         """Tokens found instead of computed: the hit of `acquire` and the gains of `advance`."""
+        self.capacity = 0
+        """Tokens that the lease may hold without another `reserve`."""
         self.query_tokens = query_tokens
         self.resumed = resumed
         self.used = False
@@ -77,12 +80,6 @@ class Lease:
     def page_table(self) -> Pages:
         """Pages of positions [0, capacity), int32. A view: valid until the cache's next call."""
         return self._table[: self._num_pages]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the lease may hold without another `reserve`."""
-        claimed = self._num_own_from <= self.num_tokens // self._page_size
-        return self._num_pages * self._page_size if claimed else self.num_tokens
 
     def take_copies(self) -> list[PageCopy]:
         """The page copies to run before the step does, all sources read before any target is

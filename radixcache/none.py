@@ -48,6 +48,7 @@ class NoCache(PrefixCache):
         wanted = -(-num_tokens // self.page_size) - lease._num_pages
         if wanted > 0:
             lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
+            lease.capacity = lease._num_pages * self.page_size
 
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         self._mine(lease)
@@ -68,6 +69,7 @@ class NoCache(PrefixCache):
             pages = -(-written // self.page_size)
             self.pool.drop(lease.page_table[pages:].copy())
             lease._num_pages = pages
+            lease.capacity = pages * self.page_size
         self._in_flight.clear()
 
     def release(self, lease: Lease, *, closed: bool = False) -> None:

@@ -165,6 +165,7 @@ class RadixCache(PrefixCache):
             self.pool.hold(page)
         lease._num_own_from = min(lease._num_own_from, boundary)
         lease._set_pages(have, pages[int(copy) :])
+        lease.capacity = lease._num_pages * page_size
 
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         lease = self._mine(lease)
@@ -348,9 +349,12 @@ class RadixCache(PrefixCache):
         return self.pool.allocate(count)
 
     def _can_evict(self, num_pages: int) -> bool:
+        first = self._order.first()
+        if first is not None and first.num_pages > num_pages:  # its first page may be shared
+            return True
         sure = 0
-        for leaf in self._order:  # usually the first leaf will do
-            sure += leaf.num_pages - 1  # its first page may be shared
+        for leaf in self._order:
+            sure += leaf.num_pages - 1
             if sure >= num_pages:
                 return True
         stay = np.zeros(self.pool.num_pages, bool)
@@ -449,6 +453,7 @@ class RadixCache(PrefixCache):
         end = -(-lease.num_tokens // self.page_size)
         lease._set_pages(start, self._tree.read_pages(lease.node, start, end))
         lease._num_own_from = end
+        lease.capacity = lease.num_tokens
 
     # -- pins ----------------------------------------------------------------------------------
 
@@ -540,3 +545,5 @@ class RadixCache(PrefixCache):
         assert own == boundary or own == lease._num_pages == pages, f"{lease}: own pages from {own}"
         shared = self._tree.read_pages(node, 0, min(own, pages))
         assert np.array_equal(lease._table[: len(shared)], shared), f"{lease}: stale page table"
+        reserved = lease._num_pages * page_size if own == boundary else position
+        assert lease.capacity == reserved, f"{lease}: capacity {lease.capacity}, not {reserved}"
