@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from radixcache.base import PrefixCache, TokensLike
-from radixcache.errors import InvalidRequest
+from radixcache.errors import InvalidRequest, RadixCacheError
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
@@ -15,6 +15,7 @@ from radixcache.runtime.engine import Engine
 from radixcache.runtime.kv_pool import count_pages
 from radixcache.runtime.model import load_model
 from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling import SamplingParams
 from radixcache.runtime.scheduler import Policy, Scheduler
@@ -102,6 +103,7 @@ class LLM:
             self.tokenizer.decode if self.tokenizer else None,
             seed,
         )
+        self.prefixes = NamedPrefixes(self.engine)
         self.model_name = Path(path).name
         self.default_params = _default_params(paged.generation_config)
 
@@ -115,6 +117,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prefix: str | None = None,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -123,26 +126,54 @@ class LLM:
         Args:
             prompts: strings, or dicts with "prompt_token_ids".
             params: one for all or one for each; by default the model's own generation settings.
+            prefix: name of a pinned prefix that each prompt goes on from; see `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
 
         Raises:
             InvalidRequest: any prompt is unusable; then none is run.
+            PinError: no prefix of that name is pinned.
         """
-        return list(self._run_all(self._add_all(prompts, params, cache_salt), use_tqdm))
+        return self._run_all(self._add_all(prompts, params, cache_salt, prefix), use_tqdm)
 
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        prefix: str | None = None,
         cache_salt: str | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding its state after every token.
 
         Closing the iterator before its end aborts the request.
         """
-        return self._stream(self._add_all(prompt, params, cache_salt)[0])
+        return self._stream(self._add_all(prompt, params, cache_salt, prefix)[0])
+
+    def pin_prefix(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        lifetime: float | None = None,
+        cache_salt: str | None = None,
+    ) -> NamedPrefix:
+        """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
+
+        `generate(..., prefix=name)` goes on from it; so does any prompt that begins with it.
+        `llm.prefixes.list()` tells what is pinned.
+
+        Raises:
+            PinError: the name is taken, or the pinned pages would exceed the cache's budget.
+            InvalidRequest: the prompt is unusable.
+        """
+        return self.prefixes.pin(
+            name, self.encode(prompt), lifetime=lifetime, cache_salt=cache_salt
+        )
+
+    def unpin_prefix(self, name: str) -> None:
+        """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""
+        self.prefixes.unpin(name)
 
     def chat(
         self,
@@ -180,6 +211,15 @@ class LLM:
             )
         return prompt["prompt_token_ids"]
 
+    def _encode_after(self, prefix: str | None, prompt: Prompt) -> TokensLike:
+        if prefix is None:
+            return self.encode(prompt)
+        if isinstance(prompt, str):
+            return self.prefixes.extend(
+                prefix, self._need_tokenizer().encode(prompt, special=False)
+            )
+        return self.prefixes.extend(prefix, self.encode(prompt))
+
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.model_name} has no tokenizer: give prompt_token_ids")
@@ -190,6 +230,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | None,
+        prefix: str | None = None,
     ) -> list[Request]:
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(params, Sequence):
@@ -204,14 +245,14 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
-                requests.append(
-                    self.engine.add_request(
-                        self.encode(prompt), one, prompt=text, namespace=cache_salt
-                    )
-                )
-        except InvalidRequest as error:
+                tokens = self._encode_after(prefix, prompt)
+                request = self.engine.add_request(tokens, one, prompt=text, namespace=cache_salt)
+                requests.append(request)
+        except RadixCacheError as error:
             for request in requests:
                 self.engine.abort(request)
+            if not isinstance(error, InvalidRequest):
+                raise
             where = f"prompt {len(requests)}: " if len(many) > 1 else ""
             raise InvalidRequest(f"{where}{error}") from None
         return requests

@@ -1,0 +1,168 @@
+"""Which leaf goes first, by each policy, and what the `closed` hint does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from radixcache import InvalidRequest, PagePool, RadixCache
+from radixcache.eviction import POLICIES, EvictionPolicy
+
+SEED = 20_261_122
+
+
+def a_cache(policy: str | EvictionPolicy, num_pages: int = 100) -> RadixCache:
+    return RadixCache(PagePool(num_pages, 1), policy=policy)
+
+
+def use(cache: RadixCache, word: int, priority: int = 0, closed: bool = False) -> None:
+    """One request of three tokens that begin with `word`."""
+    tokens = [word, word, word]
+    lease = cache.acquire([*tokens, 0])
+    lease.priority = priority
+    if lease.num_tokens < 3:
+        cache.reserve(lease, 3)
+        cache.publish(lease, tokens[lease.num_tokens :])
+    else:  # all cached: one token more makes it a use
+        cache.reserve(lease, 4)
+        cache.publish(lease, [0])
+    cache.commit()
+    cache.release(lease, closed=closed)
+
+
+def order_of_eviction(cache: RadixCache, words: list[int]) -> list[int]:
+    """Words in the order in which their first token goes."""
+    gone: list[int] = []
+    while cache.evict(1):
+        cache.check()
+        gone += [w for w in words if w not in gone and not cache.match([w, w])]
+    assert cache.pool.num_free == cache.pool.num_pages
+    return gone
+
+
+def test_lru_takes_what_was_used_longest_ago() -> None:
+    cache = a_cache("lru")
+    for word in (1, 2, 3, 1):
+        use(cache, word)
+    assert order_of_eviction(cache, [1, 2, 3]) == [2, 3, 1]
+
+
+def test_lfu_takes_what_was_used_least_then_longest_ago() -> None:
+    cache = a_cache("lfu")
+    for word in (1, 1, 1, 2, 3, 3, 4):
+        use(cache, word)
+    assert order_of_eviction(cache, [1, 2, 3, 4]) == [2, 4, 3, 1]
+
+
+def test_fifo_takes_what_came_first_however_often_it_is_used() -> None:
+    cache = a_cache("fifo")
+    for word in (1, 2, 3, 1, 1, 2):
+        use(cache, word)
+    assert order_of_eviction(cache, [1, 2, 3]) == [1, 2, 3]
+
+
+def test_priority_takes_the_lowest_first_then_the_least_recent() -> None:
+    cache = a_cache("priority")
+    for word, priority in ((1, 5), (2, 0), (3, 1), (4, 0), (3, 0)):
+        use(cache, word, priority)
+    assert order_of_eviction(cache, [1, 2, 3, 4]) == [2, 4, 3, 1]
+
+
+def test_a_policy_may_be_any_function_of_the_leaf() -> None:
+    cache = a_cache(lambda leaf: (leaf.uses > 1, leaf.last_use))  # a scan does not flush it
+    use(cache, 1)
+    use(cache, 1)
+    for word in range(10, 40):
+        use(cache, word)
+    cache.evict(80)
+    assert cache.match([1, 1, 1, 9]) == 3
+
+
+def test_an_unknown_policy_is_one_sentence() -> None:
+    with pytest.raises(InvalidRequest, match="policy must be one of lru, lfu, fifo, priority"):
+        a_cache("random")
+
+
+def test_what_a_closed_conversation_alone_used_goes_first() -> None:
+    cache = a_cache("lru")
+    for word in (1, 2, 3):
+        use(cache, word)
+    use(cache, 4, closed=True)
+    assert order_of_eviction(cache, [1, 2, 3, 4]) == [4, 1, 2, 3]
+
+
+def test_closing_spares_what_others_share() -> None:
+    cache = a_cache("lru")
+
+    def turn(tokens: list[int], closed: bool = False) -> None:
+        lease = cache.acquire(tokens)
+        cache.reserve(lease, len(tokens))
+        cache.publish(lease, tokens[lease.num_tokens :])
+        cache.commit()
+        cache.release(lease, closed=closed)
+
+    system = [7, 7, 7]
+    turn([8, 8])
+    turn([*system, 1])
+    turn([*system, 2], closed=True)
+    cache.evict(1)
+    assert cache.match([*system, 2, 0]) == 3, "its own part went"
+    assert cache.match([*system, 1, 0]) == 4 and cache.match([8, 8, 0]) == 2, "nothing else did"
+
+
+def test_a_closed_conversation_that_comes_back_is_as_recent_as_any() -> None:
+    cache = a_cache("lru")
+    use(cache, 1, closed=True)
+    use(cache, 2)
+    use(cache, 1)
+    assert order_of_eviction(cache, [1, 2]) == [2, 1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_every_invariant(policy: str) -> None:
+    """Random prompts over a small alphabet: splits and merges while keys stand in the order."""
+    rng = random.Random(f"{SEED}/{policy}")
+    cache = RadixCache(PagePool(20, 2), policy=policy)
+    for _ in range(1500):
+        tokens = [rng.randrange(2) for _ in range(rng.randint(2, 20))]
+        lease = cache.acquire(tokens)
+        lease.priority = rng.randrange(3)
+        cache.reserve(lease, len(tokens))
+        cache.publish(lease, tokens[lease.num_tokens :], written=rng.random() < 0.5)
+        cache.check()
+        cache.commit()
+        cache.release(lease, closed=rng.random() < 0.2)
+        cache.check()
+    assert cache.stats.evicted_pages > 100, f"seed {SEED}"
+
+
+def test_tokens_published_as_written_are_not_in_flight() -> None:
+    cache = RadixCache(PagePool(8, 4))
+    lease = cache.acquire([1, 2, 3])
+    cache.reserve(lease, 6)
+    cache.publish(lease, [1, 2, 3])
+    cache.commit()
+    cache.publish(lease, [4, 5, 6], written=True)
+    cache.rollback()
+    assert lease.num_tokens == 6 and cache.match([1, 2, 3, 4, 5, 6, 7]) == 6
+    cache.release(lease)  # nothing to commit first
+
+
+def test_written_tokens_do_not_hang_on_the_same_ones_in_flight() -> None:
+    """They would fall with them, though their KV is there."""
+    cache = RadixCache(PagePool(8, 1))
+    first, second = cache.acquire([1, 2]), cache.acquire([1, 3])
+    for lease in (first, second):
+        cache.reserve(lease, 4)
+    cache.publish(first, [1])
+    cache.publish(second, [1])
+    cache.commit()
+    cache.publish(first, [2, 9])  # in flight
+    cache.publish(second, [2, 9, 9], written=True)
+    assert second.num_tokens == 1, "not published, as the contract says"
+    cache.check()
+    cache.rollback()
+    cache.publish(second, [2, 9, 9], written=True)
+    assert second.num_tokens == 4
+    cache.check()

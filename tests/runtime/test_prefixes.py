@@ -1,0 +1,86 @@
+"""Named prefixes through the runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from radixcache import LLM, InvalidRequest, PinError, SamplingParams
+from radixcache.runtime.prefixes import NamedPrefixes
+from tests.models import tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+SYSTEM = "You are a very careful assistant who thinks twice. "
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def llm(path: Path) -> LLM:
+    return LLM(path, page_size=4, kv_memory=40 * 4 * 3 * 2 * 2 * 16 * 4)  # 40 pages
+
+
+def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
+    llm.pin_prefix("system", SYSTEM)
+    (named,) = llm.generate("Hello", GREEDY, prefix="system")
+    assert named.num_cached_tokens == len(SYSTEM)
+    assert named.prompt_token_ids == llm.encode(SYSTEM + "Hello")
+    llm.unpin_prefix("system")
+    llm.cache.reset()
+    (whole,) = llm.generate(SYSTEM + "Hello", GREEDY)
+    assert named.outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_a_pinned_prefix_survives_any_pressure(llm: LLM) -> None:
+    llm.pin_prefix("system", SYSTEM)
+    for i in range(20):
+        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
+    assert llm.cache.stats.evicted_pages > 20
+    assert llm.generate("Hi", GREEDY, prefix="system")[0].num_cached_tokens == len(SYSTEM)
+    llm.cache.check()
+
+
+def test_prefixes_are_listed_unpinned_and_expire(path: Path, llm: LLM) -> None:
+    time = 100.0
+    prefixes = NamedPrefixes(llm.engine, now=lambda: time)
+    prefixes.pin("short", llm.encode("a"), lifetime=5)
+    prefixes.pin("long", llm.encode("b"))
+    assert [prefix.name for prefix in prefixes.list()] == ["short", "long"]
+    time = 105.0
+    assert [prefix.name for prefix in prefixes.list()] == ["long"]
+    assert llm.cache.pins == {"long": 1}
+    prefixes.unpin("long")
+    assert prefixes.list() == [] and llm.cache.pins == {}
+    llm.cache.reset()  # refuses while a pin lives
+
+
+def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
+    llm.pin_prefix("system", SYSTEM)
+    for call, error, sentence in (
+        (lambda: llm.generate(["a", "b"], prefix="sytem"), PinError, "no prefix named 'sytem'"),
+        (lambda: llm.unpin_prefix("sytem"), PinError, "no prefix named 'sytem'"),
+        (lambda: llm.pin_prefix("system", "x"), PinError, "is pinned already"),
+        (lambda: llm.pin_prefix("big", "y" * 60), PinError, "the budget is 20"),
+        (lambda: llm.pin_prefix("empty", ""), InvalidRequest, "the prompt is empty"),
+        (lambda: llm.pin_prefix("x", "x", lifetime=0), InvalidRequest, "lifetime must be"),
+    ):
+        with pytest.raises(error, match=sentence):
+            call()
+        assert not llm.engine.has_work and llm.cache.pins == {"system": len(SYSTEM)}
+        llm.cache.check()
+
+
+def test_without_a_prefix_cache_nothing_can_be_pinned(path: Path) -> None:
+    bare = LLM(path, cache="none", kv_memory="1MiB")
+    with pytest.raises(PinError, match="runs without a prefix cache"):
+        bare.pin_prefix("system", SYSTEM)
+
+
+def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
+    llm.pin_prefix("mine", SYSTEM, cache_salt="a")
+    assert llm.generate("x", GREEDY, prefix="mine", cache_salt="a")[0].num_cached_tokens > 0
+    assert llm.generate("x", GREEDY, prefix="mine")[0].num_cached_tokens == 0
