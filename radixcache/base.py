@@ -87,13 +87,6 @@ class CacheStats:
             self.query_tokens += lease.query_tokens
             self.hit_tokens += lease.cached_tokens
 
-    def count_gain(self, lease: Lease, tokens: int) -> None:
-        """Count what a lease found after its admission."""
-        if lease.resumed:
-            self.resumed_hit_tokens += tokens
-        else:
-            self.hit_tokens += tokens
-
 
 class PrefixCache(ABC):
     """A map from token prefixes to KV pages; one instance serves one engine, from one thread.
@@ -127,15 +120,6 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def advance(self, lease: Lease, tokens: TokensLike) -> int:
-        """Move `lease` over the longest prefix of `tokens` that follows its cursor in the cache.
-
-        `tokens` are those still to be computed; all but the last may be found. Returns how many
-        were, which is how a chunked prefill profits from what another request published meanwhile.
-        Pages reserved beyond the cursor go back to the pool when the cursor moves.
-        """
-
-    @abstractmethod
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """Grow the page table to hold `num_tokens` tokens, evicting if needed.
 
@@ -158,7 +142,7 @@ class PrefixCache(ABC):
         lease's table points at the cached ones when the call returns. O(len(tokens)).
 
         Raises:
-            LeaseError: fewer tokens are reserved.
+            LeaseError: fewer tokens are reserved, or the lease has published in this step already.
         """
 
     @abstractmethod

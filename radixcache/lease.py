@@ -56,7 +56,7 @@ class Lease:
         self.num_tokens = 0
         """Length of the prefix whose KV is cached or published; the next publish starts here."""
         self.cached_tokens = 0
-        """Tokens found instead of computed: the hit of `acquire` and the gains of `advance`."""
+        """Tokens found instead of computed: the hit of `acquire`."""
         self.capacity = 0
         """Tokens that the lease may hold without another `reserve`."""
         self.query_tokens = query_tokens

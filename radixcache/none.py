@@ -39,10 +39,6 @@ class NoCache(PrefixCache):
         self._leases.add(lease)
         return lease
 
-    def advance(self, lease: Lease, tokens: TokensLike) -> int:
-        self._mine(lease)
-        return 0
-
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         self._mine(lease)
         wanted = -(-num_tokens // self.page_size) - lease._num_pages
@@ -53,8 +49,10 @@ class NoCache(PrefixCache):
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         self._mine(lease)
         lease._check_publish(len(tokens))
+        if lease in self._in_flight:
+            raise LeaseError("a lease publishes once per step: commit or roll back first")
         if not written:
-            self._in_flight.setdefault(lease, lease.num_tokens)
+            self._in_flight[lease] = lease.num_tokens
         if not lease.used:
             lease.used = True
             self.stats.count(lease)

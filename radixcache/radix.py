@@ -122,26 +122,6 @@ class RadixCache(PrefixCache):
                 self._in_flight[lease] = written
         return lease
 
-    def advance(self, lease: Lease, tokens: TokensLike) -> int:
-        lease = self._mine(lease)
-        gained = self._advance(lease, as_tokens(tokens)[:-1])
-        lease.cached_tokens += gained
-        if lease.used:  # counted already, without this
-            self.stats.count_gain(lease, gained)
-        return gained
-
-    def _advance(self, lease: RadixLease, tokens: Tokens) -> int:
-        start = lease.num_tokens
-        node, position, written = self._find(lease.node, start, tokens)
-        if position <= start:
-            return 0
-        self._drop_reserved(lease)
-        self._move(lease, node, position)
-        self._read_table(lease, start // self.page_size)
-        if written < position:
-            self._in_flight.setdefault(lease, written)
-        return position - start
-
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         lease = self._mine(lease)
         if num_tokens <= lease.capacity:
@@ -171,6 +151,8 @@ class RadixCache(PrefixCache):
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
+        if lease.publishing:
+            raise LeaseError("a lease publishes once per step: commit or roll back first")
         start = lease.num_tokens
         node, position = self._tree.descend(lease.node, start, tokens)
         if not written:

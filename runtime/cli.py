@@ -341,7 +341,9 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     if choose_cache:
-        group.add_argument("--cache", choices=("radix", "none"), help="prefix cache (radix)")
+        group.add_argument(
+            "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
+        )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 or auto")

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from radixcache.base import PrefixCache, TokensLike
 from radixcache.errors import InvalidRequest, RadixCacheError
+from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
@@ -24,7 +25,11 @@ from radixcache.runtime.tokenizer import Tokenizer
 BUNDLED_MODEL = Path(__file__).parent / "tabletalk"
 """The model that is used if none is named: it answers questions about tables of people."""
 
-CACHES: dict[str, type[RadixCache] | type[NoCache]] = {"radix": RadixCache, "none": NoCache}
+CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
+    "radix": RadixCache,
+    "hash-block": HashBlockCache,
+    "none": NoCache,
+}
 
 
 class TokensPrompt(TypedDict):
@@ -47,8 +52,10 @@ class LLM:
     Args:
         model: a folder or hub id of any causal language model that transformers loads and that can
             run over KV pages; None is the bundled `tabletalk`.
-        cache: "radix" (token-exact radix tree) or "none".
+        cache: "radix" (token-exact radix tree), "hash-block" (vLLM's prefix caching, whole blocks
+            only) or "none".
         page_size: tokens per KV page.
+        block_size: the same by the name it has in hash-block caching; it stands if both are given.
         dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU if there is one.
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
@@ -67,8 +74,9 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        cache: Literal["radix", "none"] = "radix",
+        cache: Literal["radix", "hash-block", "none"] = "radix",
         page_size: int = 16,
+        block_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
         kv_memory: int | str | None = None,
@@ -79,6 +87,7 @@ class LLM:
     ) -> None:
         _check_choice("cache", cache, tuple(CACHES))
         _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
+        page_size = page_size if block_size is None else block_size
         for name, value in (
             ("page_size", page_size),
             ("max_num_batched_tokens", max_num_batched_tokens),

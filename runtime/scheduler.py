@@ -89,10 +89,6 @@ class Scheduler:
     ) -> Chunk | None:
         assert sequence.lease is not None
         is_prefill = len(sequence.pending) > 1
-        if is_prefill:  # others may have computed what this one was about to
-            gained = self.cache.advance(sequence.lease, sequence.pending)
-            if not sequence.preemptions:
-                sequence.cached_tokens += gained
         while True:
             try:
                 return self._take(sequence, budget, is_prefill)
