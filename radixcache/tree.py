@@ -6,7 +6,7 @@ reference the page at the split, and a path's page table is read from the root d
 first page standing for its parent's last one where they cover the same positions.
 
 The structure is that of SGLang's RadixAttention (Zheng et al., 2023, arXiv:2312.07104), with nodes
-that end in mid-page instead of at page boundaries.
+that end in mid-page instead of at page boundaries, and with their tokens in shared runs.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache.pages import PagePool, Pages
+from radixcache.run import Run, Tokens
 
 if TYPE_CHECKING:
     from radixcache.radix import RadixLease
 
-Tokens = NDArray[np.int32]
-
 NO_STEP = -1
+
+_GLANCE = 256
+"""Tokens compared before all the rest are: most mismatches come early."""
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
     """Length of the common prefix of two equally long, non-empty arrays. O(n), vectorised."""
+    if len(a) > 2 * _GLANCE:
+        same = common_length(a[:_GLANCE], b[:_GLANCE])
+        if same < _GLANCE:
+            return same
     different = a != b
     first = int(different.argmax())
     return first if different[first] else len(a)
 
 
 class Node:
-    """An edge of the tree and the pages of its tokens; a root is the empty edge [0, 0).
-
-    Tokens and pages live in buffers with spare room, so that a growing sequence extends its leaf
-    in place, amortised O(1) per token.
-    """
+    """An edge of the tree and the pages of its tokens; a root is the empty edge [0, 0)."""
 
     __slots__ = (
-        "_pages",
-        "_tokens",
         "children",
         "created",
         "end",
@@ -53,6 +52,7 @@ class Node:
         "num_pages",
         "parent",
         "priority",
+        "run",
         "serial",
         "start",
         "step",
@@ -61,18 +61,18 @@ class Node:
     )
 
     def __init__(
-        self, parent: Node | None, start: int, tokens: Tokens, first_page: int, pages: Pages
+        self, parent: Node | None, run: Run, start: int, end: int, first_page: int, num_pages: int
     ) -> None:
         self.parent = parent
         self.children: dict[int, Node] = {}
         """Children by their first token."""
+        self.run = run
+        """Where the tokens and pages are."""
         self.start = start
-        self.end = start + len(tokens)
+        self.end = end
         self.first_page = first_page
         """Index in the page table of `pages[0]`: start // page_size."""
-        self.num_pages = len(pages)
-        self._tokens = tokens
-        self._pages = pages
+        self.num_pages = num_pages
         self.step = NO_STEP
         """The step that wrote to this node last."""
         self.written = 0
@@ -88,46 +88,37 @@ class Node:
     @property
     def tokens(self) -> Tokens:
         """[end - start] the edge's tokens; a view."""
-        return self._tokens[: self.end - self.start]
+        run = self.run
+        return run.tokens[self.start - run.start : self.end - run.start]
+
+    @property
+    def first_token(self) -> int:
+        """The token under which the parent knows this node."""
+        return self.run.tokens.item(self.start - self.run.start)
 
     @property
     def pages(self) -> Pages:
         """[num_pages] the pages that cover the edge; a view."""
-        return self._pages[: self.num_pages]
+        first = self.first_page - self.run.first_page
+        return self.run.pages[first : first + self.num_pages]
 
     def page_at(self, index: int) -> int:
         """The page that this node holds at `index` of the page table."""
-        return int(self._pages[index - self.first_page])
+        return self.run.pages.item(index - self.run.first_page)
 
     def extend(self, tokens: Tokens, pages: Pages) -> None:
-        """Append to the edge. Amortised O(len)."""
-        length = self.end - self.start
-        self._tokens = _with_room(self._tokens, length, len(tokens))
-        self._tokens[length : length + len(tokens)] = tokens
+        """Append to the edge of a leaf. Amortised O(len)."""
+        self.run.append(tokens, pages)
         self.end += len(tokens)
-        if len(pages):
-            self._pages = _with_room(self._pages, self.num_pages, len(pages))
-            self._pages[self.num_pages : self.num_pages + len(pages)] = pages
-            self.num_pages += len(pages)
+        self.num_pages += len(pages)
 
     def truncate(self, end: int, num_pages: int) -> Pages:
-        """Cut the edge to end at `end` with `num_pages` pages; returns the pages cut off."""
-        cut = self._pages[num_pages : self.num_pages].copy()
+        """Cut the edge of a leaf to end at `end` with `num_pages` pages; returns those cut off."""
+        cut = self.pages[num_pages:].copy()
         self.end = end
         self.num_pages = num_pages
-        length = end - self.start
-        if length < len(self._tokens) // 2:  # give the memory back; halving keeps it amortised
-            self._tokens = self._tokens[:length].copy()
-            self._pages = self._pages[:num_pages].copy()
+        self.run.shrink()
         return cut
-
-
-def _with_room(buffer: NDArray[np.int32], used: int, count: int) -> NDArray[np.int32]:
-    if used + count <= len(buffer):
-        return buffer
-    grown = np.empty((used + count) * 5 // 4 + 4, np.int32)
-    grown[:used] = buffer[:used]
-    return grown
 
 
 class RadixTree:
@@ -149,7 +140,7 @@ class RadixTree:
         root = self.roots.get(namespace)
         if root is None:
             empty = np.empty(0, np.int32)
-            root = self.roots[namespace] = Node(None, 0, empty, 0, empty)
+            root = self.roots[namespace] = self._start_run(None, 0, empty, empty)
             self._namespaces[root] = namespace
         return root
 
@@ -160,24 +151,29 @@ class RadixTree:
     def descend(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int]:
         """Follow `tokens` from a cursor as far as the tree holds them; returns the new cursor.
 
-        O(len(tokens)) compared in bulk, plus one dictionary look-up per node.
+        O(len(tokens)) compared in bulk, plus one dictionary look-up and a bisection per run.
         """
         done, count = 0, len(tokens)
         while done < count:
-            if position == node.end:
-                child = node.children.get(tokens.item(done))
-                if child is None:
+            run = node.run
+            offset = position - run.start
+            length = min(run.nodes[-1].end - position, count - done)
+            if length:
+                same = common_length(
+                    run.tokens[offset : offset + length], tokens[done : done + length]
+                )
+                position += same
+                done += same
+                if position > node.end:
+                    node = run.nodes[run.index(position)]
+                if done == count:
                     break
-                node = child
-            offset = position - node.start
-            length = min(node.end - position, count - done)
-            same = common_length(
-                node._tokens[offset : offset + length], tokens[done : done + length]
-            )
-            position += same
-            done += same
-            if same < length:
+            if position < node.end:
                 break
+            child = node.children.get(tokens.item(done))
+            if child is None:
+                break
+            node = child
         return node, position
 
     def climb(self, node: Node, position: int) -> Node:
@@ -187,16 +183,18 @@ class RadixTree:
         return node
 
     def read_pages(self, node: Node, start: int, end: int) -> Pages:
-        """Page table entries [start, end) of the path that ends in `node`. O(nodes + pages)."""
+        """Page table entries [start, end) of the path that ends in `node`. O(runs + pages)."""
         table = np.empty(end - start, np.int32)
         while end > start:
-            first = max(node.first_page, start)
+            run = node.run
+            first = max(run.first_page, start)
             if first < end:
-                low = first - node.first_page
-                table[first - start : end - start] = node._pages[low : low + end - first]
+                low = first - run.first_page
+                table[first - start : end - start] = run.pages[low : low + end - first]
                 end = first
-            assert node.parent is not None or end <= start
-            node = node.parent or node
+            parent = run.nodes[0].parent
+            assert parent is not None or end <= start
+            node = parent or node
         return table
 
     def path_tokens(self, node: Node) -> Tokens:
@@ -233,49 +231,53 @@ class RadixTree:
 
     def add_child(self, parent: Node, tokens: Tokens, pages: Pages) -> Node:
         """A new leaf below `parent`, which takes over one hold on each of `pages`."""
-        leaf = Node(parent, parent.end, tokens, parent.end // self.page_size, pages)
+        leaf = self._start_run(parent, parent.end, tokens, pages)
         parent.children[tokens.item(0)] = leaf
-        self._serial += 1
-        leaf.serial = leaf.created = self._serial
+        leaf.created = leaf.serial
         leaf.last_use = parent.last_use
         return leaf
 
-    def split(self, node: Node, position: int) -> Node:
-        """Cut `node` in two at `position`; returns the new upper half, `node` is the lower. O(len).
+    def _start_run(self, parent: Node | None, start: int, tokens: Tokens, pages: Pages) -> Node:
+        first_page = start // self.page_size
+        run = Run(start, tokens, first_page, pages)
+        node = Node(parent, run, start, start + len(tokens), first_page, len(pages))
+        node.serial = self._next_serial()
+        run.nodes.append(node)
+        return node
 
-        Leases go with their cursors. A page that both halves cover gets a second hold.
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def split(self, node: Node, position: int) -> Node:
+        """Cut `node` in two at `position`; returns the new upper half, `node` is the lower.
+
+        Leases go with their cursors. A page that both halves cover gets a second hold. Moves no
+        token: O(log nodes in the run + leases).
         """
-        assert node.parent is not None and node.start < position < node.end
-        page_size = self.page_size
-        cut = position - node.start
-        upper_pages = (position - 1) // page_size + 1 - node.first_page
+        parent, run, page_size = node.parent, node.run, self.page_size
+        assert parent is not None and node.start < position < node.end
+        last_page = node.first_page + node.num_pages
         lower_first = position // page_size
-        upper = Node(
-            node.parent,
-            node.start,
-            node._tokens[:cut].copy(),
-            node.first_page,
-            node._pages[:upper_pages].copy(),
-        )
+        upper_pages = (position - 1) // page_size + 1 - node.first_page
+        upper = Node(parent, run, node.start, position, node.first_page, upper_pages)
         if position % page_size:
             self.pool.hold(node.page_at(lower_first))
-        self._serial += 1
-        upper.serial = self._serial
-        upper.last_use = node.last_use
+        upper.serial = self._next_serial()
         upper.created = node.created
+        upper.last_use = node.last_use
         upper.uses = node.uses
         upper.priority = node.priority
         upper.step = node.step
         upper.written = min(node.written, position)
-        upper.children[node._tokens.item(cut)] = node
-        node.parent.children[node._tokens.item(0)] = upper
-        node._pages = node._pages[lower_first - node.first_page : node.num_pages].copy()
-        node._tokens = node._tokens[cut : node.end - node.start].copy()
-        node.num_pages = len(node._pages)
+        parent.children[node.first_token] = upper
+        run.nodes.insert(run.index(node.end), upper)
         node.parent = upper
         node.start = position
         node.first_page = lower_first
+        node.num_pages = last_page - lower_first
         node.written = max(node.written, position)
+        upper.children[node.first_token] = node
         if node.leases:
             upper.leases = {lease for lease in node.leases if lease.num_tokens <= position}
             node.leases -= upper.leases
@@ -305,34 +307,46 @@ class RadixTree:
         return child
 
     def merge(self, node: Node, child: Node) -> None:
-        """Let `child`, which is `mergeable(node)`, absorb `node`. O(len)."""
-        assert node.parent is not None
+        """Let `child`, which is `mergeable(node)`, absorb `node`.
+
+        O(nodes in the run); if they are of two runs, O(len), as the node moves to the child's.
+        """
+        parent, run = node.parent, node.run
+        assert parent is not None
         kept = child.first_page - node.first_page
-        if node.num_pages > kept:  # both cover the page at the boundary; the child's stands
+        if node.num_pages > kept:  # both hold the page at the boundary; the child's stands
             self.pool.drop(node.pages[kept:])
         written = self.written(node)
         if written == node.end:
             written = self.written(child)
         if written < child.end:
             child.step, child.written = self.step, written
-        child._tokens = np.concatenate((node.tokens, child.tokens))
-        child._pages = np.concatenate((node.pages[:kept], child.pages))
-        child.num_pages = len(child._pages)
+        if child.run is run:
+            del run.nodes[run.index(node.end)]
+        else:  # not the other way: nodes before may hold another page at the boundary
+            child.run.prepend(node.start, node.tokens, node.first_page, node.pages[:kept])
+            run.nodes.pop()
+            if run.nodes:
+                run.shrink()
         child.created = node.created
         child.uses += node.uses
         child.priority = max(node.priority, child.priority)
         child.start = node.start
         child.first_page = node.first_page
-        child.parent = node.parent
-        node.parent.children[child._tokens.item(0)] = child
+        child.num_pages += kept
+        child.parent = parent
+        parent.children[child.first_token] = child
         node.parent = None
         node.children = {}
 
     def remove(self, leaf: Node) -> Node:
         """Unlink a leaf whose pages are dropped already; returns its parent."""
-        parent = leaf.parent
+        parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.leases
-        del parent.children[leaf._tokens.item(0)]
+        del parent.children[leaf.first_token]
+        run.nodes.pop()
+        if run.nodes:
+            run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
         parent.uses += leaf.uses
         parent.priority = max(parent.priority, leaf.priority)
@@ -351,16 +365,21 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def check_node(self, node: Node) -> None:
-        """Assert the invariants of one node and its links."""
-        page_size = self.page_size
+        """Assert the invariants of one node, its links, and its place in its run."""
+        page_size, run = self.page_size, node.run
         for first, child in node.children.items():
             assert child.parent is node and child.start == node.end, "broken link"
-            assert child._tokens.item(0) == first, "child under a wrong token"
+            assert child.first_token == first, "child under a wrong token"
+        at = run.index(node.end)
+        assert run.nodes[at] is node, "a node is not in its run"
+        assert at == 0 or run.nodes[at - 1] is node.parent, "a run does not follow a path"
+        assert node is not run.nodes[0] or node.start == run.start, "a run begins elsewhere"
+        assert run.first_page == run.start // page_size
+        assert len(run.tokens) >= run.length and len(run.pages) >= run.num_pages
         if node.parent is None:
             assert node.start == node.end == node.num_pages == 0, "a root is empty"
             return
         assert node.start < node.end, "empty edge"
         assert node.first_page == node.start // page_size
         assert node.num_pages == (node.end - 1) // page_size + 1 - node.first_page
-        assert len(node._tokens) >= node.end - node.start and len(node._pages) >= node.num_pages
         assert self.mergeable(node) is None, "a missed merge"
