@@ -11,7 +11,7 @@ from typing import Any
 
 from sortedcontainers import SortedDict
 
-from radixcache.tree import Node
+from radixcache.nodes import Node
 
 EvictionPolicy = Callable[[Node], Any]
 """The key of an evictable leaf; the smallest goes first, equal ones by age.

@@ -11,8 +11,9 @@ from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.eviction import POLICIES, EvictionOrder, EvictionPolicy
 from radixcache.lease import Lease, PageCopy
+from radixcache.nodes import NO_STEP, Node
 from radixcache.pages import PagePool, Pages
-from radixcache.tree import NO_STEP, Node, RadixTree
+from radixcache.tree import RadixTree
 
 _LONG_AGO = 1 << 62
 """Taken off the time of what nobody will ask for again, so that it is evicted first."""

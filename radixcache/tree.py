@@ -12,113 +12,11 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radixcache.nodes import Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
-from radixcache.run import Run, Tokens
-
-if TYPE_CHECKING:
-    from radixcache.radix import RadixLease
-
-NO_STEP = -1
-
-_GLANCE = 256
-"""Tokens compared before all the rest are: most mismatches come early."""
-
-
-def common_length(a: Tokens, b: Tokens) -> int:
-    """Length of the common prefix of two equally long, non-empty arrays. O(n), vectorised."""
-    if len(a) > 2 * _GLANCE:
-        same = common_length(a[:_GLANCE], b[:_GLANCE])
-        if same < _GLANCE:
-            return same
-    different = a != b
-    first = int(different.argmax())
-    return first if different[first] else len(a)
-
-
-class Node:
-    """An edge of the tree and the pages of its tokens; a root is the empty edge [0, 0)."""
-
-    __slots__ = (
-        "children",
-        "created",
-        "end",
-        "first_page",
-        "last_use",
-        "leases",
-        "num_pages",
-        "parent",
-        "priority",
-        "run",
-        "serial",
-        "start",
-        "step",
-        "uses",
-        "written",
-    )
-
-    def __init__(
-        self, parent: Node | None, run: Run, start: int, end: int, first_page: int, num_pages: int
-    ) -> None:
-        self.parent = parent
-        self.children: dict[int, Node] = {}
-        """Children by their first token."""
-        self.run = run
-        """Where the tokens and pages are."""
-        self.start = start
-        self.end = end
-        self.first_page = first_page
-        """Index in the page table of `pages[0]`: start // page_size."""
-        self.num_pages = num_pages
-        self.step = NO_STEP
-        """The step that wrote to this node last."""
-        self.written = 0
-        """While that step is in flight: positions below this one are written."""
-        self.last_use = 0
-        self.created = 0
-        self.uses = 0
-        self.priority = 0
-        self.serial = 0
-        self.leases: set[RadixLease] = set()
-        """Leases whose cursor is in this node: start < lease.num_tokens <= end."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """[end - start] the edge's tokens; a view."""
-        run = self.run
-        return run.tokens[self.start - run.start : self.end - run.start]
-
-    @property
-    def first_token(self) -> int:
-        """The token under which the parent knows this node."""
-        return self.run.tokens.item(self.start - self.run.start)
-
-    @property
-    def pages(self) -> Pages:
-        """[num_pages] the pages that cover the edge; a view."""
-        first = self.first_page - self.run.first_page
-        return self.run.pages[first : first + self.num_pages]
-
-    def page_at(self, index: int) -> int:
-        """The page that this node holds at `index` of the page table."""
-        return self.run.pages.item(index - self.run.first_page)
-
-    def extend(self, tokens: Tokens, pages: Pages) -> None:
-        """Append to the edge of a leaf. Amortised O(len)."""
-        self.run.append(tokens, pages)
-        self.end += len(tokens)
-        self.num_pages += len(pages)
-
-    def truncate(self, end: int, num_pages: int) -> Pages:
-        """Cut the edge of a leaf to end at `end` with `num_pages` pages; returns those cut off."""
-        cut = self.pages[num_pages:].copy()
-        self.end = end
-        self.num_pages = num_pages
-        self.run.shrink()
-        return cut
 
 
 class RadixTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from tests.models import tiny_model
 
 SEED = 20_261_121
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +305,7 @@ def test_bad_prompts_are_one_sentence(llm: LLM, prompt: object, sentence: str) -
 
 def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path) -> None:
     for options, sentence in (
-        ({"cache": "lru"}, "cache must be one of radix, none, not 'lru'"),
+        ({"cache": "lru"}, "cache must be one of .*, not 'lru'"),
         ({"schedule": "sjf"}, "schedule must be one of"),
         ({"page_size": 0}, "page_size must be at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
