@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+VLLM := .venv-vllm
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test stress bench-ttft check clean
+.PHONY: help demo test stress bench-ttft conformance check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -25,6 +26,9 @@ stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each chec
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 	@$(BIN)/python -m bench.ttft $(ARGS)
 
+conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
+	@$(VLLM)/bin/python -m bench.conformance $(ARGS)
+
 check: $(VENV)/.stamp-dev  ## lint, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -41,6 +45,13 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
+
+$(VLLM)/.stamp: bench/conformance-requirements.txt
+	@echo "Installing vLLM's cache code into $(VLLM); the first time takes some minutes and 2 GB ..."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM)/bin/python -m pip install -qq --no-deps -r $< \
+		|| { echo "vLLM 0.33.0 could not be installed into $(VLLM); it needs PyPI, Linux and Python 3.11 or newer"; exit 1; }
+	@touch $@
 
 # pip is what `venv` writes last, so an environment that was left half-made is made again.
 $(BIN)/pip:

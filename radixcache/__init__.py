@@ -1,7 +1,8 @@
 """radixcache: a token-exact radix-tree prefix cache over KV pages, and a runtime that uses it.
 
-The index (`RadixCache`, `NoCache`, `PagePool`) needs only NumPy and sortedcontainers. The runtime
-(`LLM`, `Chat`, `SamplingParams`) loads torch and transformers when it is first used.
+The index (`RadixCache`, `HashBlockCache`, `NoCache`, `PagePool`) needs only NumPy and
+sortedcontainers. The runtime (`LLM`, `Chat`, `SamplingParams`) loads torch and transformers when it
+is first used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from radixcache.errors import (
     RadixCacheError,
 )
 from radixcache.events import Cleared, Evicted, Stored
+from radixcache.hash_block import HashBlockCache
 from radixcache.lease import Lease, PageCopy
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -40,6 +42,7 @@ __all__ = [
     "Chat",
     "Cleared",
     "Evicted",
+    "HashBlockCache",
     "InvalidRequest",
     "Lease",
     "LeaseError",

@@ -13,6 +13,8 @@ import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
 from radixcache.errors import InvalidRequest, MissingDependency
@@ -70,9 +72,7 @@ class BlockNamespace:
         if self.prompt_embeds:
             block = start // (end - start)
             given = block < len(self.prompt_embeds)
-            keys.append(
-                ("prompt_embeds", self.prompt_embeds[block] if given else _NO_EMBEDDING)
-            )
+            keys.append(("prompt_embeds", self.prompt_embeds[block] if given else _NO_EMBEDDING))
         return tuple(keys) or None
 
 
@@ -112,8 +112,7 @@ def hash_function(algorithm: HashAlgorithm) -> Callable[[object], bytes]:
         digest = _xxh3() if algorithm.startswith("xxhash") else _sha256
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"hash_algorithm={algorithm!r} needs {error.name}: "
-            f"pip install 'radixcache[hash-block]'"
+            f"hash_algorithm={algorithm!r} needs {error.name}: pip install 'radixcache[hash-block]'"
         ) from error
     return lambda content: digest(dumps(content))
 
@@ -139,12 +138,9 @@ def _sha256(data: bytes) -> bytes:
 
 
 def _cbor() -> Callable[[object], bytes]:
-    from cbor2 import dumps
-
-    return lambda content: dumps(content, canonical=True)
+    return partial(import_module("cbor2").dumps, canonical=True)
 
 
 def _xxh3() -> Callable[[bytes], bytes]:
-    from xxhash import xxh3_128_digest
-
-    return xxh3_128_digest
+    digest: Callable[[bytes], bytes] = import_module("xxhash").xxh3_128_digest
+    return digest

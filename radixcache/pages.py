@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,11 +13,48 @@ Pages = NDArray[np.int32]
 """Page numbers, one-dimensional int32."""
 
 
+class FreePages(Protocol):
+    """The pages without a holder, in the order in which they will be handed out."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, count: int) -> Pages:
+        """The next `count` pages; there are as many."""
+
+    def put(self, pages: Pages) -> None:
+        """`pages` have no holder any more."""
+
+    def to_array(self) -> Pages:
+        """All of them, the next one first. O(n)."""
+
+
+class FreeStack:
+    """Last in, first out: a page freed last is likely still in a CPU's cache."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._stack: Pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
+        self._len = num_pages
+
+    def __len__(self) -> int:
+        return self._len
+
+    def take(self, count: int) -> Pages:
+        self._len -= count
+        return self._stack[self._len : self._len + count][::-1].copy()
+
+    def put(self, pages: Pages) -> None:
+        self._stack[self._len : self._len + len(pages)] = pages[::-1]
+        self._len += len(pages)
+
+    def to_array(self) -> Pages:
+        return self._stack[: self._len][::-1].copy()
+
+
 class PagePool:
     """`num_pages` pages of `page_size` tokens, each free or held by one or more holders.
 
-    A holder is a tree node that references the page or a lease that may write to it. The free
-    pages form a stack, so that a page freed last, and likely still in a CPU's cache, is used first.
+    A holder is a tree node that references the page or a lease that may use it. The free pages
+    form a stack, unless the cache that uses the pool puts an order of its own in `free`.
 
     >>> pool = PagePool(num_pages=4, page_size=16)
     >>> pages = pool.allocate(3)
@@ -35,8 +74,12 @@ class PagePool:
         self.page_size = page_size
         self.refs: NDArray[np.int32] = np.zeros(num_pages, np.int32)
         """[num_pages] holders of each page; 0 means free."""
-        self._stack: Pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
-        self.num_free = num_pages
+        self.free: FreePages = FreeStack(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        """Pages without a holder."""
+        return len(self.free)
 
     def allocate(self, count: int) -> Pages:
         """`count` free pages, each now with one holder. O(count).
@@ -44,11 +87,9 @@ class PagePool:
         Raises:
             OutOfPages: fewer are free; none is taken.
         """
-        if count > self.num_free:
-            raise OutOfPages(f"{count} pages wanted, {self.num_free} free")
-        top = self.num_free
-        pages = self._stack[top - count : top][::-1].copy()
-        self.num_free = top - count
+        if count > len(self.free):
+            raise OutOfPages(f"{count} pages wanted, {len(self.free)} free of {self.num_pages}")
+        pages = self.free.take(count)
         self.refs[pages] = 1
         return pages
 
@@ -60,10 +101,8 @@ class PagePool:
         """Take one holder from each of `pages` (distinct); returns how many became free. O(len)."""
         self.refs[pages] -= 1
         freed = pages[self.refs[pages] == 0]
-        count = len(freed)
-        self._stack[self.num_free : self.num_free + count] = freed[::-1]
-        self.num_free += count
-        return count
+        self.free.put(freed)
+        return len(freed)
 
     def check(self, expected_refs: NDArray[np.int32]) -> None:
         """Assert that the counts are `expected_refs` and that the free pages are the unheld."""
@@ -72,5 +111,8 @@ class PagePool:
             f"pages {wrong[:8].tolist()} have {self.refs[wrong[:8]].tolist()} holders, "
             f"counted {expected_refs[wrong[:8]].tolist()}"
         )
-        free = np.sort(self._stack[: self.num_free])
-        assert np.array_equal(free, np.flatnonzero(self.refs == 0)), "free list != unheld pages"
+        free = self.free.to_array()
+        assert len(free) == len(self.free), "the free pages are miscounted"
+        assert np.array_equal(np.sort(free), np.flatnonzero(self.refs == 0)), (
+            "free pages != unheld pages"
+        )

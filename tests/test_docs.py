@@ -32,7 +32,9 @@ def test_readme_blocks_are_about_twenty_lines() -> None:
     assert all(len(block.strip().splitlines()) <= 24 for block in BLOCKS)
 
 
-@pytest.mark.parametrize("module", ["pages", "radix", "none"])
+@pytest.mark.parametrize(
+    "module", ["pages", "radix", "none", "block_hash", "free_queue", "hash_block"]
+)
 def test_doctests(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"radixcache.{module}"))
     assert result.attempted and not result.failed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.engine import Engine
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
 from radixcache.runtime.request import Request
 from tests.engines import (
     assert_no_page_is_lost,
@@ -31,15 +30,6 @@ from tests.models import tiny_model
 
 SEED = 20_261_120
 NEW_TOKENS = 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that share two busy cores spin more than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -93,12 +83,12 @@ def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
 ) -> None:
     path = model_path(folder, family)
     asked = prompts(min(plain_model(path).config.vocab_size, 250))
-    for mode in ("radix", "none"):
+    for mode in ("radix", "hash-block", "none"):
         engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk)
         requests = run(engine, asked, GREEDY, concurrent)
         assert [tokens for (tokens,) in generated(requests)] == expected(path), mode
         hits = sum(request.output().num_cached_tokens for request in requests)
-        assert hits > 0 if mode == "radix" else hits == 0
+        assert hits > 0 if mode != "none" else hits == 0
         assert_no_page_is_lost(engine)
 
 
@@ -172,7 +162,7 @@ def test_n_completions_compute_the_prompt_once(folder: Path) -> None:
     assert len({tuple(tokens) for tokens in completions}) > 1
 
 
-@pytest.mark.parametrize("mode", ["radix", "none"])
+@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_preempted_requests_give_the_same_tokens(folder: Path, mode: str, page_size: int) -> None:
     path = model_path(folder, "llama")
@@ -200,13 +190,14 @@ def test_a_request_fits_a_pool_of_one_spare_page_whatever_is_cached(folder: Path
         stem = request.sequences[0].tokens.tolist()[:25]
 
 
+@pytest.mark.parametrize("mode", ["radix", "hash-block"])
 def test_random_arrivals_aborts_and_failures_lose_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Requests come, hang up and meet failing steps; the rest get the tokens they would get."""
     rng = random.Random(SEED)
     path = model_path(folder, "llama")
-    engine = make_engine(path, page_size=4, num_pages=60, max_num_batched_tokens=20)
+    engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
     forward = engine.model.forward
 
     def flaky(*args: Any) -> torch.Tensor:
@@ -241,6 +232,16 @@ def test_random_arrivals_aborts_and_failures_lose_nothing(
         engine.abort(request)
     assert failures > 10 and finished > 50
     assert_no_page_is_lost(engine)
+
+
+def test_llm_takes_the_hash_block_mode_with_a_block_size() -> None:
+    llm = LLM(cache="hash-block", block_size=8, kv_memory="16MiB")
+    prompt: Prompt = {"prompt_token_ids": prompts(250)[0]}
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    length = len(prompts(250)[0])
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (length - 1) // 8 * 8)
+    llm.cache.check()
 
 
 def test_a_token_that_gives_no_text_ends_its_own_request_only(folder: Path) -> None:

@@ -1,0 +1,97 @@
+"""What the hash-block cache knows of blocks: content, pages by hash, hashes by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from radixcache.base import Tokens
+
+
+class Block(NamedTuple):
+    """A full block: a page's content and, through its parents, the whole prefix that ends there.
+
+    Parents outlive their own eviction in their children: an orphan still knows its prefix.
+    """
+
+    hash: bytes
+    parent: Block | None
+    tokens: bytes
+    """The token ids as int32."""
+    namespace: Hashable
+
+    def prefix(self) -> Tokens:
+        """All tokens from the first block's to this one's. O(prefix)."""
+        parts = []
+        block: Block | None = self
+        while block is not None:
+            parts.append(block.tokens)
+            block = block.parent
+        return np.frombuffer(b"".join(reversed(parts)), np.int32)
+
+
+class BlockMap:
+    """Which pages hold a block of a given hash, the one inserted first first. All O(1)."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, int] = {}
+        self._others: dict[bytes, dict[int, None]] = {}
+        """Further pages of the same hash, in order of insertion."""
+
+    def get(self, block_hash: bytes) -> int | None:
+        """The page inserted first, of those still there."""
+        return self._first.get(block_hash)
+
+    def insert(self, block_hash: bytes, page: int) -> None:
+        """Add `page`, which is not in the map."""
+        if self._first.setdefault(block_hash, page) != page:
+            self._others.setdefault(block_hash, {})[page] = None
+
+    def remove(self, block_hash: bytes, page: int) -> None:
+        """Remove `page`; where it was the first, the next one is now."""
+        others = self._others.get(block_hash)
+        if others is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == page:
+            page = self._first[block_hash] = next(iter(others))
+        del others[page]
+        if not others:
+            del self._others[block_hash]
+
+    def items(self) -> Iterator[tuple[bytes, int]]:
+        """All pairs of hash and page."""
+        for block_hash, page in self._first.items():
+            yield block_hash, page
+            for other in self._others.get(block_hash, ()):
+                yield block_hash, other
+
+
+class PromptHashes:
+    """The hashes of the prompts looked up last: none is hashed again for each look at a queue.
+
+    vLLM hashes a request once, when it arrives, and keeps the hashes with the request; here the
+    cache does not know requests. Prompts are told apart by their tokens, hashed as far as needed.
+    """
+
+    MAX_TOKENS = 1 << 20
+
+    def __init__(self) -> None:
+        self._hashes: dict[tuple[Hashable, bytes], list[bytes]] = {}
+        self._num_tokens = 0
+
+    def of(self, tokens: Tokens, namespace: Hashable) -> list[bytes]:
+        """Hashes of the first blocks of a prompt, to be extended by the caller. O(len(tokens))."""
+        key = (namespace, tokens.tobytes())
+        hashes = self._hashes.pop(key, None)
+        if hashes is None:
+            hashes = []
+            self._num_tokens += len(tokens)
+            while self._num_tokens > self.MAX_TOKENS and self._hashes:
+                oldest = next(iter(self._hashes))
+                del self._hashes[oldest]
+                self._num_tokens -= len(oldest[1]) // tokens.itemsize
+        self._hashes[key] = hashes
+        return hashes

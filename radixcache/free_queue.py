@@ -1,0 +1,122 @@
+"""The order in which the hash-block cache hands out pages: vLLM's free queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.pages import Pages
+
+
+class FreeQueue:
+    """A doubly linked list of the pages that nobody uses, cached ones included.
+
+    The head is handed out next, so it is the next block to be evicted, too. A page leaves from
+    anywhere in O(1) when it is hit.
+
+    A lease that has only looked so far holds its pages (`refs` counts it) without using them: they
+    keep their place in the line, and `take` steps over them. Nobody need remember the place of a
+    page to undo a look.
+
+    >>> refs = np.zeros(5, np.int32)
+    >>> queue = FreeQueue(refs)
+    >>> refs[1] = 1
+    >>> queue.note_held(1)
+    >>> queue.take(2).tolist(), len(queue), list(queue)
+    ([0, 2], 2, [1, 3, 4])
+
+    Args:
+        refs: [num_pages] the pool's holders of each page; all pages are free at first.
+    """
+
+    def __init__(self, refs: NDArray[np.int32]) -> None:
+        count = len(refs)
+        self._refs = refs
+        # Index `count` is the end of the line and its beginning: the list is a ring.
+        self._next = [*range(1, count + 1), 0]
+        self._prev = [count, *range(count)]
+        self._end = count
+        self._linked = count
+        self._held = 0
+
+    def __len__(self) -> int:
+        """Pages that can be handed out: those in the line that nobody holds."""
+        return self._linked - self._held
+
+    def __iter__(self) -> Iterator[int]:
+        """The whole line from its head, held pages included."""
+        page = self._next[self._end]
+        while page != self._end:
+            yield page
+            page = self._next[page]
+
+    @property
+    def num_linked(self) -> int:
+        """Pages in the line, held ones included."""
+        return self._linked
+
+    def to_array(self) -> Pages:
+        return np.array([page for page in self if not self._refs[page]], np.int32)
+
+    def take(self, count: int) -> Pages:
+        """Unlink the first `count` pages that nobody holds. O(count + held pages on the way)."""
+        taken = np.empty(count, np.int32)
+        page = self._next[self._end]
+        for index in range(count):
+            if self._held:
+                while self._refs[page]:
+                    page = self._next[page]
+            taken[index] = page
+            following = self._next[page]
+            self._unlink(page)
+            page = following
+        return taken
+
+    def put(self, pages: Pages) -> None:
+        """Pages whose content nobody will want go to the head. O(len)."""
+        self.prepend(pages.tolist())
+
+    def prepend(self, pages: Iterable[int]) -> None:
+        """Link `pages` before the head, in their order. O(len)."""
+        self._link(pages, self._end)
+
+    def append(self, pages: Iterable[int]) -> None:
+        """Link `pages` after the tail, in their order. O(len)."""
+        self._link(pages, self._prev[self._end])
+
+    def remove(self, pages: Iterable[int]) -> None:
+        """Unlink held pages from wherever they stand: they are used from now on. O(len)."""
+        for page in pages:
+            self._unlink(page)
+            self._held -= 1
+
+    def note_held(self, count: int) -> None:
+        """`count` more pages of the line are held (fewer, if negative). O(1)."""
+        self._held += count
+
+    def check(self) -> None:
+        """Assert that the links agree with each other and with the counts. O(n)."""
+        line = [self._end, *self]
+        for page, following in zip(line, [*line[1:], self._end], strict=True):
+            assert self._next[page] == following and self._prev[following] == page, "broken link"
+        assert len(line) == len(set(line)) == self._linked + 1, "the queue is miscounted"
+        held = sum(bool(self._refs[page]) for page in line[1:])
+        assert held == self._held, f"{held} pages in the queue are held, {self._held} counted"
+
+    def _link(self, pages: Iterable[int], after: int) -> None:
+        last = self._next[after]
+        for page in pages:
+            self._next[after] = page
+            self._prev[page] = after
+            after = page
+            self._linked += 1
+        self._next[after] = last
+        self._prev[last] = after
+
+    def _unlink(self, page: int) -> None:
+        before, after = self._prev[page], self._next[page]
+        self._next[before] = after
+        self._prev[after] = before
+        self._linked -= 1

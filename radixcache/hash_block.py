@@ -1,0 +1,541 @@
+"""The hash-block mode: vLLM 0.33's automatic prefix caching, behind the same interface."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.block_hash import (
+    HashAlgorithm,
+    as_block_namespace,
+    first_parent,
+    hash_function,
+)
+from radixcache.blocks import Block, BlockMap, PromptHashes
+from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
+from radixcache.events import Cleared, Evicted, Listener, Stored
+from radixcache.free_queue import FreeQueue
+from radixcache.lease import Lease
+from radixcache.pages import PagePool
+
+_NO_TOKENS: Tokens = np.empty(0, np.int32)
+
+
+class RecentHitRate:
+    """The rate that vLLM logs: over the last 1,000 requests, counted in whole steps.
+
+    The newest step counts even if it alone has more requests. Resumed requests are left out.
+    """
+
+    MAX_REQUESTS = 1000
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, int, int]] = deque()
+        self._total = (0, 0, 0)
+        self._step = (0, 0, 0)
+        self._cleared = False
+
+    def count(self, query_tokens: int, hit_tokens: int) -> None:
+        """A request of the step being scheduled."""
+        requests, queries, hits = self._step
+        self._step = (requests + 1, queries + query_tokens, hits + hit_tokens)
+
+    def end_step(self) -> None:
+        """The step's requests count from now on. Amortised O(1)."""
+        if self._cleared:
+            self._steps.clear()
+            self._total, self._cleared = (0, 0, 0), False
+        if self._step[0]:
+            self._steps.append(self._step)
+            self._add(self._step, 1)
+            while len(self._steps) > 1 and self._total[0] > self.MAX_REQUESTS:
+                self._add(self._steps.popleft(), -1)
+            self._step = (0, 0, 0)
+
+    def clear(self) -> None:
+        """What ended before the step being scheduled counts no longer, once that has ended."""
+        self._cleared = True
+
+    @property
+    def value(self) -> float:
+        """Share of the queried tokens that were hit."""
+        return self._total[2] / self._total[1] if self._total[1] else 0.0
+
+    def _add(self, step: tuple[int, int, int], sign: int) -> None:
+        requests, queries, hits = self._total
+        self._total = (
+            requests + sign * step[0],
+            queries + sign * step[1],
+            hits + sign * step[2],
+        )
+
+
+class BlockLease(Lease):
+    """A lease over an append-only table of blocks, full but for the last used one."""
+
+    __slots__ = ("block", "counts", "publishing", "tail", "uses")
+
+    def __init__(
+        self, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool, counts: bool
+    ) -> None:
+        super().__init__(page_size, query_tokens, namespace, resumed)
+        self.block: Block | None = None
+        """The last full block, found or published."""
+        self.tail = _NO_TOKENS
+        """The published tokens after it."""
+        self.counts = counts
+        """It looked the cache up, so it enters the statistics."""
+        self.uses = False
+        """Its pages are in use: they have left the free queue."""
+        self.publishing = False
+        """The step being scheduled writes tokens of this lease."""
+
+    def block_before(self, num_blocks: int) -> Block | None:
+        """The last of the first `num_blocks` full blocks. O(blocks after it)."""
+        block = self.block
+        for _ in range(self.num_tokens // self._page_size - num_blocks):
+            assert block is not None
+            block = block.parent
+        return block
+
+
+class Written(NamedTuple):
+    """Where a lease of the step being scheduled goes back to if that fails."""
+
+    num_tokens: int
+    tail: Tokens
+
+
+class HashBlockCache(PrefixCache):
+    """Whole blocks under the hash of their prefix, evicted lazily from a free queue.
+
+    Behaves as vLLM 0.33 does with one full-attention group, page numbers and queue order included;
+    `bench/conformance.py` compares the two after every operation. A block is a page.
+
+    - A hit is whole blocks from the first on, at most ``(len(tokens) - 1) // page_size``.
+    - A block is published as soon as the step that fills it is scheduled. Tables are append-only:
+      where the same block exists already, both stay (`Stored` tells of each), and the one published
+      first is found.
+    - Release goes through a lease's pages in reverse: those without a full block to the head of the
+      free queue, the others to its tail. Pages come from the head, and only then is what they hold
+      forgotten. So **a page that is cached and not in use is free**: `pool.num_free` counts it,
+      `pool.refs` does not. `evict` makes such pages forget where they stand.
+    - A block whose predecessor was evicted stays, and is told `Evicted` of in its turn, but cannot
+      be found before the predecessor is computed again.
+    - Page 0 is never used (vLLM's null block), so a pool of n pages holds n - 1.
+
+    vLLM takes the pages that a look-up has found when it allocates; here `acquire` must hold them
+    before `reserve` does. It holds them where they stand in the free queue, and they leave it with
+    the first `reserve` that adds pages. A lease that is released before, for example because
+    `reserve` raised `OutOfPages`, has therefore changed neither queue nor counts.
+
+    vLLM has no hint for closed conversations: ``release(lease, closed=True)`` is like any other.
+
+    Args:
+        pool: the pages to manage, all free; this cache must be its only user.
+        hash_algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor"; the latter three need
+            the extra ``hash-block``. XXH3 is fast, but whoever knows the seed can craft collisions.
+        enabled: False neither finds nor publishes anything, as vLLM with prefix caching off.
+        pin_budget: pages that all pins together may hold; half of the pool by default.
+
+    >>> cache = HashBlockCache(PagePool(num_pages=8, page_size=4))
+    >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
+    >>> cache.reserve(lease, 6)
+    >>> cache.publish(lease, [1, 2, 3, 4, 5, 6])
+    >>> cache.commit()
+    >>> cache.release(lease)
+    >>> cache.match([1, 2, 3, 4, 5, 9, 9])  # whole blocks only
+    4
+    >>> cache.queue  # the half-filled page goes first, the full one last
+    [2, 3, 4, 5, 6, 7, 1]
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        hash_algorithm: HashAlgorithm = "sha256",
+        enabled: bool = True,
+        pin_budget: int | None = None,
+    ) -> None:
+        if pool.num_free < pool.num_pages:
+            raise ValueError("the hash-block cache needs a pool of its own, with all pages free")
+        if pool.num_pages < 2:
+            raise InvalidRequest("hash-block caching never uses page 0: one page is not enough")
+        self.pool = pool
+        self.page_size = pool.page_size
+        self.enabled = enabled
+        self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
+        self.stats = CacheStats()
+        self.recent = RecentHitRate()
+        self.events: list[Listener] = []
+        self._hash = hash_function(hash_algorithm)
+        self._first_parent = first_parent(hash_algorithm)
+        self._queue = FreeQueue(pool.refs)
+        pool.free = self._queue
+        pool.allocate(1)
+        self._looking: NDArray[np.int32] = np.zeros(pool.num_pages, np.int32)
+        """[num_pages] those of `pool.refs` that only hold, and do not use, the page."""
+        self._blocks: list[Block | None] = [None] * pool.num_pages
+        """What each page is cached for."""
+        self._map = BlockMap()
+        self._hashes = PromptHashes()
+        self._leases: set[BlockLease] = set()
+        self._in_flight: dict[BlockLease, Written] = {}
+        """Leases that stand on in-flight tokens, in the order in which they came to do so."""
+        self._published: dict[int, None] = {}
+        """Pages whose block is in flight, in order of publication."""
+        self._pins: dict[str, BlockLease] = {}
+
+    @property
+    def queue(self) -> list[int]:
+        """The free queue: pages in the order in which they will be used, and forgotten. O(n)."""
+        return list(self._queue)
+
+    # -- look-ups ------------------------------------------------------------------------------
+
+    def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        tokens = as_tokens(tokens)
+        return len(self._find(tokens, namespace, len(tokens) - 1)) * self.page_size
+
+    def _find(self, tokens: Tokens, namespace: Hashable, most: int) -> list[int]:
+        """Pages of the longest cached prefix of at most `most` tokens. O(len(tokens))."""
+        keys = as_block_namespace(namespace)
+        pages: list[int] = []
+        size = self.page_size
+        if not self.enabled or most < size:
+            return pages
+        hashes = self._hashes.of(tokens, namespace)
+        for index in range(most // size):
+            if index == len(hashes):
+                start, end = index * size, index * size + size
+                parent = hashes[-1] if hashes else self._first_parent
+                extra = None if keys is None else keys.keys(start, end)
+                hashes.append(self._hash((parent, tuple(tokens[start:end].tolist()), extra)))
+            page = self._map.get(hashes[index])
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    # -- the life of a lease -------------------------------------------------------------------
+
+    def acquire(
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        read: bool = True,
+    ) -> BlockLease:
+        """Hold the longest cached prefix, as `PrefixCache.acquire` says.
+
+        With ``read=False`` nothing is looked up and the statistics do not count the lease, but what
+        it publishes is cached: what vLLM does for a request that wants logprobs of its prompt.
+        """
+        tokens = as_tokens(tokens)
+        pages = self._find(tokens, namespace, len(tokens) - 1) if read else []
+        counts = read and self.enabled
+        lease = BlockLease(self.page_size, len(tokens), namespace, resumed, counts)
+        self._hold(lease, pages)
+        lease.cached_tokens = lease.num_tokens
+        for index, page in enumerate(pages if self._published else ()):
+            if page in self._published:
+                self._in_flight[lease] = Written(index * self.page_size, _NO_TOKENS)
+                break
+        self._leases.add(lease)
+        return lease
+
+    def _hold(self, lease: BlockLease, pages: list[int]) -> None:
+        """Put `pages` into an empty lease; they stay where they are in the free queue."""
+        if pages:
+            table = np.array(pages, np.int32)
+            lease._set_pages(0, table)
+            lease.num_tokens = lease.capacity = len(pages) * self.page_size
+            lease.block = self._blocks[pages[-1]]
+            refs = self.pool.refs
+            self._queue.note_held(len(table) - int(np.count_nonzero(refs[table])))
+            refs[table] += 1
+            self._looking[table] += 1
+
+    def _use(self, lease: BlockLease) -> None:
+        """Take the pages that a lease has found out of the free queue."""
+        if not lease.uses:
+            lease.uses = True
+            table = lease.page_table
+            self._looking[table] -= 1
+            users = self.pool.refs[table] - self._looking[table]
+            self._queue.remove(table[users == 1].tolist())
+
+    def _let_go(self, lease: BlockLease, start: int) -> None:
+        """End the table at index `start`; pages that nobody uses any more join the free queue."""
+        pages = lease.page_table[start:][::-1].copy()
+        lease._num_pages = start
+        lease.capacity = start * self.page_size
+        refs, looking = self.pool.refs, self._looking
+        refs[pages] -= 1
+        if not lease.uses:
+            looking[pages] -= 1
+            self._queue.note_held(-int(np.count_nonzero(refs[pages] == 0)))
+            return
+        idle = pages[refs[pages] == looking[pages]]
+        self._queue.note_held(int(np.count_nonzero(refs[idle])))
+        cached = [self._blocks[page] is not None for page in idle.tolist()]
+        self._queue.prepend(p for p, c in zip(idle.tolist(), cached, strict=True) if not c)
+        self._queue.append(p for p, c in zip(idle.tolist(), cached, strict=True) if c)
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        lease = self._mine(lease)
+        have = lease._num_pages
+        wanted = -(-num_tokens // self.page_size) - have
+        if wanted <= 0:
+            return
+        if wanted > self.pool.num_free:  # what the lease has found is held, so not free
+            raise OutOfPages(
+                f"{wanted} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}"
+            )
+        self._use(lease)
+        pages = self.pool.allocate(wanted)
+        for page in pages.tolist():
+            if self._blocks[page] is not None:
+                self._evict(page)
+        lease._set_pages(have, pages)
+        lease.capacity = lease._num_pages * self.page_size
+
+    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
+        lease = self._mine(lease)
+        tokens = as_tokens(tokens)
+        lease._check_publish(len(tokens))
+        if lease.publishing:
+            raise LeaseError("a lease publishes once per step: commit or roll back first")
+        if not written:
+            self._in_flight.setdefault(lease, Written(lease.num_tokens, lease.tail))
+            lease.publishing = True
+        if not lease.used:
+            lease.used = True
+            self._count(lease)
+        start = lease.num_tokens - len(lease.tail)
+        tokens = np.concatenate((lease.tail, tokens))
+        full = len(tokens) // self.page_size * self.page_size
+        lease.num_tokens = start + len(tokens)
+        lease.tail = tokens[full:].copy()
+        if full and self.enabled:
+            self._publish_blocks(lease, start, tokens[:full])
+
+    def _count(self, lease: BlockLease) -> None:
+        if lease.counts:
+            self.stats.count(lease)
+            if not lease.resumed:
+                self.recent.count(lease.query_tokens, lease.cached_tokens)
+
+    def _publish_blocks(self, lease: BlockLease, start: int, tokens: Tokens) -> None:
+        """Cache whole blocks, whose first token has position `start`."""
+        size, namespace = self.page_size, lease.namespace
+        keys = as_block_namespace(namespace)
+        block = lease.block
+        parent = self._first_parent if block is None else block.hash
+        ids, data = tokens.tolist(), tokens.tobytes()
+        width = tokens.itemsize
+        pages = lease._table[start // size : (start + len(ids)) // size].tolist()
+        in_flight = lease in self._in_flight
+        for at, page in zip(range(0, len(ids), size), pages, strict=True):
+            extra = None if keys is None else keys.keys(start + at, start + at + size)
+            parent = self._hash((parent, tuple(ids[at : at + size]), extra))
+            block = Block(parent, block, data[at * width : (at + size) * width], namespace)
+            self._blocks[page] = block
+            self._map.insert(parent, page)
+            if in_flight:
+                self._published[page] = None
+        lease.block = block
+        if self.events and block is not None:
+            self._emit(Stored(namespace, block.prefix(), start))
+
+    def commit(self) -> None:
+        for lease in self._in_flight:
+            lease.publishing = False
+        self._end_step()
+
+    def rollback(self) -> None:
+        for page in reversed(self._published):
+            self._forget(page)
+        for lease, (num_tokens, tail) in reversed(self._in_flight.items()):
+            lease.publishing = False
+            lease.block = lease.block_before(num_tokens // self.page_size)
+            lease.tail = tail
+            lease.num_tokens = num_tokens
+            lease.cached_tokens = min(lease.cached_tokens, num_tokens)
+            self._let_go(lease, -(-num_tokens // self.page_size))
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._in_flight.clear()
+        self._published.clear()
+        self.recent.end_step()
+
+    def release(self, lease: Lease, *, closed: bool = False) -> None:
+        lease = self._mine(lease)
+        if lease.publishing:
+            raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._in_flight.pop(lease, None)
+        self._let_go(lease, 0)
+        lease.released = True
+        self._leases.remove(lease)
+
+    # -- eviction ------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> int:
+        """Let up to `num_pages` pages forget what they hold, in the order of the free queue.
+
+        They count as free before and after, and keep their place. Returns how many there were.
+        O(pages in the queue).
+        """
+        evicted = 0
+        for page in self._queue:
+            if evicted >= num_pages:
+                break
+            if self._blocks[page] is not None and not self.pool.refs[page]:
+                self._evict(page)
+                evicted += 1
+        return evicted
+
+    def _evict(self, page: int) -> None:
+        self.stats.evicted_pages += 1
+        self.stats.evicted_tokens += self.page_size
+        self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        """Un-publish a page's block."""
+        block = self._blocks[page]
+        assert block is not None
+        self._blocks[page] = None
+        self._map.remove(block.hash, page)
+        if self.events:
+            tokens = block.prefix()
+            self._emit(Evicted(block.namespace, tokens, len(tokens) - self.page_size))
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
+        """Keep the whole blocks of the cached prefix `tokens`, as `PrefixCache.pin` says.
+
+        The tokens after the last whole block cannot be found, hence not be pinned either; there
+        must be at least one block.
+        """
+        tokens = as_tokens(tokens)
+        if name in self._pins:
+            raise PinError(f"a prefix named {name!r} is pinned already")
+        pages = self._find(tokens, namespace, len(tokens))
+        wanted = len(tokens) // self.page_size
+        if not wanted or len(pages) < wanted:
+            raise PinError(
+                f"{len(pages)} of the {wanted} whole blocks of the {len(tokens)} tokens of "
+                f"{name!r} are cached"
+            )
+        if any(page in self._published for page in pages):
+            raise PinError(f"the tokens of {name!r} are still in flight")
+        pinned = set(pages).union(*(pin.page_table.tolist() for pin in self._pins.values()))
+        if len(pinned) > self.pin_budget:
+            raise PinError(
+                f"pinning {name!r} makes {len(pinned)} pinned pages, the budget is "
+                f"{self.pin_budget}"
+            )
+        lease = BlockLease(self.page_size, len(tokens), namespace, resumed=False, counts=False)
+        self._hold(lease, pages)
+        self._use(lease)
+        self._leases.add(lease)
+        self._pins[name] = lease
+
+    def unpin(self, name: str) -> None:
+        lease = self._pins.pop(name, None)
+        if lease is None:
+            raise PinError(f"no prefix named {name!r} is pinned")
+        self.release(lease)
+
+    @property
+    def pins(self) -> dict[str, int]:
+        return {name: lease.num_tokens for name, lease in self._pins.items()}
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all that is cached and zero the statistics; the free queue keeps its order.
+
+        Raises:
+            LeaseError: a lease lives.
+        """
+        if self._leases:
+            raise LeaseError(
+                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
+            )
+        self._blocks = [None] * self.pool.num_pages
+        self._map = BlockMap()
+        self.stats = CacheStats()
+        self.recent.clear()
+        self._emit(Cleared())
+
+    def _emit(self, event: Stored | Evicted | Cleared) -> None:
+        for listener in self.events:
+            listener(event)
+
+    def _mine(self, lease: Lease) -> BlockLease:
+        if lease.released or lease not in self._leases:
+            raise LeaseError("the lease was released, or belongs to another cache")
+        assert isinstance(lease, BlockLease)
+        return lease
+
+    def check(self) -> None:
+        pool, size = self.pool, self.page_size
+        refs, looking = np.zeros(pool.num_pages, np.int32), np.zeros(pool.num_pages, np.int32)
+        refs[0] = 1
+        for lease in self._leases:
+            self._check_lease(lease)
+            np.add.at(refs, lease.page_table, 1)
+            if not lease.uses:
+                np.add.at(looking, lease.page_table, 1)
+        pool.check(refs)
+        assert np.array_equal(looking, self._looking), "leases that only look are miscounted"
+        self._queue.check()
+        unused = np.flatnonzero(refs == looking)
+        assert np.array_equal(np.sort(self.queue), unused), "the free queue != pages not in use"
+        assert self._in_flight.keys() <= self._leases
+        assert set(self._pins.values()) <= self._leases
+
+        cached = {page: block for page, block in enumerate(self._blocks) if block is not None}
+        mapped = {page: block_hash for block_hash, page in self._map.items()}
+        assert mapped == {page: block.hash for page, block in cached.items()}, "hashes != pages"
+        assert self._published.keys() <= cached.keys()
+        assert all(refs[page] for page in self._published), "a page in flight is free"
+        for page, block in cached.items():
+            end = len(block.prefix())
+            keys = as_block_namespace(block.namespace)
+            content = (
+                self._first_parent if block.parent is None else block.parent.hash,
+                tuple(np.frombuffer(block.tokens, np.int32).tolist()),
+                None if keys is None else keys.keys(end - size, end),
+            )
+            assert block.hash == self._hash(content), f"page {page} has a wrong hash"
+
+    def _check_lease(self, lease: BlockLease) -> None:
+        size = self.page_size
+        assert not lease.released
+        assert lease.num_tokens <= lease.capacity == lease._num_pages * size
+        assert len(lease.tail) == lease.num_tokens % size or not self.enabled
+        assert lease.uses or lease._num_pages * size == lease.num_tokens
+        assert len(set(lease.page_table.tolist())) == lease._num_pages, f"{lease}: a page twice"
+        full = lease.num_tokens // size
+        if self.enabled:
+            block = lease.block
+            for page in lease.page_table[:full][::-1].tolist():
+                held = self._blocks[page]
+                assert block is not None and held is not None, f"{lease}: page {page} was evicted"
+                assert held.hash == block.hash, f"{lease}: page {page} holds another block"
+                block = block.parent
+            assert block is None
+        for page in lease.page_table[full:].tolist():
+            assert self._blocks[page] is None, f"{lease}: page {page} is both open and cached"
+            assert self.pool.refs[page] == 1, f"{lease}: page {page} is open to two leases"

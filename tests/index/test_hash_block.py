@@ -1,0 +1,715 @@
+"""What the hash-block cache promises: vLLM's facts, one example for each, and nothing lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixcache import (
+    HashBlockCache,
+    InvalidRequest,
+    LeaseError,
+    MissingDependency,
+    OutOfPages,
+    PagePool,
+    PinError,
+)
+from radixcache.block_hash import BlockNamespace, Image, first_parent, hash_function
+from radixcache.blocks import PromptHashes
+from radixcache.events import Cleared, Evicted, Stored
+from radixcache.hash_block import BlockLease, RecentHitRate
+
+B = 16
+
+
+@pytest.fixture(autouse=True)
+def no_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+def a_cache(num_pages: int = 11, page_size: int = B, **options: Any) -> HashBlockCache:
+    return HashBlockCache(PagePool(num_pages, page_size), **options)
+
+
+def some(count: int, first: int = 0) -> list[int]:
+    """`count` tokens that no other call with another `first` has."""
+    return list(range(1000 * first, 1000 * first + count))
+
+
+def begin(
+    cache: HashBlockCache, tokens: Sequence[int], namespace: Hashable = None, **options: Any
+) -> BlockLease:
+    """A lease on all of `tokens`; what was not found is in flight."""
+    lease = cache.acquire(tokens, namespace, **options)
+    cache.reserve(lease, len(tokens))
+    cache.publish(lease, tokens[lease.num_tokens :])
+    return lease
+
+
+def run(
+    cache: HashBlockCache, tokens: Sequence[int], namespace: Hashable = None, **options: Any
+) -> BlockLease:
+    """The same, computed."""
+    lease = begin(cache, tokens, namespace, **options)
+    cache.commit()
+    cache.check()
+    return lease
+
+
+def put(cache: HashBlockCache, tokens: Sequence[int], namespace: Hashable = None) -> int:
+    """One whole request; how many of its tokens were found."""
+    lease = run(cache, tokens, namespace)
+    cache.release(lease)
+    cache.check()
+    return lease.cached_tokens
+
+
+def decode(cache: HashBlockCache, lease: BlockLease, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        cache.reserve(lease, lease.num_tokens + 1)
+        cache.publish(lease, [token])
+        cache.commit()
+        cache.check()
+
+
+def ids(lease: BlockLease) -> list[int]:
+    pages: list[int] = lease.page_table.tolist()
+    return pages
+
+
+def refs(cache: HashBlockCache, pages: Sequence[int]) -> list[int]:
+    counts: list[int] = cache.pool.refs[pages].tolist()
+    return counts
+
+
+def cached(cache: HashBlockCache) -> list[int]:
+    """Pages that are published."""
+    return [page for page, block in enumerate(cache._blocks) if block is not None]
+
+
+# ------------------------------------------------------------------------------ hashing
+
+GOLDEN = {
+    ("sha256", None): "066b1e8987e02713 fe8fa5dda3210d0c 8be7aaa33831156d 9d537f74907f6ada",
+    ("sha256_cbor", None): "9bd96a485ad84efd dc918a88b139e5af c300ec275d7bf08a 117dad852830e010",
+    ("xxhash_cbor", "0"): "1ebe36576dcb573f 209f5d549fc07c8e 03888914ee75b87e",
+}
+
+
+def needs(algorithm: str) -> None:
+    if algorithm.endswith("_cbor"):
+        pytest.importorskip("cbor2")
+    if algorithm.startswith("xxhash"):
+        pytest.importorskip("xxhash")
+
+
+def chain(algorithm: Any, namespace: BlockNamespace, count: int) -> list[str]:
+    """First bytes of the parent of tokens 0..47 and of their first `count` blocks."""
+    h, parent = hash_function(algorithm), first_parent(algorithm)
+    found = [parent.hex()[:16]]
+    for start in range(0, count * B, B):
+        keys = namespace.keys(start, start + B)
+        parent = h((parent, tuple(range(start, start + B)), keys))
+        found.append(parent.hex()[:16])
+    return found
+
+
+@pytest.mark.parametrize(("algorithm", "seed"), GOLDEN)
+def test_hashes_are_those_of_vllm(
+    algorithm: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(algorithm)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    golden = GOLDEN[algorithm, seed].split()
+    assert chain(algorithm, BlockNamespace(), len(golden) - 1) == golden
+
+
+def test_salted_and_adapted_hashes_are_those_of_vllm() -> None:
+    needs("sha256_cbor")
+    assert chain("sha256_cbor", BlockNamespace(salt="s"), 1)[1] == "67e9f72522b34138"
+    assert chain("sha256_cbor", BlockNamespace(lora=("a", "/p")), 1)[1] == "dea73d43f6fa465b"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size"),
+    [("sha256", 32), ("sha256_cbor", 32), ("xxhash", 16), ("xxhash_cbor", 16)],
+)
+def test_every_algorithm_serves_a_cache(algorithm: Any, size: int) -> None:
+    needs(algorithm)
+    cache = a_cache(hash_algorithm=algorithm)
+    assert put(cache, some(40)) == 0
+    assert put(cache, some(40)) == 32
+    assert {len(block.hash) for block in cache._blocks if block} == {size}
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_the_seed_is_fixed_for_sha256_and_random_for_xxh3(
+    algorithm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(algorithm)
+    assert (first_parent(algorithm) == first_parent(algorithm)) == (algorithm == "sha256")
+    before = first_parent(algorithm)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert first_parent(algorithm) == first_parent(algorithm) != before
+
+
+def test_extra_keys_are_tagged_and_ordered() -> None:
+    namespace = BlockNamespace(
+        salt="s",
+        lora=("name", "/path"),
+        images=(Image("cat", 10, 30), Image("dog", 40, 4), Image("cow", 47, 1)),
+        prompt_embeds=(b"d0", b"d1"),
+    )
+    lora = ("lora", "name", "/path")
+    assert namespace.keys(0, 16) == (
+        lora,
+        ("mm", "cat", 10),
+        ("cache_salt", "s"),
+        ("prompt_embeds", b"d0"),
+    )
+    assert namespace.keys(16, 32) == (lora, ("mm", "cat", -6), ("prompt_embeds", b"d1"))
+    third = namespace.keys(32, 48)
+    assert third is not None
+    assert third[1:-1] == (("mm", "cat", -22), ("mm", "dog", 8), ("mm", "cow", 15))
+    fourth = BlockNamespace(salt="s", images=namespace.images).keys(48, 64)
+    assert fourth is None and BlockNamespace(salt="").keys(0, 16) is None
+
+
+def test_same_tokens_with_another_image_adapter_or_salt_are_not_found() -> None:
+    cache = a_cache(num_pages=60)
+    namespaces: list[Hashable] = [
+        None,
+        "s",
+        BlockNamespace(lora=("a", "/p")),
+        BlockNamespace(lora=("a", "/q")),
+        BlockNamespace(images=(Image("cat", 20, 5),)),
+        BlockNamespace(images=(Image("cat", 21, 5),)),
+        BlockNamespace(images=(Image("dog", 20, 5),)),
+    ]
+    hits = [put(cache, some(49), namespace) for namespace in namespaces]
+    # An image enters the blocks from the first that it overlaps; before it all is shared.
+    assert hits == [0, 0, 0, 0, 16, 16, 16]
+    assert [put(cache, some(49), namespace) for namespace in namespaces] == [48] * 7
+    assert put(cache, some(49), BlockNamespace(salt="s")) == 48  # the same as "s"
+    assert put(cache, some(49), "") == 48  # no salt at all
+
+
+def test_a_namespace_that_has_no_keys_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="cache salt"):
+        a_cache().match(some(20), namespace=("tenant", 1))
+
+
+def test_an_unknown_algorithm_is_refused_and_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(InvalidRequest, match="must be one of sha256, sha256_cbor, xxhash"):
+        a_cache(hash_algorithm="md5")
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    with pytest.raises(MissingDependency, match=r"needs cbor2: pip install 'radixcache\[hash-b"):
+        a_cache(hash_algorithm="sha256_cbor")
+
+
+# ------------------------------------------------------------------------------ look-up
+
+
+@pytest.mark.parametrize(
+    ("length", "hit"),
+    [(1, 0), (15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32), (49, 48)],
+)
+def test_a_resent_prompt_hits_whole_blocks_of_all_but_its_last_token(length: int, hit: int) -> None:
+    cache = a_cache()
+    assert put(cache, some(length)) == 0
+    assert cache.match(some(length)) == hit == put(cache, some(length))
+
+
+@pytest.mark.parametrize(("stem", "hit"), [(15, 0), (16, 16), (31, 16), (32, 32), (47, 32)])
+def test_a_shared_stem_hits_its_whole_blocks(stem: int, hit: int) -> None:
+    cache = a_cache()
+    put(cache, some(60))
+    assert cache.match(some(stem) + some(40, 1)) == hit
+
+
+def test_a_look_up_stops_at_the_first_miss_and_changes_nothing() -> None:
+    cache = a_cache()
+    put(cache, some(70))
+    before = cache.queue, cache.stats, cache.pool.num_free
+    cache._forget(2)  # the second block's page
+    assert cache.match(some(70)) == 16
+    assert (cache.queue, cache.stats, cache.pool.num_free) == before
+
+
+def test_of_several_blocks_with_one_hash_the_first_inserted_is_found() -> None:
+    cache = a_cache()
+    one, two, three = (begin(cache, some(32)) for _ in range(3))
+    cache.commit()
+    assert (ids(one), ids(two), ids(three)) == ([1, 2], [1, 3], [1, 4])
+    longer = [*some(32), 7]
+    assert ids(cache.acquire(longer)) == [1, 2]
+    cache._forget(2)
+    assert ids(cache.acquire(longer)) == [1, 3]
+    cache._forget(4)
+    assert ids(cache.acquire(longer)) == [1, 3]
+
+
+def test_prompt_logprobs_do_not_read_the_cache_but_write_it() -> None:
+    cache = a_cache()
+    first = run(cache, some(55))
+    again = run(cache, some(55), read=False)
+    assert again.cached_tokens == 0 and not set(ids(first)) & set(ids(again))
+    assert refs(cache, ids(first) + ids(again)) == [1] * 8
+    hashes = [block.hash for block in cache._blocks if block]
+    assert len(hashes) == 6 and len(set(hashes)) == 3
+    assert (cache.stats.requests, cache.stats.query_tokens) == (1, 55)
+
+
+# ------------------------------------------------------------------------------ allocation
+
+
+def test_prefill_gives_vllms_pages_counts_and_queue() -> None:
+    cache = a_cache()
+    r0 = run(cache, some(55))
+    assert ids(r0) == [1, 2, 3, 4] and cached(cache) == [1, 2, 3]
+    r1 = run(cache, some(48) + some(5, 1))
+    assert r1.cached_tokens == 48 and ids(r1) == [1, 2, 3, 5]
+    assert refs(cache, [1, 2, 3]) == [2, 2, 2] and cache.pool.num_free == 5
+    cache.release(r0)
+    cache.release(r1)
+    assert cache.queue == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
+    r2 = run(cache, some(48) + some(5, 2))
+    assert ids(r2) == [1, 2, 3, 5] and cache.pool.num_free == 6
+    cache.release(r2)
+    order = cache.queue
+    r3 = run(cache, some(160, 3))
+    assert ids(r3) == order == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert cache.pool.num_free == 0
+
+
+def test_decoded_tokens_fill_blocks_that_are_then_published() -> None:
+    cache = a_cache()
+    lease = run(cache, some(55))
+    decode(cache, lease, some(4, 1))
+    assert ids(lease) == [1, 2, 3, 4] and 4 not in cached(cache)
+    decode(cache, lease, some(19, 2))
+    assert ids(lease) == [1, 2, 3, 4, 5] and 4 in cached(cache) and 5 not in cached(cache)
+
+
+@pytest.mark.parametrize(("prompt", "generated", "blocks"), [(16, 16, 1), (17, 16, 2), (1, 1, 0)])
+def test_the_last_sampled_token_never_gets_kv(prompt: int, generated: int, blocks: int) -> None:
+    cache = a_cache()
+    lease = run(cache, some(prompt))
+    decode(cache, lease, some(generated - 1, 1))
+    cache.release(lease)
+    assert len(cached(cache)) == (prompt + generated - 1) // B == blocks
+
+
+def test_blocks_are_shared_within_the_step_that_computes_them() -> None:
+    cache = a_cache()
+    begin(cache, some(40))
+    assert begin(cache, some(40)).cached_tokens == 32
+
+
+def test_chunks_are_published_one_by_one() -> None:
+    cache = a_cache()
+    lease = cache.acquire(some(60))
+    found = []
+    for end in (10, 30, 33, 60):
+        cache.reserve(lease, end)
+        cache.publish(lease, some(60)[lease.num_tokens : end])
+        cache.commit()
+        found.append(cache.match(some(61)))
+    assert found == [0, 16, 32, 48]
+
+
+def test_pages_are_taken_as_they_are_needed() -> None:
+    cache = a_cache()
+    lease = cache.acquire(some(100))
+    cache.reserve(lease, 17)
+    assert ids(lease) == [1, 2] and cache.pool.num_free == 8
+
+
+def test_running_twins_keep_their_own_blocks() -> None:
+    cache = a_cache()
+    one, two = begin(cache, some(32)), begin(cache, some(32))
+    assert (ids(one), ids(two)) == ([1, 2], [1, 3])
+    assert [page for _, page in cache._map.items()] == [1, 2, 3]
+
+
+def test_page_0_is_never_used() -> None:
+    cache = a_cache()
+    lease = run(cache, some(160))
+    assert sorted(ids(lease)) == list(range(1, 11)) and cache.pool.num_free == 0
+    with pytest.raises(InvalidRequest, match="never uses page 0"):
+        a_cache(num_pages=1)
+
+
+def test_too_few_free_pages_leave_all_as_it_was() -> None:
+    """Hits that nobody uses count as wanted, because they leave the free pages."""
+    cache = a_cache()
+    run(cache, some(48))
+    r1 = run(cache, some(48) + some(48, 1))
+    cache.release(r1)
+    run(cache, some(32, 2))
+    assert cache.queue == [9, 10, 6, 5, 4]
+    lease = cache.acquire(some(48) + some(48, 1) + some(48, 3))
+    assert ids(lease) == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(OutOfPages, match="3 pages wanted, 2 free"):
+        cache.reserve(lease, 144)
+    cache.release(lease)
+    cache.check()
+    assert cache.queue == [9, 10, 6, 5, 4]
+    assert refs(cache, [1, 2, 3, 4, 5, 6]) == [1, 1, 1, 0, 0, 0]
+    assert cache.stats.requests == 3
+
+
+# ------------------------------------------------------------------------------ free and evict
+
+
+def test_freed_blocks_queue_by_time_of_freeing_the_tail_first() -> None:
+    cache = a_cache()
+    r0, r1 = run(cache, some(87)), run(cache, some(48, 1))
+    assert (ids(r0), ids(r1)) == ([1, 2, 3, 4, 5, 6], [7, 8, 9]) and cache.pool.num_free == 1
+    cache.release(r0)
+    assert cache.queue == [6, 10, 5, 4, 3, 2, 1]
+    cache.release(r1)
+    assert cache.queue == [6, 10, 5, 4, 3, 2, 1, 9, 8, 7]
+    r2 = run(cache, some(35))
+    assert r2.cached_tokens == 32 and ids(r2) == [1, 2, 6] and cache.pool.num_free == 7
+
+
+def test_several_pages_without_a_block_go_to_the_head_the_last_one_first() -> None:
+    cache = a_cache()
+    lease = cache.acquire(some(70))
+    cache.reserve(lease, 70)
+    cache.release(lease)
+    assert cache.queue == [5, 4, 3, 2, 1, 6, 7, 8, 9, 10]
+
+
+def test_a_page_that_is_used_again_has_no_hash() -> None:
+    cache = a_cache(num_pages=3)
+    put(cache, some(32))
+    lease = run(cache, some(15, 1))
+    assert ids(lease) == [2] and cached(cache) == [1]
+    assert cache.match(some(33)) == 16
+
+
+def test_a_block_that_is_hit_is_not_evicted_for_the_same_request() -> None:
+    cache = a_cache(num_pages=3)
+    put(cache, some(16))
+    put(cache, some(16, 1))
+    assert cache.queue == [1, 2]
+    r2 = run(cache, some(17))
+    assert ids(r2) == [1, 2] and cached(cache) == [1]
+
+
+def test_cached_pages_are_free_until_they_are_taken() -> None:
+    cache = a_cache(num_pages=5)
+    put(cache, some(64))
+    assert cache.pool.num_free == 4 and len(cached(cache)) == 4
+    run(cache, some(20, 1))
+    assert len(cached(cache)) == 3  # two were evicted, and one filled again
+    assert cache.stats.evicted_pages == 2 and cache.stats.evicted_tokens == 32
+
+
+def test_orphans_stay_but_cannot_be_found() -> None:
+    cache = a_cache()
+    lease = run(cache, some(64))
+    cache.release(lease)
+    cache._forget(1)
+    cache.check()
+    assert len(cached(cache)) == 3 and cache.match(some(65)) == 0
+    again = cache.acquire(some(16))
+    cache.reserve(again, 16)
+    cache.publish(again, some(16))
+    assert cache.match(some(65)) == 64  # the chain is whole again
+
+
+def test_one_of_two_blocks_under_one_hash_may_go() -> None:
+    cache = a_cache()
+    one, two = begin(cache, some(16)), begin(cache, some(16))
+    cache.commit()
+    cache.release(one)
+    cache.release(two)
+    assert cache.queue[-2:] == [1, 2]
+    cache._forget(1)
+    cache.check()
+    assert ids(cache.acquire(some(17))) == [2]
+
+
+def test_evict_forgets_in_the_order_of_the_queue_and_moves_nothing() -> None:
+    cache = a_cache()
+    put(cache, some(40))
+    used = run(cache, some(32, 1))
+    queue = cache.queue
+    assert queue[-2:] == [2, 1] and cache.evict(1) == 1
+    assert cache.queue == queue and cached(cache) == [1, *ids(used)]
+    assert cache.evict(5) == 1 and cache.evict(5) == 0
+    assert cache.match(some(40)) == 0 and cache.match([*some(32, 1), 7]) == 32
+    cache.check()
+
+
+def test_with_the_cache_off_nothing_is_found_and_pages_go_last_in_first_out() -> None:
+    cache = a_cache(num_pages=5, page_size=4, enabled=False)
+    r0 = run(cache, some(10))
+    assert ids(r0) == [1, 2, 3]
+    cache.release(r0)
+    r1 = run(cache, some(16))
+    assert len(ids(r1)) == 4 and r1.cached_tokens == 0
+    with pytest.raises(OutOfPages):
+        begin(cache, some(1, 1))
+    assert cache.stats.requests == 0
+
+
+def test_a_salt_shares_with_itself_only() -> None:
+    cache = a_cache(num_pages=21)
+    put(cache, some(55), "one")
+    assert put(cache, some(55), "one") == 48
+    assert put(cache, some(55), "two") == 0
+
+
+def test_reset_is_refused_while_a_page_is_in_use_and_keeps_the_queue() -> None:
+    cache = a_cache()
+    lease = run(cache, some(55))
+    with pytest.raises(LeaseError):
+        cache.reset()
+    cache.release(lease)
+    queue = cache.queue
+    cache.reset()
+    cache.check()
+    assert cache.queue == queue and not cached(cache) and cache.match(some(55)) == 0
+    assert cache.stats.requests == 0
+
+
+def test_a_preempted_request_finds_its_own_blocks_generated_tokens_included() -> None:
+    cache = a_cache()
+    lease = run(cache, some(20))
+    decode(cache, lease, some(15, 1))
+    cache.release(lease)  # put back: 36 tokens, 35 of them with KV
+    resumed = run(cache, some(20) + some(16, 1), resumed=True)
+    assert resumed.cached_tokens == 32
+    stats = cache.stats
+    assert (stats.requests, stats.query_tokens, stats.hit_tokens) == (1, 20, 0)
+    assert (stats.resumed_query_tokens, stats.resumed_hit_tokens) == (36, 32)
+
+
+# ------------------------------------------------------------------------------ statistics, events
+
+
+def test_statistics_count_tokens_once_at_admission() -> None:
+    cache = a_cache()
+    cache.match(some(55))
+    looked = cache.acquire(some(55))
+    cache.release(looked)
+    assert cache.stats.requests == 0
+    put(cache, some(55))
+    lease = run(cache, some(60))
+    decode(cache, lease, some(5, 1))
+    stats = cache.stats
+    assert (stats.requests, stats.query_tokens, stats.hit_tokens) == (2, 115, 48)
+
+
+def test_the_logged_rate_covers_the_last_thousand_requests_in_whole_steps() -> None:
+    rate = RecentHitRate()
+    assert rate.value == 0.0
+    for _ in range(10):
+        for _ in range(100):
+            rate.count(10, 0)
+        rate.end_step()
+    rate.count(10, 10)
+    assert rate.value == 0.0  # the step is not over
+    rate.end_step()  # 1001 requests: the oldest step of 100 goes
+    assert rate.value == pytest.approx(10 / 9010)
+    rate.end_step()  # an empty step says nothing
+    for _ in range(2000):
+        rate.count(1, 1)
+    rate.end_step()
+    assert rate.value == 1.0  # the newest step alone has more
+    rate.clear()
+    rate.end_step()
+    assert rate.value == 0.0
+
+
+def test_events_tell_of_each_publication_each_eviction_and_the_reset() -> None:
+    cache = a_cache(num_pages=6)
+    heard: list[Any] = []
+    cache.events.append(heard.append)
+    put(cache, some(80))
+    (stored,) = heard
+    assert isinstance(stored, Stored) and stored.start == 0
+    assert stored.tokens.tolist() == some(80)
+    heard.clear()
+    put(cache, some(80, 1), "salt")
+    assert [type(event) for event in heard] == [Evicted] * 5 + [Stored]
+    assert [event.start for event in heard[:5]] == [64, 48, 32, 16, 0]
+    assert heard[0].tokens.tolist() == some(80) and heard[4].tokens.tolist() == some(16)
+    assert heard[5].namespace == "salt"
+    cache.reset()
+    assert isinstance(heard[-1], Cleared)
+
+
+def test_a_stored_event_has_the_whole_prefix_and_where_the_new_blocks_start() -> None:
+    cache = a_cache()
+    put(cache, some(40))
+    heard: list[Any] = []
+    cache.events.append(heard.append)
+    put(cache, some(70))
+    (stored,) = heard
+    assert stored.start == 32 and stored.tokens.tolist() == some(64)
+
+
+# ------------------------------------------------------------------------------ the interface
+
+
+def test_acquire_holds_what_it_found_and_release_undoes_it_exactly() -> None:
+    cache = a_cache()
+    put(cache, some(64))
+    queue = cache.queue
+    lease = cache.acquire(some(64) + some(1, 1))
+    cache.check()
+    assert cache.queue == queue and cache.pool.num_free == 6 and cache.evict(4) == 0
+    run(cache, some(96, 1))  # takes every page but those held
+    with pytest.raises(OutOfPages):
+        begin(cache, some(1, 2))
+    cache.release(lease)
+    cache.check()
+    assert cache.queue == [4, 3, 2, 1] and cache.match([*some(64), 7]) == 64
+
+
+def test_a_page_freed_while_another_lease_only_looks_takes_its_place_in_the_queue_then() -> None:
+    cache = a_cache()
+    user = run(cache, some(33))
+    looking = cache.acquire(some(33))
+    cache.release(user)
+    assert cache.queue == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
+    put(cache, some(20, 1))
+    assert cache.queue == [4, 5, 6, 7, 8, 9, 10, 2, 1, 3]
+    cache.check()
+    cache.release(looking)
+    cache.check()
+    assert cache.queue == [4, 5, 6, 7, 8, 9, 10, 2, 1, 3] and cache.pool.num_free == 10
+
+
+def test_rollback_un_publishes_and_moves_back_everyone_who_hit() -> None:
+    cache = a_cache()
+    old = run(cache, some(20))
+    heard: list[Any] = []
+    cache.events.append(heard.append)
+    cache.reserve(old, 50)
+    cache.publish(old, some(50)[20:])
+    other = begin(cache, some(60))
+    assert other.cached_tokens == 48
+    with pytest.raises(LeaseError):
+        cache.release(old)
+    cache.rollback()
+    cache.check()
+    assert (old.num_tokens, old.capacity, ids(old)) == (20, 32, [1, 2])
+    assert (other.num_tokens, other.cached_tokens, ids(other)) == (16, 16, [1])
+    assert cached(cache) == [1]
+    assert [type(event) for event in heard] == [Stored, Evicted, Evicted]
+    cache.reserve(old, 50)
+    cache.publish(old, some(50)[20:])
+    cache.commit()
+    cache.check()
+    assert cache.match(some(49)) == 48  # the tail was remembered
+
+
+def test_written_tokens_are_never_in_flight() -> None:
+    cache = a_cache()
+    lease = run(cache, some(20))
+    cache.reserve(lease, 40)
+    cache.publish(lease, some(40)[20:], written=True)
+    cache.rollback()
+    cache.check()
+    assert lease.num_tokens == 40 and cache.match(some(40)) == 32
+    cache.release(lease)
+
+
+def test_pins_keep_whole_blocks_within_the_budget() -> None:
+    cache = a_cache(pin_budget=3)
+    put(cache, some(40))
+    put(cache, some(16) + some(32, 1))
+    with pytest.raises(PinError, match="0 of the 1 whole blocks"):
+        cache.pin("unknown", some(20, 5))
+    with pytest.raises(PinError, match="whole block"):
+        cache.pin("short", some(10))
+    cache.pin("system", some(40))
+    assert cache.pins == {"system": 32} and refs(cache, [1, 2]) == [1, 1]
+    with pytest.raises(PinError, match="pinned already"):
+        cache.pin("system", some(40))
+    with pytest.raises(PinError, match="makes 4 pinned pages, the budget is 3"):
+        cache.pin("more", some(16) + some(32, 1))
+    cache.check()
+    assert cache.evict(99) == 2 and cache.match(some(40)) == 32
+    with pytest.raises(LeaseError, match="1 of them pins"):
+        cache.reset()
+    cache.unpin("system")
+    with pytest.raises(PinError):
+        cache.unpin("system")
+    assert cache.evict(99) == 2
+    cache.check()
+
+
+def test_tokens_in_flight_cannot_be_pinned() -> None:
+    cache = a_cache()
+    begin(cache, some(40))
+    with pytest.raises(PinError, match="in flight"):
+        cache.pin("system", some(32))
+    cache.commit()
+    cache.pin("system", some(32))
+
+
+def test_misuse_is_refused() -> None:
+    cache, other = a_cache(), a_cache()
+    lease = run(cache, some(20))
+    with pytest.raises(LeaseError):
+        other.reserve(lease, 40)
+    with pytest.raises(LeaseError, match="needs a reserve"):
+        cache.publish(lease, some(20))
+    cache.publish(lease, some(12, 1))
+    cache.reserve(lease, 33)
+    with pytest.raises(LeaseError, match="once per step"):
+        cache.publish(lease, [1])
+    cache.commit()
+    cache.release(lease)
+    with pytest.raises(LeaseError):
+        cache.release(lease)
+    with pytest.raises(ValueError, match="a pool of its own"):
+        HashBlockCache(cache.pool)
+
+
+def test_arrays_and_lists_are_the_same_tokens() -> None:
+    cache = a_cache()
+    put(cache, some(40))
+    assert cache.match(np.array(some(40), np.int64)) == cache.match(some(40)) == 32
+
+
+def test_a_prompt_is_hashed_once_however_often_it_is_looked_up() -> None:
+    cache = a_cache(num_pages=100)
+    put(cache, some(1000))
+    hash_of, count = cache._hash, [0]
+
+    def counting(content: object) -> bytes:
+        count[0] += 1
+        return hash_of(content)
+
+    cache._hash = counting
+    for _ in range(5):
+        assert cache.match(some(1000)) == 992
+    assert cache.acquire(some(1000)).cached_tokens == 992
+    assert count == [61]  # the first of the 62 when `put` missed it
+
+
+def test_the_hashes_of_prompts_are_kept_within_bounds() -> None:
+    hashes = PromptHashes()
+    hashes.MAX_TOKENS = 100
+    first = hashes.of(np.arange(60, dtype=np.int32), None)
+    first.append(b"hash")
+    assert hashes.of(np.arange(60, dtype=np.int32), None) is first
+    assert hashes.of(np.arange(60, dtype=np.int32), "salt") == []  # 120 tokens: the first goes
+    assert hashes.of(np.arange(60, dtype=np.int32), None) == []
+    assert hashes.of(np.arange(200, dtype=np.int32), None) == []  # too long, but the only one
+    assert len(hashes._hashes) == 1
