@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test stress bench-ttft conformance check clean
+.PHONY: help demo test stress bench-ttft bench-index conformance check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -25,6 +26,11 @@ stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each chec
 
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 	@$(BIN)/python -m bench.ttft $(ARGS)
+
+bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
+	@$(MAKE) -s $(SGLANG)/.stamp || true
+	@$(MAKE) -s $(VLLM)/.stamp || true
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.index $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.conformance $(ARGS)
@@ -51,6 +57,13 @@ $(VLLM)/.stamp: bench/conformance-requirements.txt
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "vLLM 0.33.0 could not be installed into $(VLLM); it needs PyPI, Linux and Python 3.11 or newer"; exit 1; }
+	@touch $@
+
+$(SGLANG)/.stamp: bench/sglang-requirements.txt
+	@echo "Installing SGLang's index into $(SGLANG); the first time takes some minutes and 2.5 GB ..."
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install -qq -c constraints.txt torch numpy && $(SGLANG)/bin/python -m pip install -qq --no-deps -r $< \
+		|| { echo "SGLang 0.5.23 could not be installed into $(SGLANG); it needs PyPI, Linux and Python 3.11"; exit 1; }
 	@touch $@
 
 # pip is what `venv` writes last, so an environment that was left half-made is made again.

@@ -99,8 +99,9 @@ class PagePool:
 
     def drop(self, pages: Pages) -> int:
         """Take one holder from each of `pages` (distinct); returns how many became free. O(len)."""
-        self.refs[pages] -= 1
-        freed = pages[self.refs[pages] == 0]
+        left = self.refs[pages] - 1
+        self.refs[pages] = left
+        freed = pages[left == 0] if left.any() else pages
         self.free.put(freed)
         return len(freed)
 

@@ -18,8 +18,8 @@ from radixcache.runtime.sampling import SamplingParams
 class Sequence:
     """One completion of a request: its tokens, and a lease while it runs.
 
-    The cache knows the first `lease.num_tokens` of them. While decoding it hears of new ones by the
-    page, so KV may be there for more: for `num_computed`, the step being scheduled included. The
+    The cache knows the first `lease.num_tokens` of them. It hears of decoded ones when the
+    sequence leaves, so KV may be there for more: for `num_computed`, the step being scheduled included. The
     last sampled token has none yet.
     """
 
@@ -45,6 +45,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that may get KV: all but the last generated one."""
+        return len(self._tokens) - 1
 
     @property
     def tokens(self) -> Tokens:

@@ -22,6 +22,9 @@ MAX_PASSED_OVER = 32
 LOOK_AHEAD = 64
 """Waiting sequences compared for the longest cached prefix in one step."""
 
+DECODE_AHEAD = 64
+"""Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
+
 
 class Chunk(NamedTuple):
     """`num_tokens` tokens of a sequence, computed by the step; its lease includes them already."""
@@ -145,7 +148,8 @@ class Scheduler:
         """Make room for the next tokens of a sequence, and publish them or what came before.
 
         A prefill chunk is published now, so that the next sequence of this step can share it.
-        Decoded tokens are published when their page is full: nobody waits for them.
+        Decoded tokens are published when the sequence leaves: nobody waits for them, and so most
+        steps cost the cache nothing.
 
         Raises:
             OutOfPages: nothing is taken.
@@ -158,15 +162,12 @@ class Scheduler:
             self.cache.publish(lease, tokens)
             sequence.request.prefilled_tokens += len(tokens)
         elif end > lease.capacity:
-            self._publish_written(sequence)
-            self.cache.reserve(lease, end)
+            try:
+                self.cache.reserve(lease, min(end + DECODE_AHEAD - 1, sequence.max_length))
+            except OutOfPages:
+                self.cache.reserve(lease, end)
         sequence.num_computed = end
         return Chunk(sequence, len(tokens), is_prefill)
-
-    def _publish_written(self, sequence: Sequence) -> None:
-        assert sequence.lease is not None
-        if len(sequence.unpublished):
-            self.cache.publish(sequence.lease, sequence.unpublished, written=True)
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
@@ -189,7 +190,9 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._publish_written(sequence)
+        assert sequence.lease is not None
+        if len(sequence.unpublished):
+            self.cache.publish(sequence.lease, sequence.unpublished, written=True)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
