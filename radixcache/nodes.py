@@ -180,6 +180,22 @@ class Run:
         self.start = start
         self.first_page = first_page
 
+    def adopt(self, nodes: list[Node]) -> None:
+        """Take over nodes whose tokens and pages are here already."""
+        self.nodes += nodes
+        for node in nodes:
+            node.run = self
+
+    def cut(self, at: int) -> None:
+        """Give the nodes from index `at` on, if any, a run of their own. O(their length)."""
+        if at < len(self.nodes):
+            first = self.nodes[at]
+            tokens = self.tokens[first.start - self.start : self.length].copy()
+            pages = self.pages[first.first_page - self.first_page : self.num_pages].copy()
+            rest = self.nodes[at:]
+            del self.nodes[at:]
+            Run(first.start, tokens, first.first_page, pages).adopt(rest)
+
     def shrink(self) -> None:
         """Give back memory if less than half is in use: amortised O(1) per token cut off."""
         if self.length < len(self.tokens) // 2:

@@ -279,6 +279,7 @@ class RadixCache(PrefixCache):
             self._clock += 1
             node.uses += lease.used
             node.priority = max(node.priority, lease.priority)
+            self._tree.straighten(node)
             is_private = not node.children and node.leases == {lease}
             node.last_use = self._clock - _LONG_AGO if closed and is_private else self._clock
         lease.released = True

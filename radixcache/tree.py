@@ -18,6 +18,9 @@ import numpy as np
 from radixcache.nodes import Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
 
+MAX_RUNS = 4
+"""Runs on a path, the root's included, that are not worth joining."""
+
 
 class RadixTree:
     """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere."""
@@ -236,6 +239,31 @@ class RadixTree:
         parent.children[child.first_token] = child
         node.parent = None
         node.children = {}
+
+    def straighten(self, node: Node) -> None:
+        """Let the path down to `node` share runs again, if branches have scattered it over many.
+
+        What else hangs on it begins a run of its own. Where a branch has copied the page in which
+        it begins, two runs stay. O(runs), and O(path) if there are more than `MAX_RUNS`.
+        """
+        runs = [node.run]
+        while (parent := runs[-1].nodes[0].parent) is not None:
+            runs.append(parent.run)
+        if len(runs) <= MAX_RUNS:
+            return
+        runs.pop()  # the root's
+        above = runs.pop()
+        while runs:
+            run = runs.pop()
+            parent = run.nodes[0].parent
+            assert parent is not None
+            half_filled = run.start % self.page_size > 0
+            if half_filled and parent.page_at(run.first_page) != run.pages.item(0):
+                above = run
+                continue
+            above.cut(above.index(parent.end) + 1)
+            above.append(run.tokens[: run.length], run.pages[int(half_filled) : run.num_pages])
+            above.adopt(run.nodes)
 
     def remove(self, leaf: Node) -> Node:
         """Unlink a leaf whose pages are dropped already; returns its parent."""
