@@ -22,7 +22,7 @@ MAX_PASSED_OVER = 32
 LOOK_AHEAD = 64
 """Waiting sequences compared for the longest cached prefix in one step."""
 
-DECODE_AHEAD = 64
+DECODE_AHEAD = 128
 """Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
 
 

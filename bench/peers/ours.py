@@ -15,7 +15,7 @@ Decoding = Literal["ahead", "token"]
 """How decoded tokens get in: all when the request ends, with room reserved for `AHEAD` at a time, as
 our scheduler does; or each reserved and published in the step that computes it."""
 
-AHEAD = 64
+AHEAD = 128
 
 
 class Ours:
