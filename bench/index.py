@@ -302,8 +302,8 @@ def check_hits(results: list[Result], seed: int) -> bool | None:
         equal = found == exact.hit_tokens
         verdict = "equal" if equal else "DIFFERENT"
         print(
-            f"\nhits on trace T, page 1: ours-token {found:,}, brute-force LRU {exact.hit_tokens:,} of "
-            f"{exact.prompt_tokens:,} tokens ({exact.rate:.4f}): {verdict}"
+            f"\nhits on trace T, page 1: ours-token {found:,}, brute-force LRU "
+            f"{exact.hit_tokens:,} of {exact.prompt_tokens:,} tokens ({exact.rate:.4f}): {verdict}"
         )
         return equal
     return None

@@ -12,8 +12,8 @@ from bench.trace_t import Request
 from radixcache import Lease, PagePool, RadixCache
 
 Decoding = Literal["ahead", "token"]
-"""How decoded tokens get in: all when the request ends, with room reserved for `AHEAD` at a time, as
-our scheduler does; or each reserved and published in the step that computes it."""
+"""How decoded tokens get in: all when the request ends, with room reserved for `AHEAD` at a time,
+as our scheduler does; or each reserved and published in the step that computes it."""
 
 AHEAD = 128
 
