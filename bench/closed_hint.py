@@ -1,4 +1,4 @@
-"""What it is worth to know that a conversation is over: hits on trace T with and without the hint."""
+"""What it is worth to know that a conversation is over: hits on trace T with and without."""
 
 from __future__ import annotations
 

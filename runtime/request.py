@@ -18,8 +18,8 @@ from radixcache.runtime.sampling import SamplingParams
 class Sequence:
     """One completion of a request: its tokens, and a lease while it runs.
 
-    The cache knows the first `lease.num_tokens` of them. It hears of decoded ones when the
-    sequence leaves, so KV may be there for more: for `num_computed`, the step being scheduled included. The
+    The cache knows the first `lease.num_tokens` of them. It hears of decoded ones when the sequence
+    leaves, so KV may be there for more: for `num_computed`, the step being scheduled included. The
     last sampled token has none yet.
     """
 
