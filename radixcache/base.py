@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.errors import InvalidRequest
-from radixcache.events import Listener
+from radixcache.errors import InvalidRequest, PinError
+from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
 
@@ -102,6 +102,7 @@ class PrefixCache(ABC):
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
+    _pins: dict[str, Lease]
 
     @abstractmethod
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
@@ -180,14 +181,17 @@ class PrefixCache(ABC):
                 together would exceed the budget.
         """
 
-    @abstractmethod
     def unpin(self, name: str) -> None:
         """Drop a pin; `PinError` if there is none of that name."""
+        lease = self._pins.pop(name, None)
+        if lease is None:
+            raise PinError(f"no prefix named {name!r} is pinned")
+        self.release(lease)
 
     @property
-    @abstractmethod
     def pins(self) -> dict[str, int]:
         """Pinned tokens by name."""
+        return {name: lease.num_tokens for name, lease in self._pins.items()}
 
     @abstractmethod
     def reset(self) -> None:
@@ -196,3 +200,7 @@ class PrefixCache(ABC):
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant; `AssertionError` names the one that broke. O(everything)."""
+
+    def _emit(self, event: Stored | Evicted | Cleared) -> None:
+        for listener in self.events:
+            listener(event)

@@ -190,7 +190,7 @@ class HashBlockCache(PrefixCache):
         """Leases that stand on in-flight tokens, in the order in which they came to do so."""
         self._published: dict[int, None] = {}
         """Pages whose block is in flight, in order of publication."""
-        self._pins: dict[str, BlockLease] = {}
+        self._pins = {}
 
     @property
     def queue(self) -> list[int]:
@@ -450,16 +450,6 @@ class HashBlockCache(PrefixCache):
         self._leases.add(lease)
         self._pins[name] = lease
 
-    def unpin(self, name: str) -> None:
-        lease = self._pins.pop(name, None)
-        if lease is None:
-            raise PinError(f"no prefix named {name!r} is pinned")
-        self.release(lease)
-
-    @property
-    def pins(self) -> dict[str, int]:
-        return {name: lease.num_tokens for name, lease in self._pins.items()}
-
     # -- the whole -----------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -477,10 +467,6 @@ class HashBlockCache(PrefixCache):
         self.stats = CacheStats()
         self.recent.clear()
         self._emit(Cleared())
-
-    def _emit(self, event: Stored | Evicted | Cleared) -> None:
-        for listener in self.events:
-            listener(event)
 
     def _mine(self, lease: Lease) -> BlockLease:
         if lease.released or lease not in self._leases:

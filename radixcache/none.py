@@ -27,6 +27,7 @@ class NoCache(PrefixCache):
         self.stats = CacheStats()
         self.events: list[Listener] = []
         self._leases: set[Lease] = set()
+        self._pins = {}
         self._in_flight: dict[Lease, int] = {}
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
@@ -83,13 +84,6 @@ class NoCache(PrefixCache):
 
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
-
-    def unpin(self, name: str) -> None:
-        raise PinError(f"no prefix named {name!r} is pinned")
-
-    @property
-    def pins(self) -> dict[str, int]:
-        return {}
 
     def reset(self) -> None:
         if self._leases:

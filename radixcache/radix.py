@@ -79,7 +79,7 @@ class RadixCache(PrefixCache):
         self._leases: dict[RadixLease, None] = {}
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
-        self._pins: dict[str, RadixLease] = {}
+        self._pins = {}
 
     # -- look-ups ------------------------------------------------------------------------------
 
@@ -212,8 +212,7 @@ class RadixCache(PrefixCache):
             node = tree.add_child(node, tokens.copy(), pages.copy())
             node.step, node.written = (NO_STEP if written else tree.step), position
         self._move(lease, node, end)
-        if self.events:
-            self._emit_stored(node, position)
+        self._emit_about(Stored, node, position)
 
     def commit(self) -> None:
         for lease in self._in_flight:
@@ -253,8 +252,7 @@ class RadixCache(PrefixCache):
         self._in_flight.clear()
         for node in sorted(doomed, key=lambda node: (-node.start, node.serial)):  # leaves first
             written = tree.written(node)
-            if self.events:
-                self._emit_evicted(node, written)
+            self._emit_about(Evicted, node, written)
             if written > node.start:
                 kept = (written - 1) // self.page_size + 1 - node.first_page
                 self.pool.drop(node.truncate(written, kept))
@@ -306,8 +304,7 @@ class RadixCache(PrefixCache):
             kept = leaf.num_pages - count
             end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
             self.stats.evicted_tokens += leaf.end - end
-            if self.events:
-                self._emit_evicted(leaf, end)
+            self._emit_about(Evicted, leaf, end)
             if kept:
                 self.pool.drop(leaf.truncate(end, kept))
             else:
@@ -467,16 +464,6 @@ class RadixCache(PrefixCache):
         self._leases[lease] = None
         self._pins[name] = lease
 
-    def unpin(self, name: str) -> None:
-        lease = self._pins.pop(name, None)
-        if lease is None:
-            raise PinError(f"no prefix named {name!r} is pinned")
-        self.release(lease)
-
-    @property
-    def pins(self) -> dict[str, int]:
-        return {name: lease.num_tokens for name, lease in self._pins.items()}
-
     # -- the whole -----------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -489,18 +476,12 @@ class RadixCache(PrefixCache):
         self._tree = RadixTree(self.pool)
         self._order = EvictionOrder(self._policy)
         self.stats = CacheStats()
-        for listener in self.events:
-            listener(Cleared())
+        self._emit(Cleared())
 
-    def _emit_stored(self, node: Node, start: int) -> None:
-        event = Stored(self._tree.namespace_of(node), self._tree.path_tokens(node), start)
-        for listener in self.events:
-            listener(event)
-
-    def _emit_evicted(self, node: Node, start: int) -> None:
-        event = Evicted(self._tree.namespace_of(node), self._tree.path_tokens(node), start)
-        for listener in self.events:
-            listener(event)
+    def _emit_about(self, kind: type[Stored] | type[Evicted], node: Node, start: int) -> None:
+        """Tell of positions [start, end) of `node`. O(path), so only for listeners."""
+        if self.events:
+            self._emit(kind(self._tree.namespace_of(node), self._tree.path_tokens(node), start))
 
     def check(self) -> None:
         refs = np.zeros(self.pool.num_pages, np.int32)

@@ -1,8 +1,8 @@
 """Decides what the next step computes.
 
 Decodes come first, one token each; what is left of the step's token budget goes to prefill chunks,
-of running sequences before waiting ones. All KV of a step is published while it is being
-scheduled, so that the next sequence in the same step can already use it.
+of running sequences before waiting ones. A prefill chunk is published while it is being scheduled,
+so that the next sequence in the same step can already use it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ DECODE_AHEAD = 128
 
 
 class Chunk(NamedTuple):
-    """`num_tokens` tokens of a sequence, computed by the step; its lease includes them already."""
+    """`num_tokens` tokens of a sequence, computed by the step; `num_computed` includes them."""
 
     sequence: Sequence
     num_tokens: int
-    is_prefill: bool
 
     @property
     def is_last(self) -> bool:
@@ -167,7 +166,7 @@ class Scheduler:
             except OutOfPages:
                 self.cache.reserve(lease, end)
         sequence.num_computed = end
-        return Chunk(sequence, len(tokens), is_prefill)
+        return Chunk(sequence, len(tokens))
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
