@@ -8,12 +8,20 @@ aligned at the bottom right. The arrays are those that FlashInfer's paged wrappe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+
+class SharedPrefix(NamedTuple):
+    """Sequences [first, first + size) of a batch have their first `num_pages` pages in common."""
+
+    first: int
+    size: int
+    num_pages: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +34,8 @@ class PagedBatch:
         kv_indices: [kv_indptr[-1]] page numbers, the new tokens' pages included.
         kv_last_page_len: [B] used slots of each last page, 1..page_size.
         page_size: tokens per page.
+        shared: groups of sequences that begin with the same pages, in order and apart from each
+            other. Never a sequence's last page. A backend may read those pages once a group.
     """
 
     qo_indptr: NDArray[np.int32]
@@ -33,6 +43,13 @@ class PagedBatch:
     kv_indices: NDArray[np.int32]
     kv_last_page_len: NDArray[np.int32]
     page_size: int
+    shared: tuple[SharedPrefix, ...] = ()
+
+    @property
+    def num_decodes(self) -> int:
+        """Leading sequences with one new token each."""
+        longer = np.flatnonzero(self.query_lens != 1)
+        return int(longer[0]) if len(longer) else len(self.query_lens)
 
     @property
     def query_lens(self) -> NDArray[np.int32]:
@@ -56,6 +73,29 @@ class PagedBatch:
         page = np.repeat(self.kv_indptr[:-1], self.query_lens) + positions // self.page_size
         return self.kv_indices[page].astype(np.int64) * self.page_size + positions % self.page_size
 
+    def rows(self, first: int, end: int) -> PagedBatch:
+        """The batch of sequences [first, end) alone, without `shared`."""
+        qo_indptr, kv_indptr = self.qo_indptr[first : end + 1], self.kv_indptr[first : end + 1]
+        return PagedBatch(
+            qo_indptr=qo_indptr - qo_indptr[0],
+            kv_indptr=kv_indptr - kv_indptr[0],
+            kv_indices=self.kv_indices[kv_indptr[0] : kv_indptr[-1]],
+            kv_last_page_len=self.kv_last_page_len[first:end],
+            page_size=self.page_size,
+        )
+
+
+class LayerKind(NamedTuple):
+    """What a layer asks of attention; layers of one kind share a plan."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
 
 class AttentionBackend(ABC):
     """Writes new K/V into pages and attends over them.
@@ -64,9 +104,25 @@ class AttentionBackend(ABC):
     [num_pages, page_size, num_kv_heads, head_dim] each (FlashInfer's NHD layout).
     """
 
+    name: str
+    """What a user reads about it, version included."""
+
+    reads_shared_once = False
+    """Whether `PagedBatch.shared` makes a step faster."""
+
+    capturable = False
+    """Whether `plan_fixed` is there, so that CUDA graphs can replay `run`."""
+
     @abstractmethod
-    def plan(self, batch: PagedBatch) -> None:
-        """Prepare the step: index arrays on the device, masks, work split. Once per step."""
+    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        """Prepare the step: index arrays on the device, masks, work split. Once per step.
+
+        Args:
+            arrays: whatever else the step needs on the device; it goes there in the same transfer.
+
+        Returns:
+            `arrays` on the device, int32 or int64, valid until the next `plan`.
+        """
 
     @abstractmethod
     def run(
@@ -96,15 +152,14 @@ class AttentionBackend(ABC):
             [T, num_qo_heads, value head_dim], contiguous, the query's dtype.
         """
 
-    @abstractmethod
-    def copy_slots(
-        self,
-        pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        copies: Sequence[tuple[int, int, int]],
-    ) -> None:
-        """Copy the first n slots of page `source` to page `target` in every layer.
+    def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
+        """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
+        raise NotImplementedError
 
-        Args:
-            pages: (k_pages, v_pages) of each layer.
-            copies: (source, target, n) triples; all sources are read before any target is written.
+    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        """`plan` for a batch of decodes whose `run` is captured in a CUDA graph, or replayed.
+
+        All that `run` launches, and every address, those of the returned tensors included, are the
+        same for all batches with as many sequences and `shared` or not, if `arrays` are as long.
         """
+        raise NotImplementedError

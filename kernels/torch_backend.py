@@ -14,7 +14,7 @@ bottom-right corner, masks every wide tile of every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ class TorchBackend(AttentionBackend):
     Scratch memory (the gathered keys and values of one tile) grows to what a step needs and stays.
     """
 
+    name = "torch"
+
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         limits = _CPU_LIMITS if self.device.type == "cpu" else _GPU_LIMITS
@@ -69,12 +71,13 @@ class TorchBackend(AttentionBackend):
         self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def plan(self, batch: PagedBatch) -> None:
+    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         if (batch.query_lens > batch.kv_lens).any():
             raise ValueError("a sequence has more new tokens than its pages hold")
         self._batch = batch
         self._slots = self._upload(batch.slots())
         self._tiles.clear()  # built by the first layer that needs them
+        return [self._upload(array.astype(np.int64)) for array in arrays]
 
     @torch.inference_mode()
     def run(
@@ -115,22 +118,6 @@ class TorchBackend(AttentionBackend):
                 result = result.permute(2, 1, 0, 3)
             out[tile.rows] = result.flatten(1, 2)
         return out
-
-    @torch.inference_mode()
-    def copy_slots(
-        self,
-        pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        copies: Sequence[tuple[int, int, int]],
-    ) -> None:
-        if not pages or not copies:
-            return
-        page_size = pages[0][0].shape[1]
-        slots = [page_size * np.array(c[:2])[:, None] + np.arange(c[2]) for c in copies]
-        sources, targets = self._upload(np.concatenate(slots, axis=1).astype(np.int64))
-        for layer in pages:
-            for tensor in layer:
-                flat = tensor.flatten(0, 1)
-                flat.index_copy_(0, targets, flat.index_select(0, sources))
 
     def _gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
         """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory."""

@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from radixcache.errors import ModelError
-from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.kv_pool import LayerShape
+from radixcache.kernels.attention import LayerKind, PagedBatch
 
 if TYPE_CHECKING:
     from radixcache.runtime.model import PagedModel
@@ -33,10 +32,7 @@ class AttentionCall(NamedTuple):
     """One call of the attention function during the probe."""
 
     layer: int
-    shape: LayerShape
-    scale: float
-    window: int | None
-    softcap: float | None
+    kind: LayerKind
     causal: bool
     masked: bool
     sinks: bool
@@ -93,7 +89,7 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
         raise refusal(config, "it builds attention masks of its own")
     if any(call.sinks for call in calls):
         raise refusal(config, "it has attention sinks")
-    windows = {call.layer: call.window for call in calls}
+    windows = {call.layer: call.kind.window for call in calls}
     types = getattr(text, "layer_types", None) or ()
     for layer, kind in enumerate(types[: len(calls)]):
         if (kind == "sliding_attention") != (windows[layer] is not None):

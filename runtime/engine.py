@@ -9,7 +9,9 @@ import torch
 
 from radixcache.base import PrefixCache, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
-from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.attention import PagedBatch, SharedPrefix
+from radixcache.kernels.cascade import group_by_prefix
+from radixcache.runtime.decode_graphs import DecodeGraphs
 from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
 from radixcache.runtime.request import Request, Sequence
@@ -39,6 +41,11 @@ class Engine:
         self.kv_pool = kv_pool
         self.cache = cache
         self.scheduler = scheduler
+        self._graphs = (
+            DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
+            if model.attention.capturable
+            else None
+        )
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._next_id = 0
@@ -53,7 +60,8 @@ class Engine:
             chunks = self.scheduler.schedule()
             changed = self.scheduler.take_failed()
             if chunks:
-                logits = self._run(chunks)
+                chunks, batch = self._batch(chunks)
+                logits = self._run(chunks, batch)
                 self.cache.commit()
                 changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
         except BaseException:
@@ -124,31 +132,46 @@ class Engine:
             return self._generator
         return torch.Generator(self.model.device).manual_seed(params.seed + index)
 
-    def _run(self, chunks: list[Chunk]) -> torch.Tensor:
-        """Logits [R, vocab], float32, of the last token of each chunk that is a last one."""
+    def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
+        """The page tables of a step, and its chunks in the order of the batch."""
         page_size = self.kv_pool.page_size
-        leases = [chunk.sequence.lease for chunk in chunks]
-        kv_lens = [chunk.sequence.num_computed for chunk in chunks]
-        tables = [
-            lease.page_table[: -(-length // page_size)]
-            for lease, length in zip(leases, kv_lens, strict=True)
-            if lease
-        ]
-        counts = [chunk.num_tokens for chunk in chunks]
-        batch = PagedBatch(
-            qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
+        tables = []
+        for chunk in chunks:
+            assert chunk.sequence.lease is not None
+            num_pages = -(-chunk.sequence.num_computed // page_size)
+            tables.append(chunk.sequence.lease.page_table[:num_pages])
+        shared: tuple[SharedPrefix, ...] = ()
+        if self.model.attention.reads_shared_once:
+            decodes = next((i for i, c in enumerate(chunks) if c.num_tokens > 1), len(chunks))
+            order, shared = group_by_prefix(tables[:decodes], page_size)
+            chunks = [chunks[i] for i in order] + chunks[decodes:]
+            tables = [tables[i] for i in order] + tables[decodes:]
+        kv_lens = np.array([chunk.sequence.num_computed for chunk in chunks], np.int32)
+        return chunks, PagedBatch(
+            qo_indptr=np.cumsum([0, *(chunk.num_tokens for chunk in chunks)], dtype=np.int32),
             kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
             kv_indices=np.concatenate(tables),
-            kv_last_page_len=(np.array(kv_lens, np.int32) - 1) % page_size + 1,
+            kv_last_page_len=(kv_lens - 1) % page_size + 1,
             page_size=page_size,
+            shared=shared,
         )
-        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
+
+    def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
+        """Logits [R, vocab], float32, of the last token of each chunk that is a last one."""
+        copies = [
+            c
+            for chunk in chunks
+            if chunk.sequence.lease
+            for c in chunk.sequence.lease.take_copies()
+        ]
         if copies:
-            self.model.attention.copy_slots(self.kv_pool.layers, copies)
-        tokens = np.concatenate(
-            [c.sequence.tokens[n - c.num_tokens : n] for c, n in zip(chunks, kv_lens, strict=True)]
-        )
+            self.kv_pool.copy(copies)
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
         is_last = np.array([chunk.is_last for chunk in chunks])
+        if self._graphs is not None and is_last.all():
+            logits = self._graphs.run(tokens, batch)
+            if logits is not None:
+                return logits
         return self.model.forward(tokens, batch, batch.qo_indptr[1:][is_last] - 1, self.kv_pool)
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,13 +29,17 @@ class LayerShape(NamedTuple):
 
 
 class KVPool:
-    """K and V pages of every layer.
+    """K and V pages of every layer, zeros at first.
+
+    The layers' pages are views of one tensor for each page shape, so that a page is copied in all
+    layers at once. On a CPU the operating system commits their memory when it is first written.
 
     Attributes:
-        layers: (k_pages, v_pages) of each layer, [num_pages, page_size, heads, dim] each, zeros at
-            first. On a CPU the operating system commits their memory when it is first written.
+        layers: (k_pages, v_pages) of each layer, [num_pages + 1, page_size, heads, dim] each.
         page_size: tokens per page.
         num_pages: pages per layer; page p of every layer belongs to the same tokens.
+        spare_page: the page after those, `num_pages`. It belongs to nobody: rows that only fill up
+            a batch write there.
     """
 
     def __init__(
@@ -47,13 +52,29 @@ class KVPool:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        self.layers = [
-            (
-                _zeros((num_pages, page_size, shape.heads, shape.key_dim), dtype, device),
-                _zeros((num_pages, page_size, shape.heads, shape.value_dim), dtype, device),
-            )
-            for shape in shapes
-        ]
+        self.spare_page = num_pages
+        inner = [(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
+        self._stacks = {
+            shape: _zeros((count, num_pages + 1, page_size, *shape), dtype, device)
+            for shape, count in Counter(inner).items()
+        }
+        unused = {shape: iter(stack) for shape, stack in self._stacks.items()}
+        pages = [next(unused[shape]) for shape in inner]
+        self.layers = list(zip(pages[::2], pages[1::2], strict=True))
+
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the first n slots of page `source` to page `target` in every layer.
+
+        Args:
+            copies: (source, target, n) triples; all sources are read before any target is written.
+        """
+        slots = [self.page_size * np.array(c[:2])[:, None] + np.arange(c[2]) for c in copies]
+        both = torch.from_numpy(np.concatenate(slots, axis=1).astype(np.int64))
+        for stack in self._stacks.values():
+            sources, targets = both.to(stack.device)
+            flat = stack.flatten(1, 2)
+            flat.index_copy_(1, targets, flat.index_select(1, sources))
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

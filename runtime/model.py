@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.choice import choose_backend
 from radixcache.runtime import conformance
 from radixcache.runtime.conformance import AttentionCall
 from radixcache.runtime.kv_pool import KVPool, LayerShape, bytes_per_token
@@ -53,10 +53,15 @@ def _attention(
     """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
     call = AttentionCall(
         layer=cast(int, module.layer_idx),
-        shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
+        kind=LayerKind(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            value_dim=value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap,
+        ),
         causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
         masked=attention_mask is not None,
         sinks=s_aux is not None,
@@ -74,7 +79,7 @@ class PagedModel:
 
     Attributes:
         config, generation_config: transformers' configs.
-        attention: the backend that this model plans and runs.
+        attention: the backend that this model plans and runs: FlashInfer on a GPU where it works.
         dtype, device: of the weights and of the KV pages.
         shapes: what a token keeps in each layer, for `KVPool`.
         vocab_size: width of the logits.
@@ -82,21 +87,22 @@ class PagedModel:
         eos_token_ids: the tokens that end a text, by the model's generation config.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionBackend) -> None:
+    def __init__(self, model: PreTrainedModel, attention: AttentionBackend | None = None) -> None:
         """Take over `model`, whose attention is replaced.
 
         Raises:
             ModelError: it would be wrong over pages.
         """
         self.config, self.generation_config = model.config, model.generation_config
-        self.attention = attention
         self.dtype, self.device = model.dtype, model.device
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         conformance.check_config(self.config)
         calls, self.vocab_size = self._probe()
         conformance.check_calls(self.config, calls)
-        self.shapes = [call.shape for call in sorted(calls)]
+        kinds = [call.kind for call in sorted(calls)]
+        self.shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in kinds]
+        self.attention = attention or choose_backend(self.device, self.dtype, kinds)
         text = self.config.get_text_config()
         self.max_context: int = getattr(text, "max_position_embeddings", None) or 1 << 30
         eos = getattr(self.generation_config, "eos_token_id", None)
@@ -131,7 +137,18 @@ class PagedModel:
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        self.attention.plan(batch)
+        ids, positions, rows = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
+        return self.compute(ids, positions, rows, pool)
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        pool: KVPool,
+    ) -> torch.Tensor:
+        """`forward` once the step is planned and its inputs are on the device."""
 
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -141,34 +158,29 @@ class PagedModel:
                 key,
                 value,
                 *pool.layers[call.layer],
-                scale=call.scale,
-                window=call.window,
-                softcap=call.softcap,
+                scale=call.kind.scale,
+                window=call.kind.window,
+                softcap=call.kind.softcap,
             )
 
         with _serving(serve):
-            return self._logits(token_ids, batch.positions(), logit_rows)
+            return self._logits(token_ids, positions, logit_rows)
 
     @torch.inference_mode()
     def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:
         """[T, vocab_size] float32 of one whole sequence, with transformers' own attention."""
         self._model.set_attn_implementation("eager")
         try:
-            rows = np.arange(len(token_ids))
-            return self._logits(token_ids, rows, rows)
+            rows = torch.arange(len(token_ids), device=self.device)
+            ids = torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.device)
+            return self._logits(ids, rows, rows)
         finally:
             self._model.set_attn_implementation(_NAME)
 
     def _logits(
-        self,
-        token_ids: NDArray[np.integer],
-        positions: NDArray[np.integer],
-        rows: NDArray[np.integer],
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        ids, position_ids, keep = (
-            torch.from_numpy(np.asarray(array, dtype=np.int64)).to(self.device)
-            for array in (token_ids, positions, rows)
-        )
+        ids, position_ids, keep = (t.long() for t in (token_ids, positions, rows))
         options = {"logits_to_keep": keep} if self._keeps_logits else {}
         out = self._model(
             input_ids=ids[None], position_ids=position_ids[None], use_cache=False, **options
@@ -186,12 +198,13 @@ class PagedModel:
             calls.append(call)
             return query.new_zeros(*query.shape[:2], value.shape[2])
 
+        two = torch.arange(2, device=self.device)
         self._model.set_attn_implementation(_NAME)
         if self.config.get_text_config()._attn_implementation != _NAME:
             raise conformance.refusal(self.config, "it does not let its attention be replaced")
         try:
             with _serving(serve):
-                logits = self._logits(np.zeros(2, int), np.arange(2), np.arange(2))
+                logits = self._logits(torch.zeros_like(two), two, two)
         except Exception as error:  # whatever foreign modelling code raises
             reason = f"a trial run failed ({_first_line(error)})"
             raise conformance.refusal(self.config, reason) from error
@@ -211,7 +224,7 @@ def load_model(
         dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is float32 on a CPU and the
             checkpoint's own elsewhere.
         device: a torch device; "auto" is CUDA where there is one.
-        attention: the backend; `TorchBackend` on the model's device if None.
+        attention: the backend; None chooses the fastest that works.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded or trusted over pages.
@@ -231,7 +244,7 @@ def load_model(
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
         )
-    paged = PagedModel(model.to(place).eval(), attention or TorchBackend(place))
+    paged = PagedModel(model.to(place).eval(), attention)
     if config.model_type not in conformance.VERIFIED:
         conformance.check_logits(paged)
     return paged

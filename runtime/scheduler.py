@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal, NamedTuple
 
-from radixcache.base import PrefixCache
+from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.runtime.request import Request, Sequence
 
@@ -31,6 +31,12 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
+
+    @property
+    def tokens(self) -> Tokens:
+        """[num_tokens] the tokens themselves; a view."""
+        end = self.sequence.num_computed
+        return self.sequence.tokens[end - self.num_tokens : end]
 
     @property
     def is_last(self) -> bool:

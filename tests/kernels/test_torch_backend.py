@@ -181,23 +181,6 @@ def test_positions_and_slots_of_a_batch() -> None:
     assert step.batch.slots().tolist() == slots
 
 
-def test_copies_read_every_source_before_writing_any_target() -> None:
-    layers = [(torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 8)) for _ in range(2)]
-    before = [(k.clone(), v.clone()) for k, v in layers]
-    copies = [(0, 1, 4), (1, 2, 3), (2, 0, 2), (3, 4, 1)]  # 0 -> 1 -> 2 -> 0 is a ring
-    TorchBackend().copy_slots(layers, copies)
-    for layer, old in zip(layers, before, strict=True):
-        for tensor, was in zip(layer, old, strict=True):
-            expected = was.clone()
-            for source, target, count in copies:
-                expected[target, :count] = was[source, :count]
-            assert torch.equal(tensor, expected)
-
-
-def test_copying_nothing_is_fine() -> None:
-    TorchBackend().copy_slots([(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))], [])
-
-
 def test_misuse_is_refused() -> None:
     step = make_step(13, [(3, 0)])
     with pytest.raises(RuntimeError, match="before plan"):

@@ -55,11 +55,35 @@ def test_pages_that_fit_a_budget() -> None:
 def test_pages_have_each_layers_shape_and_start_as_zeros() -> None:
     pool = KVPool(SHAPES, 5, 4, torch.bfloat16, CPU)
     assert [(k.shape, v.shape) for k, v in pool.layers] == [
-        ((5, 4, 2, 16), (5, 4, 2, 16)),
-        ((5, 4, 4, 8), (5, 4, 4, 32)),
+        ((6, 4, 2, 16), (6, 4, 2, 16)),
+        ((6, 4, 4, 8), (6, 4, 4, 32)),
     ]
+    assert pool.spare_page == 5
     for tensor in (tensor for layer in pool.layers for tensor in layer):
         assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and not tensor.any()
+
+
+def test_no_two_layers_share_memory() -> None:
+    pool = KVPool([*SHAPES, *SHAPES], 3, 2, torch.float32, CPU)
+    tensors = [tensor for layer in pool.layers for tensor in layer]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[n] for n in range(len(tensors))]
+
+
+def test_copies_read_every_source_before_writing_any_target() -> None:
+    pool = KVPool(SHAPES, 6, 4, torch.float32, CPU)
+    for tensor in (tensor for layer in pool.layers for tensor in layer):
+        tensor.normal_()
+    before = [(k.clone(), v.clone()) for k, v in pool.layers]
+    copies = [(0, 1, 4), (1, 2, 3), (2, 0, 2), (3, 4, 1)]  # 0 -> 1 -> 2 -> 0 is a ring
+    pool.copy(copies)
+    for layer, old in zip(pool.layers, before, strict=True):
+        for tensor, was in zip(layer, old, strict=True):
+            expected = was.clone()
+            for source, target, count in copies:
+                expected[target, :count] = was[source, :count]
+            assert torch.equal(tensor, expected)
 
 
 def test_unused_pages_cost_no_memory() -> None:

@@ -1,0 +1,329 @@
+"""Attention over pages with FlashInfer's kernels, on NVIDIA GPUs.
+
+A step's decodes (one new token each) come first in its batch and go to the decode kernel. The other
+rows go to one causal prefill over pages, whose alignment at the bottom right is what a suffix after
+a cached prefix needs, or over the new tokens alone if none of them has a cached prefix.
+
+Where decodes share a prefix (`PagedBatch.shared`), a cascade of two levels reads it once for each
+group: all its queries over the shared pages, each query over the pages of its own, then a merge of
+the two states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import flashinfer
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.cascade import split_levels
+from radixcache.kernels.upload import Fence, Staged, Upload
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+TENSOR_CORE_GROUP = 4
+"""Query heads per KV head from which decodes run on tensor cores."""
+
+_WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
+_Use = Literal["decode", "prefill", "ragged", "shared"]
+
+
+class _Tables(NamedTuple):
+    """The index arrays of some sequences of a step."""
+
+    indices: Staged
+    qo_indptr: Staged
+    kv_indptr: Staged
+    last_page_len: Staged
+    kv_lens: Staged
+    sequence: Staged  # of each new token
+    position: Staged  # of each new token, in these tables
+
+
+class _Part(NamedTuple):
+    """Some rows of a step, and for each kind of layer the wrapper that attends for them."""
+
+    use: _Use
+    rows: slice
+    tables: _Tables
+    wrappers: dict[LayerKind, Any]
+
+
+class _Step(NamedTuple):
+    parts: list[_Part]
+    shared: _Part | None
+    in_group: torch.Tensor | None  # [decodes] bool
+
+
+class FlashInferBackend(AttentionBackend):
+    """`AttentionBackend` for float16 and bfloat16 on an NVIDIA GPU.
+
+    Args:
+        kinds: every kind of layer that the model has.
+
+    Raises:
+        ValueError: FlashInfer has no kernel for this dtype or these layers.
+    """
+
+    name = f"FlashInfer {flashinfer.__version__}"
+    capturable = True
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"it computes in float16 and bfloat16, not {dtype}")
+        for kind in kinds:
+            if kind.head_dim not in HEAD_DIMS or kind.value_dim != kind.head_dim:
+                raise ValueError(f"it has no kernel for heads of {kind.head_dim}/{kind.value_dim}")
+        self.device, self.dtype = device, dtype
+        self._kinds = list(dict.fromkeys(kinds))
+        # A window hides the shared prefix from a row, each at another place.
+        self.reads_shared_once = all(kind.window is None for kind in kinds)
+        self._workspace = torch.zeros(
+            max(_WORKSPACE, *(_split_kv_bytes(kind, device) for kind in kinds)),
+            dtype=torch.uint8,
+            device=device,
+        )
+        self._fence = Fence(device)
+        self._upload = Upload(device)
+        self._fixed_upload: Upload | None = None
+        self._fixed_indices: dict[_Use, torch.Tensor] = {}
+        self._fixed_in_group: dict[int, torch.Tensor] = {}
+        self._wrappers: dict[tuple[_Use, LayerKind, int, bool], Any] = {}
+        self._step: _Step | None = None
+
+    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        return self._plan(batch, arrays, self._upload, 0)
+
+    def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
+        """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
+        self._fixed_upload = Upload(self.device, 2 * max_indices + 24 * (max_rows + 4))
+        for use in ("decode", "shared"):
+            self._fixed_indices[use] = torch.zeros(
+                max_indices, dtype=torch.int32, device=self.device
+            )
+
+    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        assert self._fixed_upload is not None, "allocate_fixed() first"
+        assert batch.num_decodes == len(batch.query_lens), "only decodes have a fixed shape"
+        return self._plan(batch, arrays, self._fixed_upload, len(batch.query_lens))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        step = self._step
+        if step is None:
+            raise RuntimeError("run() before plan()")
+        heads = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        kind = LayerKind(*heads, scale, window, softcap)
+        pages = (k_pages, v_pages)
+        for part in step.parts:  # all of them first: rows may see what others of the step write
+            tables = part.tables
+            flashinfer.append_paged_kv_cache(
+                append_key=key[part.rows],
+                append_value=value[part.rows],
+                batch_indices=tables.sequence.device,
+                positions=tables.position.device,
+                paged_kv_cache=pages,
+                kv_indices=tables.indices.device,
+                kv_indptr=tables.kv_indptr.device,
+                kv_last_page_len=tables.last_page_len.device,
+                kv_layout="NHD",
+            )
+        out = torch.empty_like(query)
+        for part in step.parts:
+            rows, wrapper = part.rows, part.wrappers[kind]
+            if part.use == "ragged":
+                wrapper.run(query[rows], key[rows], value[rows], out=out[rows])
+            elif part.use == "decode" and step.shared is not None:
+                self._run_levels(query[rows], pages, wrapper, step, kind, out[rows])
+            else:
+                wrapper.run(query[rows], pages, out=out[rows])
+        return out
+
+    def _run_levels(
+        self,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        wrapper: Any,
+        step: _Step,
+        kind: LayerKind,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of the decodes over the shared pages and over their own, into `out`."""
+        assert step.shared is not None
+        shared_out = torch.empty_like(query)
+        lse, shared_lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
+        wrapper.run(query, pages, out=out, lse=lse, return_lse=True)
+        step.shared.wrappers[kind].run(
+            query, pages, out=shared_out, lse=shared_lse, return_lse=True
+        )
+        flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse, mask=step.in_group)
+
+    def _plan(
+        self,
+        batch: PagedBatch,
+        arrays: Sequence[NDArray[np.integer]],
+        upload: Upload,
+        size: int,
+    ) -> list[torch.Tensor]:
+        """Plan for launches of a fixed shape if `size`, the number of sequences, is not 0."""
+        if (batch.query_lens > batch.kv_lens).any():
+            raise ValueError("a sequence has more new tokens than its pages hold")
+        self._step = None
+        decodes, total = batch.num_decodes, len(batch.query_lens)
+        levels = split_levels(batch, size) if batch.shared else None
+        own = batch if levels is None else levels.own
+        subs: list[tuple[_Use, PagedBatch]] = []
+        if decodes:
+            subs.append(("decode", own.rows(0, decodes)))
+        if decodes < total:
+            rest = own.rows(decodes, total)
+            fresh = bool((rest.query_lens == rest.kv_lens).all())
+            subs.append(("ragged" if fresh else "prefill", rest))
+        if levels is not None:
+            subs.append(("shared", levels.shared))
+        # What has a fixed length goes first, so that it keeps its address.
+        staging: list[NDArray[np.integer]] = [*arrays]
+        if levels is not None:
+            staging.append(levels.in_group)
+        staging += [array for _, sub in subs for array in _fixed_arrays(sub)]
+        staging += [sub.kv_indices for _, sub in subs]
+        self._fence.wait()  # until the step before no longer reads the pinned buffers
+        staged = iter(upload(staging))
+        given = [next(staged).device for _ in arrays]
+        in_group = None if levels is None else self._bools(next(staged).device, size)
+        fixed = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
+        parts: list[_Part] = []
+        for (use, sub), arrays_of_sub in zip(subs, fixed, strict=True):
+            first = decodes if use in ("prefill", "ragged") else 0
+            rows = slice(first, first + int(sub.qo_indptr[-1]))
+            part = _Part(use, rows, _Tables(next(staged), *arrays_of_sub), {})
+            for kind in self._kinds:
+                part.wrappers[kind] = self._plan_wrapper(
+                    part, kind, batch.page_size, size, levels is not None
+                )
+            parts.append(part)
+        self._fence.record()
+        shared = parts.pop() if levels is not None else None
+        self._step = _Step(parts, shared, in_group)
+        return given
+
+    def _bools(self, flags: torch.Tensor, size: int) -> torch.Tensor:
+        """`flags` as bools, at an address of their own for each `size` but 0."""
+        if not size:
+            return flags.bool()
+        if size not in self._fixed_in_group:
+            self._fixed_in_group[size] = flags.bool()
+        return self._fixed_in_group[size].copy_(flags)
+
+    def _plan_wrapper(
+        self, part: _Part, kind: LayerKind, page_size: int, size: int, cascade: bool
+    ) -> Any:
+        """The wrapper for these rows and layers, planned for the step."""
+        use, tables = part.use, part.tables
+        key = (use, kind, size, cascade)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._make_wrapper(use, kind, size)
+        wrapper = self._wrappers[key]
+        options = {
+            "num_qo_heads": kind.query_heads,
+            "num_kv_heads": kind.kv_heads,
+            "sm_scale": kind.scale,
+            "window_left": -1 if kind.window is None else kind.window - 1,
+            "logits_soft_cap": kind.softcap,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
+        if use == "ragged":
+            wrapper.plan(
+                qo_indptr=tables.qo_indptr.host,
+                kv_indptr=tables.qo_indptr.host,
+                head_dim_qk=kind.head_dim,
+                causal=True,
+                **options,
+            )
+        elif use == "decode":
+            wrapper.plan(
+                indptr=tables.kv_indptr.host,
+                indices=tables.indices.device,
+                last_page_len=tables.last_page_len.host,
+                seq_lens=tables.kv_lens.host,
+                head_dim=kind.head_dim,
+                page_size=page_size,
+                **options,
+            )
+        else:
+            wrapper.plan(
+                qo_indptr=tables.qo_indptr.host,
+                paged_kv_indptr=tables.kv_indptr.host,
+                paged_kv_indices=tables.indices.device,
+                paged_kv_last_page_len=tables.last_page_len.host,
+                seq_lens=tables.kv_lens.host,
+                head_dim_qk=kind.head_dim,
+                page_size=page_size,
+                causal=use == "prefill",  # every query of a group sees all the shared pages
+                **options,
+            )
+        return wrapper
+
+    def _make_wrapper(self, use: _Use, kind: LayerKind, size: int) -> Any:
+        # "fa2" said outright: "auto" takes fa3 on Hopper, which neither splits the KV nor packs
+        # a group of query heads, and is slow for decodes and short suffixes.
+        options: dict[str, Any] = {"kv_layout": "NHD", "backend": "fa2"}
+        if use == "ragged":
+            return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, **options)
+
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+        if use == "decode":
+            options["use_tensor_cores"] = kind.query_heads // kind.kv_heads >= TENSOR_CORE_GROUP
+            if size:
+                options |= {
+                    "use_cuda_graph": True,
+                    "paged_kv_indptr_buffer": zeros(size + 1),
+                    "paged_kv_indices_buffer": self._fixed_indices[use],
+                    "paged_kv_last_page_len_buffer": zeros(size),
+                }
+            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, **options)
+        if size:
+            options |= {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": zeros(size + 1),
+                "paged_kv_indptr_buf": zeros(size + 1),
+                "paged_kv_indices_buf": self._fixed_indices[use],
+                "paged_kv_last_page_len_buf": zeros(size),
+            }
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, **options)
+
+
+def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
+    """The fields of `_Tables` whose lengths depend on the numbers of sequences and tokens only."""
+    sequence = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+    lengths = (batch.kv_last_page_len, batch.kv_lens)
+    return [batch.qo_indptr, batch.kv_indptr, *lengths, sequence, batch.positions()]
+
+
+def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
+    """What fa2 may need for the partial results of a split KV; two blocks an SM, 128 rows each."""
+    sms = 132  # of an H100 or H200
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = kind.query_heads * (2 * sms // kind.kv_heads) * 128
+    return rows * 4 * (kind.value_dim + 1)

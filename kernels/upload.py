@@ -1,0 +1,76 @@
+"""Moves a step's index arrays to the device in one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_ALIGN = 4  # int32s: 16 bytes
+
+
+class Staged(NamedTuple):
+    """An int32 array on both sides; views that the next upload overwrites."""
+
+    host: torch.Tensor  # pinned where there is a GPU
+    device: torch.Tensor
+
+
+class Upload:
+    """One pinned host buffer and one device buffer, both growing to the largest step.
+
+    While the capacity suffices, an array's device address depends only on the lengths of the arrays
+    before it, which is what CUDA graphs need.
+
+    Args:
+        capacity: int32s to make room for at once.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 1 << 12) -> None:
+        self._device_type = device
+        self._grow(capacity)
+
+    def __call__(self, arrays: Sequence[NDArray[np.integer]]) -> list[Staged]:
+        """Copy integer arrays to the device as int32.
+
+        The caller sees to it that the transfer before has run (`Fence`).
+        """
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += -(-len(array) // _ALIGN) * _ALIGN
+        if end > len(self._host):
+            self._grow(max(end, 2 * len(self._host)))
+        for start, array in zip(starts, arrays, strict=True):
+            self._view[start : start + len(array)] = array
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        return [
+            Staged(self._host[start : start + len(array)], self._device[start : start + len(array)])
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _grow(self, capacity: int) -> None:
+        on_gpu = self._device_type.type == "cuda"
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu)
+        self._view = self._host.numpy()
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=self._device_type)
+
+
+class Fence:
+    """Lets the host wait until the device has passed a point; nothing to wait for on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        """The point is after all that is enqueued now."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the last recorded point."""
+        if self._event is not None:
+            self._event.synchronize()

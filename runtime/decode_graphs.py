@@ -1,0 +1,118 @@
+"""CUDA graphs of the decode step.
+
+A decode step is hundreds of small kernels, which Python launches slower than a GPU runs them. A
+graph replays them in one launch, for one batch size and fixed addresses: so there is a graph for
+each of a few sizes, a batch is filled up to the next one with rows on the pool's spare page, and
+the attention backend plans into buffers that stay where they are. All graphs share one memory pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from radixcache.base import Tokens
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.kv_pool import KVPool
+from radixcache.runtime.model import PagedModel
+
+MAX_INDICES = 1 << 24
+"""Page numbers in the tables of one batch; a batch with more runs without a graph."""
+
+Compute = Callable[[], torch.Tensor]
+
+
+class DecodeGraphs:
+    """Runs batches of decodes through graphs, which are captured when they are first needed.
+
+    Args:
+        model: its attention backend is `capturable`.
+        max_num_seqs: the largest batch.
+        capture: makes a replay of a computation; the arguments are the computation and the number
+            of rows. Its result is a fixed tensor that each replay overwrites.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        max_num_seqs: int,
+        capture: Callable[[Compute], Compute] | None = None,
+    ) -> None:
+        self._model, self._pool = model, pool
+        self._sizes = batch_sizes(max_num_seqs)
+        per_sequence = min(pool.num_pages, model.max_context // pool.page_size + 1)
+        self._max_indices = min(MAX_INDICES, self._sizes[-1] * per_sequence)
+        model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
+        self._capture = capture or _Capture()
+        self._replays: dict[tuple[int, bool], Compute] = {}
+
+    def run(self, token_ids: Tokens, batch: PagedBatch) -> torch.Tensor | None:
+        """Logits [B, vocab] of a batch of decodes, or None if it takes no graph.
+
+        The logits are valid until the next call.
+        """
+        count = len(token_ids)
+        size = next((size for size in self._sizes if size >= count), 0)
+        if count != batch.num_decodes or count != len(batch.query_lens) or not size:
+            return None
+        if len(batch.kv_indices) + size - count > self._max_indices:
+            return None
+        batch = pad(batch, size, self._pool.spare_page)
+        ids = np.zeros(size, dtype=np.int32)
+        ids[:count] = token_ids
+        inputs = self._model.attention.plan_fixed(batch, ids, batch.positions(), np.arange(size))
+        key = (size, bool(batch.shared))
+        if key not in self._replays:
+            self._replays[key] = self._capture(
+                partial(self._model.compute, *inputs, pool=self._pool)
+            )
+        return self._replays[key]()[:count]
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The sizes that get a graph: dense where a row matters most, up to `max_num_seqs`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1025, 128)]
+    return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+
+
+def pad(batch: PagedBatch, size: int, spare_page: int) -> PagedBatch:
+    """A batch of decodes filled up to `size` with sequences of one token on the spare page."""
+    missing = size - len(batch.query_lens)
+    ends = np.arange(1, missing + 1, dtype=np.int32)
+    return PagedBatch(
+        qo_indptr=np.arange(size + 1, dtype=np.int32),
+        kv_indptr=np.concatenate([batch.kv_indptr, batch.kv_indptr[-1] + ends]),
+        kv_indices=np.concatenate([batch.kv_indices, np.full(missing, spare_page, np.int32)]),
+        kv_last_page_len=np.concatenate([batch.kv_last_page_len, np.ones(missing, np.int32)]),
+        page_size=batch.page_size,
+        shared=batch.shared,
+    )
+
+
+class _Capture:
+    """Captures computations into CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Compute:
+        # Once outside of a graph, on another stream: libraries set themselves up in their first
+        # run. It writes what the replay will write again.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
