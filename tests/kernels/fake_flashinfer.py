@@ -382,7 +382,7 @@ class _PagedWrapper(_Wrapper):
         lse: torch.Tensor | None,
         return_lse: bool,
         tile: int,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:  # out, or (out, lse)
         problem = self._problem
         k_pages, v_pages = (
             paged_kv_cache.unbind(1) if torch.is_tensor(paged_kv_cache) else paged_kv_cache
@@ -496,7 +496,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:  # out, or (out, lse)
         self._start_run()
         indptr = self._arrays["qo_indptr"]
         return self._run_pages(q, paged_kv_cache, indptr, out, lse, return_lse, self._tile)
@@ -588,7 +588,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:  # out, or (out, lse)
         self._start_run()
         rows = torch.arange(len(self._arrays["indptr"]), dtype=torch.int32)
         tile = self._tile if self._tensor_cores else self._problem.group
@@ -673,7 +673,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:  # out, or (out, lse)
         self._start_run()
         self._problem.check_tensors(q, k, v)
         offsets = _indptr("qo_indptr", self._arrays["qo_indptr"])
