@@ -110,8 +110,8 @@ class AttentionBackend(ABC):
     reads_shared_once = False
     """Whether `PagedBatch.shared` makes a step faster."""
 
-    capturable = False
-    """Whether `plan_fixed` is there, so that CUDA graphs can replay `run`."""
+    max_fixed_rows = 0
+    """Sequences in a batch for `plan_fixed`, which CUDA graphs need; 0 if it cannot."""
 
     @abstractmethod
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
@@ -161,5 +161,6 @@ class AttentionBackend(ABC):
 
         All that `run` launches, and every address, those of the returned tensors included, are the
         same for all batches with as many sequences and `shared` or not, if `arrays` are as long.
+        The groups of `shared` stand first and have `cascade.MIN_ROWS` rows or more.
         """
         raise NotImplementedError

@@ -29,7 +29,7 @@ def group_by_prefix(
     min_rows: int = MIN_ROWS,
     min_tokens: int = MIN_TOKENS,
 ) -> tuple[list[int], tuple[SharedPrefix, ...]]:
-    """Partition sequences by shared pages so that the fewest pages are read.
+    """Group whole branches of the sequences' prefix tree so that the fewest pages are read.
 
     Args:
         tables: page numbers of each sequence. The last page of each is its own: it is written to.
@@ -109,7 +109,8 @@ def split_levels(batch: PagedBatch, num_groups: int | None = None) -> Levels:
     """The two levels of a batch with `shared` groups among its decodes.
 
     Args:
-        num_groups: fill up to this many groups with empty ones, for launches of a fixed shape.
+        num_groups: fill up to this many groups with empty ones, for launches of a fixed shape. Rows
+            between groups or after them count as one.
     """
     num_decodes, tables = batch.num_decodes, batch.kv_indices
     kept = np.ones(len(tables), dtype=bool)
@@ -134,6 +135,8 @@ def split_levels(batch: PagedBatch, num_groups: int | None = None) -> Levels:
         for start in batch.kv_indptr[first:end]:
             kept[start : start + num_pages] = False
     add(end, num_decodes, 0)
+    if num_groups is not None and len(counts) > num_groups:
+        raise ValueError(f"{len(counts)} groups and gaps between them, more than {num_groups}")
     for _ in range(len(counts), num_groups or 0):
         counts.append(0)
         pages.append(tables[:1])

@@ -20,13 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
-from radixcache.kernels.cascade import split_levels
+from radixcache.kernels.cascade import MIN_ROWS, split_levels
 from radixcache.kernels.upload import Fence, Staged, Upload
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4
 """Query heads per KV head from which decodes run on tensor cores."""
+
+MAX_FIXED_ROWS = 256
+"""Sequences in a batch for `plan_fixed`."""
 
 _WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
 _Use = Literal["decode", "prefill", "ragged", "shared"]
@@ -56,7 +59,7 @@ class _Part(NamedTuple):
 class _Step(NamedTuple):
     parts: list[_Part]
     shared: _Part | None
-    in_group: torch.Tensor | None  # [decodes] bool
+    in_group: torch.Tensor | None  # [decodes] uint8
 
 
 class FlashInferBackend(AttentionBackend):
@@ -70,7 +73,7 @@ class FlashInferBackend(AttentionBackend):
     """
 
     name = f"FlashInfer {flashinfer.__version__}"
-    capturable = True
+    max_fixed_rows = MAX_FIXED_ROWS
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
@@ -102,6 +105,7 @@ class FlashInferBackend(AttentionBackend):
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
         """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
+        assert max_rows <= self.max_fixed_rows
         self._fixed_upload = Upload(self.device, 2 * max_indices + 24 * (max_rows + 4))
         for use in ("decode", "shared"):
             self._fixed_indices[use] = torch.zeros(
@@ -187,7 +191,7 @@ class FlashInferBackend(AttentionBackend):
             raise ValueError("a sequence has more new tokens than its pages hold")
         self._step = None
         decodes, total = batch.num_decodes, len(batch.query_lens)
-        levels = split_levels(batch, size) if batch.shared else None
+        levels = split_levels(batch, max_groups(size)) if batch.shared else None
         own = batch if levels is None else levels.own
         subs: list[tuple[_Use, PagedBatch]] = []
         if decodes:
@@ -207,7 +211,7 @@ class FlashInferBackend(AttentionBackend):
         self._fence.wait()  # until the step before no longer reads the pinned buffers
         staged = iter(upload(staging))
         given = [next(staged).device for _ in arrays]
-        in_group = None if levels is None else self._bools(next(staged).device, size)
+        in_group = None if levels is None else self._bytes(next(staged).device, size)
         fixed = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
         parts: list[_Part] = []
         for (use, sub), arrays_of_sub in zip(subs, fixed, strict=True):
@@ -224,12 +228,12 @@ class FlashInferBackend(AttentionBackend):
         self._step = _Step(parts, shared, in_group)
         return given
 
-    def _bools(self, flags: torch.Tensor, size: int) -> torch.Tensor:
-        """`flags` as bools, at an address of their own for each `size` but 0."""
+    def _bytes(self, flags: torch.Tensor, size: int) -> torch.Tensor:
+        """`flags` as uint8, at an address of their own for each `size` but 0."""
         if not size:
-            return flags.bool()
+            return flags.byte()
         if size not in self._fixed_in_group:
-            self._fixed_in_group[size] = flags.bool()
+            self._fixed_in_group[size] = flags.byte()
         return self._fixed_in_group[size].copy_(flags)
 
     def _plan_wrapper(
@@ -302,15 +306,24 @@ class FlashInferBackend(AttentionBackend):
                     "paged_kv_last_page_len_buffer": zeros(size),
                 }
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, **options)
-        if size:
+        if groups := max_groups(size):
             options |= {
                 "use_cuda_graph": True,
-                "qo_indptr_buf": zeros(size + 1),
-                "paged_kv_indptr_buf": zeros(size + 1),
+                "qo_indptr_buf": zeros(groups + 1),
+                "paged_kv_indptr_buf": zeros(groups + 1),
                 "paged_kv_indices_buf": self._fixed_indices[use],
-                "paged_kv_last_page_len_buf": zeros(size),
+                "paged_kv_last_page_len_buf": zeros(groups),
             }
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, **options)
+
+
+def max_groups(size: int) -> int | None:
+    """Groups in a fixed launch for `size` rows, the rest as one; as many as launched if 0.
+
+    No more than can occur: fa2 sizes its query tiles for the rows that are left if each group but
+    one has a single row, so one group of all rows would read its pages tile after small tile.
+    """
+    return size // MIN_ROWS + 1 if size else None
 
 
 def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
@@ -321,9 +334,12 @@ def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
 
 
 def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
-    """What fa2 may need for the partial results of a split KV; two blocks an SM, 128 rows each."""
+    """What fa2 may need for the partial results of a split KV.
+
+    Two blocks an SM with 128 rows each, or in a fixed launch a block of 16 rows for every decode.
+    """
     sms = 132  # of an H100 or H200
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = kind.query_heads * (2 * sms // kind.kv_heads) * 128
-    return rows * 4 * (kind.value_dim + 1)
+    rows = max((2 * sms // kind.kv_heads) * 128, MAX_FIXED_ROWS * 16)
+    return rows * kind.query_heads * 4 * (kind.value_dim + 1)

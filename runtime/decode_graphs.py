@@ -29,8 +29,9 @@ class DecodeGraphs:
     """Runs batches of decodes through graphs, which are captured when they are first needed.
 
     Args:
-        model: its attention backend is `capturable`.
-        max_num_seqs: the largest batch.
+        model: its attention backend can `plan_fixed`.
+        max_num_seqs: the largest batch that the engine makes; larger than the backend's
+            `max_fixed_rows`, it runs without a graph.
         capture: makes a replay of a computation; the arguments are the computation and the number
             of rows. Its result is a fixed tensor that each replay overwrites.
     """
@@ -43,7 +44,7 @@ class DecodeGraphs:
         capture: Callable[[Compute], Compute] | None = None,
     ) -> None:
         self._model, self._pool = model, pool
-        self._sizes = batch_sizes(max_num_seqs)
+        self._sizes = batch_sizes(min(max_num_seqs, model.attention.max_fixed_rows))
         per_sequence = min(pool.num_pages, model.max_context // pool.page_size + 1)
         self._max_indices = min(MAX_INDICES, self._sizes[-1] * per_sequence)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
@@ -67,16 +68,15 @@ class DecodeGraphs:
         inputs = self._model.attention.plan_fixed(batch, ids, batch.positions(), np.arange(size))
         key = (size, bool(batch.shared))
         if key not in self._replays:
-            self._replays[key] = self._capture(
-                partial(self._model.compute, *inputs, pool=self._pool)
-            )
+            compute = partial(self._model.compute, self._pool, *inputs)
+            self._replays[key] = self._capture(compute)
         return self._replays[key]()[:count]
 
 
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The sizes that get a graph: dense where a row matters most, up to `max_num_seqs`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1025, 128)]
-    return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+def batch_sizes(largest: int) -> list[int]:
+    """The batch sizes that get a graph, up to `largest`: dense where a row matters most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest, 32)]
+    return [size for size in sizes if size < largest] + [largest]
 
 
 def pad(batch: PagedBatch, size: int, spare_page: int) -> PagedBatch:

@@ -43,7 +43,7 @@ class Engine:
         self.scheduler = scheduler
         self._graphs = (
             DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
-            if model.attention.capturable
+            if model.attention.max_fixed_rows
             else None
         )
         self._decode = decode

@@ -138,15 +138,15 @@ class PagedModel:
             [R, vocab_size] float32, on the model's device.
         """
         ids, positions, rows = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
-        return self.compute(ids, positions, rows, pool)
+        return self.compute(pool, ids, positions, rows)
 
     @torch.inference_mode()
     def compute(
         self,
+        pool: KVPool,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
-        pool: KVPool,
     ) -> torch.Tensor:
         """`forward` once the step is planned and its inputs are on the device."""
 

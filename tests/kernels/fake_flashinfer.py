@@ -32,6 +32,7 @@ ALLOW_FLOAT32 = False
 ALLOW_ANY_HEAD_DIM = False
 
 NUM_SMS = 132
+SPARE_PAGES: set[int] = set()  # whose slots may be written by several rows at once
 
 # ("plan", wrapper), ("run", wrapper), ("append",), ("merge",), ("record",), ("synchronize",)
 calls: list[tuple[str, ...]] = []
@@ -52,6 +53,7 @@ def reset() -> None:
     _names = itertools.count()
     calls.clear()
     _in_flight.clear()
+    SPARE_PAGES.clear()
 
 
 class Event:
@@ -739,7 +741,7 @@ def append_paged_kv_cache(
         page = int(kv_indices[pages[request] + position // page_size])
         assert 0 <= page < len(k_pages), f"page {page} lies outside the pool of {len(k_pages)}"
         slot = page, position % page_size
-        assert slot not in written, f"two rows are appended to slot {slot}"
+        assert slot not in written or page in SPARE_PAGES, f"two rows are appended to slot {slot}"
         written.add(slot)
         k_pages[slot], v_pages[slot] = append_key[row], append_value[row]
 
@@ -761,9 +763,13 @@ def merge_state_in_place(
     assert s.dtype == s_other.dtype == torch.float32, "s must be float32: a copy would be updated"
     for tensor in (v, s, v_other, s_other):
         assert tensor.is_contiguous(), "merge_state_in_place() takes contiguous tensors"
-    assert mask is None, "masks are not emulated"
+    merged = torch.ones(len(v), dtype=torch.bool)
+    if mask is not None:  # read as bytes; rows with 0 stay as they are
+        assert mask.shape == (len(v),) and mask.dtype in (torch.bool, torch.uint8)
+        merged = mask.bool()
     total = torch.logaddexp2(s.double(), s_other.double())
     reference = total.nan_to_num(neginf=0)
     weight, weight_other = (torch.exp2(side.double() - reference) for side in (s, s_other))
-    v.copy_(v.double() * weight[:, :, None] + v_other.double() * weight_other[:, :, None])
-    s.copy_(total)
+    mixed = v.double() * weight[:, :, None] + v_other.double() * weight_other[:, :, None]
+    v[merged] = mixed.to(v.dtype)[merged]
+    s[merged] = total.float()[merged]

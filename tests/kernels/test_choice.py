@@ -1,0 +1,104 @@
+"""Which backend is taken, and what is said when it is not the fast one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from radixcache.kernels import choice
+from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.torch_backend import TorchBackend
+from tests.kernels import fake_flashinfer
+from tests.kernels.stand_in import load_backend
+
+KINDS = [LayerKind(8, 2, 64, 64, 0.125), LayerKind(8, 2, 64, 64, 0.125, window=100)]
+GPU = torch.device("cuda", 0)
+NAME = "radixcache.kernels.flashinfer_backend"
+
+
+@pytest.fixture(autouse=True)
+def clean_stand_in():
+    fake_flashinfer.reset()
+    yield
+    fake_flashinfer.reset()
+
+
+def on_cpu(monkeypatch, module) -> None:
+    """Let the module that would run on a GPU run on the CPU."""
+    real = module.FlashInferBackend
+
+    def make(device, dtype, kinds):
+        return real(torch.device("cpu"), dtype, kinds)
+
+    monkeypatch.setattr(module, "FlashInferBackend", make)
+    monkeypatch.setattr(choice, "TorchBackend", lambda device: TorchBackend("cpu"))
+    tried = choice.try_out
+    monkeypatch.setattr(
+        choice,
+        "try_out",
+        lambda b, device, dtype, kinds: tried(b, torch.device("cpu"), dtype, kinds),
+    )
+    monkeypatch.setitem(sys.modules, NAME, module)
+
+
+def test_a_cpu_takes_torch_and_imports_nothing(monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, NAME, None)
+    backend = choice.choose_backend(torch.device("cpu"), torch.float32, KINDS)
+    assert isinstance(backend, TorchBackend) and not caplog.records
+
+
+def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(monkeypatch, caplog) -> None:
+    on_cpu(monkeypatch, load_backend())
+    caplog.set_level(logging.INFO)
+    backend = choice.choose_backend(GPU, torch.bfloat16, KINDS)
+    assert backend.name.startswith("FlashInfer 0.")
+    ran = {call[1].partition("-")[0] for call in fake_flashinfer.calls if call[0] == "run"}
+    assert ran == {"decode", "prefill", "ragged"} and not caplog.records
+
+
+def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, NAME, None)
+    monkeypatch.setattr(choice, "TorchBackend", lambda device: TorchBackend("cpu"))
+    backend = choice.choose_backend(GPU, torch.bfloat16, KINDS)
+    assert isinstance(backend, TorchBackend)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "\n" not in record.getMessage()
+    assert "pip install 'radixcache[cuda]'" in record.getMessage()
+
+
+@pytest.mark.parametrize(("dtype", "kinds", "reason"), [
+    (torch.float64, KINDS, "not torch.float64"),
+    (torch.bfloat16, [LayerKind(4, 4, 80, 80, 0.1)], "no kernel for heads of 80/80"),
+])  # fmt: skip
+def test_what_flashinfer_cannot_do_falls_back_with_the_reason(
+    monkeypatch, caplog, dtype, kinds, reason
+) -> None:
+    on_cpu(monkeypatch, load_backend())
+    assert isinstance(choice.choose_backend(GPU, dtype, kinds), TorchBackend)
+    assert reason in caplog.text
+
+
+def test_kernels_that_fail_or_compute_nonsense_fall_back(monkeypatch, caplog) -> None:
+    module = load_backend()
+    on_cpu(monkeypatch, module)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("nvcc not found\nmore lines")
+
+    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", fail)
+    assert isinstance(choice.choose_backend(GPU, torch.bfloat16, KINDS), TorchBackend)
+    assert "does not run here: nvcc not found" in caplog.text and "more lines" not in caplog.text
+    monkeypatch.undo()
+    caplog.clear()
+    on_cpu(monkeypatch, load_backend())
+    decode = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
+
+    def garbage(self, q, pages, *, out, **options):
+        return out.fill_(1)
+
+    monkeypatch.setattr(decode, "run", garbage)
+    assert isinstance(choice.choose_backend(GPU, torch.bfloat16, KINDS), TorchBackend)
+    assert "wrong results" in caplog.text

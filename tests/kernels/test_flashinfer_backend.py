@@ -1,0 +1,254 @@
+"""The FlashInfer backend over a stand-in for the package, against a naive float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
+from radixcache.kernels.upload import Upload
+from tests.kernels import fake_flashinfer
+from tests.kernels.reference import Step, make_batch, make_step, naive_attention
+from tests.kernels.stand_in import load_backend
+from tests.kernels.test_torch_backend import SHAPES, error
+
+HEADS = {"mha": (4, 4), "gqa 2": (4, 2), "gqa 4": (8, 2), "gqa 8": (8, 1)}
+
+
+BACKEND = load_backend()
+
+
+@pytest.fixture(autouse=True)
+def clean_stand_in() -> Iterator[None]:
+    fake_flashinfer.reset()
+    fake_flashinfer.ALLOW_FLOAT32 = fake_flashinfer.ALLOW_ANY_HEAD_DIM = True
+    yield
+    fake_flashinfer.reset()
+
+
+def kind_of(step: Step, scale: float, window: int | None = None, softcap: float | None = None):
+    heads = (step.query.shape[1], step.key.shape[1], step.key.shape[2], step.value.shape[2])
+    return LayerKind(*heads, scale, window, softcap)
+
+
+def make_backend(*kinds: LayerKind, dtype: torch.dtype = torch.float32):
+    return BACKEND.FlashInferBackend(torch.device("cpu"), dtype, kinds)
+
+
+def attend(backend, step: Step, batch: PagedBatch | None = None, fixed: bool = False, **options):
+    plan = backend.plan_fixed if fixed else backend.plan
+    plan(batch or step.batch)
+    return run(backend, step, **options)
+
+
+def run(backend, step: Step, **options) -> torch.Tensor:
+    pages = (step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0))  # the pool starts as zeros
+    return backend.run(step.query, step.key, step.value, *pages, **options)
+
+
+def with_shared(batch: PagedBatch, *groups: tuple[int, int, int]) -> PagedBatch:
+    return PagedBatch(
+        batch.qo_indptr,
+        batch.kv_indptr,
+        batch.kv_indices,
+        batch.kv_last_page_len,
+        batch.page_size,
+        tuple(SharedPrefix(*group) for group in groups),
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 6}, {"softcap": 5.0}, {"window": 20, "softcap": 5.0}], ids=str
+)
+def test_output_equals_the_reference(page_size, shape, options) -> None:
+    step = make_step(7, SHAPES[shape], page_size=page_size)
+    backend = make_backend(kind_of(step, 0.3, **options))
+    out = attend(backend, step, scale=0.3, **options)
+    assert error(step, out, scale=0.3, **options) < 2e-5
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+def test_query_heads_share_kv_heads(heads) -> None:
+    step = make_step(11, SHAPES["mixed"], page_size=4, heads=heads)
+    out = attend(make_backend(kind_of(step, 0.25)), step, scale=0.25)
+    assert error(step, out, scale=0.25) < 2e-5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixed_steps(seed) -> None:
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 2, 4, 16]))
+    decodes = [(1, int(rng.integers(0, 90))) for _ in range(rng.integers(0, 6))]
+    fresh = rng.random() < 0.3
+    prefills = [
+        (int(rng.integers(1, 40)), 0 if fresh else int(rng.integers(0, 60)))
+        for _ in range(rng.integers(0 if decodes else 1, 4))
+    ]
+    step = make_step(seed, decodes + prefills, page_size=page_size)
+    kinds = kind_of(step, 0.3), kind_of(step, 0.3, window=9)
+    backend = make_backend(*kinds)
+    backend.plan(step.batch)
+    for window in (None, 9, None):  # layers of two kinds share one plan
+        out = run(backend, step, scale=0.3, window=window)
+        assert error(step, out, scale=0.3, window=window) < 2e-5
+
+
+def test_prompts_without_a_cached_prefix_read_no_page() -> None:
+    step = make_step(3, SHAPES["fresh"])
+    attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
+    assert {name.partition("-")[0] for what, *names in fake_flashinfer.calls for name in names} == {
+        "ragged"
+    }
+
+
+def test_decodes_use_tensor_cores_from_four_query_heads_a_kv_head() -> None:
+    for heads, expected in {(4, 4): False, (4, 2): False, (8, 2): True, (8, 1): True}.items():
+        step = make_step(3, SHAPES["decode"], heads=heads)
+        backend = make_backend(kind_of(step, 0.3))
+        attend(backend, step, scale=0.3)
+        (wrapper,) = backend._wrappers.values()
+        assert wrapper._tensor_cores is expected
+
+
+def test_a_new_token_sees_what_another_sequence_of_the_step_writes() -> None:
+    """Published while being scheduled: the second sequence's page table holds the first's pages."""
+    step = make_step(5, [(1, 20), (8, 0)], page_size=4)
+    shared = make_step(5, [(1, 20), (8, 0), (3, 8)], page_size=4)
+    tables = [*step.tables, [*step.tables[1], *shared.tables[2][2:]]]
+    batch = make_batch(tables, [1, 8, 3], [21, 8, 11], 4)
+    step = Step(
+        batch, tables, [1, 8, 3], [21, 8, 11], shared.query, shared.key, shared.value,
+        torch.zeros(40, 4, 2, 16), torch.zeros(40, 4, 2, 16),
+    )  # fmt: skip
+    for number, page in enumerate(step.tables[0]):
+        step.k_pages[page], step.v_pages[page] = shared.k_pages[number], shared.v_pages[number]
+    step.k_pages, step.v_pages = step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0)
+    out = attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
+    assert np.abs(out.double().numpy() - naive_attention(step, scale=0.3)).max() < 2e-5
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("tail", "fixed"),
+    [([], False), ([], True), ([(9, 70)], False)],
+    ids=["decodes", "fixed", "mixed"],
+)
+def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(page_size, tail, fixed) -> None:
+    lens = [(1, 64 + n) for n in (3, 0, 17, 30, 6)] + tail
+    share = 64 // page_size
+    step = make_step(2, lens, page_size=page_size, heads=(4, 2), share=share)
+    kind = kind_of(step, 0.3)
+    flat = make_backend(kind)
+    flat.allocate_fixed(8, 1000)
+    attend(flat, step, fixed=fixed, scale=0.3)
+    flat_reads, fake_flashinfer.kv_tokens_read = fake_flashinfer.kv_tokens_read, 0
+    any_groups = [[(0, 2, share), (2, 3, share - 1 or 1)], [(1, 3, share)], [(0, 2, share)]]
+    for groups in ([(0, 5, share)], [(0, 4, share)], *([] if fixed else any_groups)):
+        backend = make_backend(kind)
+        backend.allocate_fixed(8, 1000)
+        fake_flashinfer.kv_tokens_read = 0
+        batch = with_shared(step.batch, *groups)
+        out = attend(backend, step, batch, fixed=fixed, scale=0.3)
+        assert error(step, out, scale=0.3) < 2e-5
+        saved = sum((size - 1) * pages * page_size for _, size, pages in groups)
+        gaps = 2  # the rows before and after the groups see one token each, which is not merged
+        assert fake_flashinfer.kv_tokens_read <= flat_reads - saved + gaps
+
+
+def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
+    """Two graphs of different sizes and a cascade, replayed with other tables in turn."""
+    first = make_step(1, [(1, n) for n in (30, 5, 77)], page_size=4)
+    kind = kind_of(first, 0.3)
+    backend = make_backend(kind)
+    backend.allocate_fixed(6, 400)
+    captured: dict[tuple[int, bool], list[object]] = {}
+    for seed in range(2, 14):
+        rng = np.random.default_rng(seed)
+        size, share = int(rng.choice([3, 6])), int(rng.integers(0, 2)) * 8
+        lens = [(1, 4 * share + int(rng.integers(0, 50))) for _ in range(size)]
+        step = make_step(seed, lens, page_size=4, share=share)
+        batch = with_shared(step.batch, (0, size, share)) if share else step.batch
+        ids, positions = backend.plan_fixed(batch, np.arange(size), batch.positions())
+        baked_in = [ids.data_ptr(), positions.data_ptr(), *what_a_graph_keeps(backend._step)]
+        assert captured.setdefault((size, bool(share)), baked_in) == baked_in
+        out = run(backend, step, scale=0.3)
+        assert error(step, out, scale=0.3) < 2e-5
+        assert ids.tolist() == list(range(size)) and positions.tolist() == [n for _, n in lens]
+    assert len(captured) == 4
+
+
+def what_a_graph_keeps(step) -> list[object]:
+    """Addresses and wrappers of a captured step; the wrappers have buffers of their own."""
+    kept = [None if step.in_group is None else step.in_group.data_ptr()]
+    for part in [*step.parts, *([] if step.shared is None else [step.shared])]:
+        kept += [part.rows, *map(id, part.wrappers.values())]
+    for part in step.parts:
+        tables = part.tables
+        appended = (tables.sequence, tables.position, tables.kv_indptr, tables.indices)
+        kept += [array.device.data_ptr() for array in appended]
+    return kept
+
+
+def test_the_pinned_buffers_are_not_overwritten_while_they_are_read() -> None:
+    step = make_step(4, SHAPES["mixed"])
+    backend = make_backend(kind_of(step, 0.3))
+    attend(backend, step, scale=0.3)
+    attend(backend, step, scale=0.3)
+    names = [call[0] for call in fake_flashinfer.calls]
+    second = len(names) // 2
+    assert "synchronize" in names[second - 1 : second + 2] and names.count("record") == 2
+
+
+def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:
+    sent = []
+    call = Upload.__call__
+
+    def counting(self, arrays):
+        sent.append(len(arrays))
+        return call(self, arrays)
+
+    monkeypatch.setattr(Upload, "__call__", counting)
+    step = make_step(4, SHAPES["mixed"])
+    backend = make_backend(kind_of(step, 0.3))
+    given = backend.plan(step.batch, np.arange(7), np.array([2**31 - 1, -5]), np.array([], int))
+    assert [tensor.tolist() for tensor in given] == [list(range(7)), [2**31 - 1, -5], []]
+    assert len(sent) == 1
+
+
+def test_uploads_keep_their_place_until_they_outgrow_it() -> None:
+    upload = Upload(torch.device("cpu"), 64)
+    a, b = upload([np.arange(5), np.arange(3)])
+    c, d = upload([np.arange(5) + 1, np.arange(40)])
+    assert (a.device.data_ptr(), b.device.data_ptr()) == (c.device.data_ptr(), d.device.data_ptr())
+    (e,) = upload([np.arange(1000)])
+    assert e.device.tolist() == e.host.tolist() == list(range(1000))
+
+
+def test_what_flashinfer_cannot_do_is_refused() -> None:
+    step = make_step(4, SHAPES["mixed"])
+    kind = kind_of(step, 0.3)
+    with pytest.raises(ValueError, match="not torch"):
+        make_backend(kind, dtype=torch.float64)
+    with pytest.raises(ValueError, match="no kernel for heads of 16/32"):
+        make_backend(kind._replace(value_dim=32))
+    with pytest.raises(ValueError, match="no kernel for heads of 80/80"):
+        make_backend(kind._replace(head_dim=80, value_dim=80))
+    backend = make_backend(kind)
+    with pytest.raises(RuntimeError, match="before plan"):
+        run(backend, step, scale=0.3)
+    assert backend.reads_shared_once
+    assert not make_backend(kind, kind._replace(window=4)).reads_shared_once
+
+
+def test_the_workspace_holds_what_a_wide_group_needs() -> None:
+    # On 132 SMs: Hq * floor(264 / Hkv) * 128 * D * 4 * (1 + 1 / D) bytes.
+    for heads, dim in (((32, 8), 128), ((64, 8), 128), ((32, 4), 64)):
+        bound = heads[0] * (264 // heads[1]) * 128 * dim * 4 * (1 + 1 / dim)
+        bound = max(bound, 256 * 16 * heads[0] * (dim + 1) * 4)
+        kind = LayerKind(*heads, dim, dim, 1.0)
+        assert BACKEND._split_kv_bytes(kind, torch.device("cpu")) == bound

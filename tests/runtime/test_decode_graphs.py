@@ -1,0 +1,187 @@
+"""Decodes in graphs, and the whole engine on the FlashInfer backend, over a stand-in for it.
+
+A graph on a CPU is a computation that is run again without planning anew: as on a GPU, a replay
+sees only what `plan_fixed` has written to its buffers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from radixcache import SamplingParams
+from radixcache.kernels import cascade
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime import decode_graphs, engine
+from radixcache.runtime.decode_graphs import DecodeGraphs, batch_sizes, pad
+from radixcache.runtime.model import PagedModel
+from tests import engines
+from tests.engines import generated, plain_greedy, run
+from tests.kernels import fake_flashinfer
+from tests.kernels.stand_in import load_backend
+from tests.models import tiny_model
+
+BACKEND = load_backend()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(name, root / name) for name in ("llama", "gemma2")}
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    fake_flashinfer.reset()
+    fake_flashinfer.ALLOW_FLOAT32 = fake_flashinfer.ALLOW_ANY_HEAD_DIM = True
+    monkeypatch.setattr(
+        "radixcache.runtime.model.choose_backend",
+        lambda device, dtype, kinds: BACKEND.FlashInferBackend(device, dtype, kinds),
+    )
+    monkeypatch.setattr(engines, "paged_model", load)
+    monkeypatch.setattr(decode_graphs, "_Capture", FakeCapture)
+    FakeCapture.replays.clear()
+    yield
+    fake_flashinfer.reset()
+
+
+def load(path: Path) -> PagedModel:
+    """A model of its own: backends keep state."""
+    return PagedModel(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+
+
+class FakeCapture:
+    """Runs the captured computation again, into the tensor that the capture returned."""
+
+    replays: list[int] = []  # noqa: RUF012
+
+    def __call__(self, compute):
+        pool = compute.args[0]
+        fake_flashinfer.SPARE_PAGES.add(pool.spare_page)
+        result = compute().clone()
+
+        def replay():
+            self.replays.append(len(result))
+            return result.copy_(compute())
+
+        return replay
+
+
+def test_sizes_grow_and_end_with_the_largest_batch() -> None:
+    assert batch_sizes(1) == [1] and batch_sizes(3) == [1, 2, 3]
+    assert batch_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert batch_sizes(256)[-5:] == [160, 192, 224, 256][-5:] or batch_sizes(256)[-1] == 256
+    for largest in range(1, 257):
+        sizes = batch_sizes(largest)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == largest
+        for count in range(1, largest + 1):  # a third of the rows is wasted at most, or 8 rows
+            size = next(size for size in sizes if size >= count)
+            assert size - count <= max(7, 31 if size > 64 else 0)
+
+
+def test_filling_rows_stand_on_the_spare_page() -> None:
+    batch = PagedBatch(
+        np.arange(4, dtype=np.int32),
+        np.array([0, 2, 3, 6], np.int32),
+        np.arange(6, dtype=np.int32),
+        np.array([1, 4, 2], np.int32),
+        4,
+    )
+    padded = pad(batch, 5, 99)
+    assert padded.qo_indptr.tolist() == [0, 1, 2, 3, 4, 5]
+    assert padded.kv_indptr.tolist() == [0, 2, 3, 6, 7, 8]
+    assert padded.kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 99, 99]
+    assert padded.kv_lens.tolist() == [5, 4, 10, 1, 1]
+    assert padded.slots().tolist()[3:] == [396, 396]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cache", ["radix", "none"])
+def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache) -> None:
+    rng = np.random.default_rng(page_size)
+    stem = rng.integers(0, 256, 40).tolist()
+    prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 7)]
+    made = engines.make_engine(folders[family], cache, page_size, max_num_batched_tokens=64)
+    requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+    assert FakeCapture.replays, "no step took a graph"
+    assert not any(
+        layer[0][: made.kv_pool.num_pages].isnan().any() for layer in made.kv_pool.layers
+    )
+
+
+def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
+    """12 greedy tokens, whatever they are."""
+    model = engines.plain_model(path)
+    eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+    try:
+        return plain_greedy(path, prompt, 12)
+    finally:
+        model.generation_config.eos_token_id = eos
+
+
+def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, monkeypatch) -> None:
+    grouped = []
+
+    def group(tables, page_size):
+        order, shared = cascade.group_by_prefix(tables, page_size, 4, 32)
+        grouped.append(len(shared))
+        return order, shared
+
+    rng = np.random.default_rng(5)
+    stems = [rng.integers(0, 256, 50).tolist() for _ in range(2)]
+    prompts = [stems[i % 2] + rng.integers(0, 256, 3 + i).tolist() for i in range(11)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    flat = generated(run(engines.make_engine(folders["llama"], page_size=4), prompts, params))
+    merges = len([call for call in fake_flashinfer.calls if call[0] == "merge"])
+    assert not merges
+    monkeypatch.setattr(engine, "group_by_prefix", group)
+    made = engines.make_engine(folders["llama"], page_size=4)
+    assert generated(run(made, prompts, params)) == flat
+    assert max(grouped) == 2
+    assert [call for call in fake_flashinfer.calls if call[0] == "merge"]
+    assert 16 in FakeCapture.replays  # eleven rows, filled up
+
+
+def test_completions_of_one_prompt_share_it(folders, monkeypatch) -> None:
+    monkeypatch.setattr(
+        engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16)
+    )
+    prompt = np.random.default_rng(8).integers(0, 256, 61).tolist()
+    params = SamplingParams(n=6, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    made = engines.make_engine(folders["llama"], page_size=4)
+    tokens = generated(run(made, [prompt], params))
+    assert any(call[0] == "merge" for call in fake_flashinfer.calls)
+    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: (range(len(tables)), ()))
+    again = engines.make_engine(folders["llama"], page_size=4)
+    assert generated(run(again, [prompt], params)) == tokens
+
+
+def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> None:
+    model = load(folders["llama"])
+    pool = model.allocate(64, 4)
+    graphs = DecodeGraphs(model, pool, 4)
+    one = PagedBatch(
+        np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
+        np.array([2], np.int32), 4,
+    )  # fmt: skip
+    assert graphs.run(np.array([5], np.int32), one) is not None
+    two = PagedBatch(one.qo_indptr * 2, one.kv_indptr, one.kv_indices, one.kv_last_page_len, 4)
+    assert graphs.run(np.array([5, 6], np.int32), two) is None  # not a decode
+    five = PagedBatch(
+        np.arange(6, dtype=np.int32), np.arange(6, dtype=np.int32), np.arange(5, dtype=np.int32),
+        np.ones(5, np.int32), 4,
+    )  # fmt: skip
+    assert graphs.run(np.arange(5, dtype=np.int32), five) is None  # too many rows
+    monkeypatch.setattr(decode_graphs, "MAX_INDICES", 3)
+    narrow = DecodeGraphs(load(folders["llama"]), pool, 4)
+    three = PagedBatch(
+        np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(3, dtype=np.int32),
+        np.ones(3, np.int32), 4,
+    )  # fmt: skip
+    assert narrow.run(np.arange(3, dtype=np.int32), three) is None  # three pages and a spare one
