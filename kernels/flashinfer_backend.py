@@ -85,8 +85,11 @@ class FlashInferBackend(AttentionBackend):
                 raise ValueError(f"it has no kernel for heads of {kind.head_dim}/{kind.value_dim}")
         self.device, self.dtype = device, dtype
         self._kinds = list(dict.fromkeys(kinds))
-        # A window hides the shared prefix from a row, each at another place.
-        self.reads_shared_once = all(kind.window is None for kind in kinds)
+        # A window hides the shared prefix from a row, each at another place; and the kernel that
+        # merges two states has no more than 1,024 threads, eight elements each.
+        self.reads_shared_once = all(
+            kind.window is None and kind.query_heads * kind.head_dim <= 8 * 1024 for kind in kinds
+        )
         self._workspace = torch.zeros(
             max(_WORKSPACE, *(_split_kv_bytes(kind, device) for kind in kinds)),
             dtype=torch.uint8,
@@ -336,10 +339,13 @@ def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
 def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
     """What fa2 may need for the partial results of a split KV.
 
-    Two blocks an SM with 128 rows each, or in a fixed launch a block of 16 rows for every decode.
+    That is two blocks an SM with 128 rows each, or all the query tiles that a fixed launch might
+    have: a small one for each decode, or one of 128 rows for each group of the shared level.
     """
     sms = 132  # of an H100 or H200
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = max((2 * sms // kind.kv_heads) * 128, MAX_FIXED_ROWS * 16)
+    group = kind.query_heads // kind.kv_heads
+    tile = max(16 if group <= 16 else 64, 128 // MIN_ROWS)
+    rows = max((2 * sms // kind.kv_heads) * 128, MAX_FIXED_ROWS * (group + tile))
     return rows * kind.query_heads * 4 * (kind.value_dim + 1)

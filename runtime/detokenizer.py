@@ -8,9 +8,10 @@ from collections.abc import Callable
 class Detokenizer:
     """The text of one completion.
 
-    A token's text depends on its neighbours (spaces, bytes of one character), so each step decodes
-    a short window twice, with and without what is new, and keeps the difference. Text that ends
-    inside a character waits for the rest.
+    A token's text depends on its neighbours (spaces, bytes of one character), so what is new is
+    decoded with a short window before it, and the window without it; the difference is kept. Text
+    that ends inside a character waits for the rest. Without stop strings nothing is decoded before
+    somebody asks for the text.
 
     Args:
         decode: token ids to text, special tokens skipped.
@@ -30,18 +31,20 @@ class Detokenizer:
     def append(self, token: int) -> None:
         """Add a token; sets `stopped_by` when the text now holds a stop string."""
         self._ids.append(token)
-        known = self._decode(self._ids[self._window : self._read])
-        text = self._decode(self._ids[self._window :])
-        if len(text) > len(known) and not text.endswith("\ufffd"):
-            self._window, self._read = self._read, len(self._ids)
-            self._add(text[len(known) :])
+        if self._stop_strings:
+            self._catch_up()
 
     def finish(self) -> None:
         """The last token has come: text that waited for more is taken as it is."""
         if self.stopped_by is None:
-            known = self._decode(self._ids[self._window : self._read])
-            text = self._decode(self._ids[self._window :])
-            self._read = len(self._ids)
+            self._catch_up(to_the_end=True)
+
+    def _catch_up(self, *, to_the_end: bool = False) -> None:
+        """Decode what is new, up to the last whole character or to the end."""
+        known = self._decode(self._ids[self._window : self._read])
+        text = self._decode(self._ids[self._window :])
+        if to_the_end or (len(text) > len(known) and not text.endswith("\ufffd")):
+            self._window, self._read = self._read, len(self._ids)
             self._add(text[len(known) :])
 
     def _add(self, text: str) -> None:
@@ -58,6 +61,8 @@ class Detokenizer:
 
     def take(self, finished: bool) -> str:
         """The text since the last call, less a tail that may be the start of a stop string."""
+        if self._read < len(self._ids) and self.stopped_by is None:
+            self._catch_up()
         end = len(self.text)
         if not finished:
             end -= self._held_back()

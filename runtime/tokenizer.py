@@ -12,7 +12,14 @@ class Tokenizer:
     """The tokenizer of a model folder or hub id."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerFast
+
         self._tokenizer = tokenizer
+        # Called for every generated token: what transformers wraps around it takes three times as
+        # long as decoding.
+        self._backend: Any = None
+        if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+            self._backend = tokenizer.backend_tokenizer
 
     @classmethod
     def load(cls, name_or_path: str) -> Tokenizer | None:
@@ -31,7 +38,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, without special tokens."""
-        text: str = self._tokenizer.decode(
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(ids, skip_special_tokens=True)
+            return text
+        text = self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
