@@ -771,6 +771,8 @@ def merge_state_in_place(
     for tensor in (v, s, v_other, s_other):
         assert tensor.is_contiguous(), "merge_state_in_place() takes contiguous tensors"
     assert mask is None, "masks are not emulated"
+    threads = -(-v.shape[2] // max(8, v.shape[2] // 32)) * v.shape[1]
+    assert threads <= 1024, f"{v.shape[1]} heads of {v.shape[2]} are too many for one thread block"
     total = torch.logaddexp2(s.double(), s_other.double())
     reference = total.nan_to_num(neginf=0)
     weight, weight_other = (torch.exp2(side.double() - reference) for side in (s, s_other))

@@ -230,6 +230,19 @@ def test_two_empty_states_merge_to_an_empty_one() -> None:
     assert v.eq(0).all() and s.eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "message"),
+    [
+        (2, 8, torch.float16, "must be float32"),
+        (64, 256, torch.float32, "too many"),
+    ],
+)
+def test_merge_refuses(heads: int, dim: int, dtype: torch.dtype, message: str) -> None:
+    v, s = torch.zeros(1, heads, dim), torch.zeros(1, heads, dtype=dtype)
+    with pytest.raises(AssertionError, match=message):
+        fake.merge_state_in_place(v, s, v.clone(), s.clone())
+
+
 def test_appended_rows_land_in_the_slots_of_their_positions() -> None:
     pool = Pool(5, [7, 3, 8], 4, 2, 8)
     k, v = torch.full_like(pool.k, math.nan), torch.full_like(pool.v, math.nan)
