@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    LayerKind,
+    PagedBatch,
+    SharedPrefix,
+)
 from radixcache.kernels.torch_backend import TorchBackend
 
 _log = logging.getLogger("radixcache")
@@ -46,18 +51,26 @@ def try_out(
     dtype: torch.dtype,
     kinds: Sequence[LayerKind],
 ) -> None:
-    """Run a decode, a suffix and a fresh prompt through every kind of layer.
+    """Run decodes, decodes that share a page, a suffix and a fresh prompt through every layer kind.
 
     Kernels are loaded, or compiled, at the first use: better now than at the first request.
     """
-    for queries, lens in (((1, 2), (3, 5)), ((4, 6), (4, 6))):
+    own = np.arange(10, dtype=np.int32)
+    sharers = np.array([0, 1, 0, 2], dtype=np.int32)
+    shared = (SharedPrefix(0, 2, 1),) if backend.reads_shared_once else ()
+    for queries, lens, pages, groups in (
+        ((1, 2), (3, 5), own[:8], ()),
+        ((4, 6), (4, 6), own, ()),
+        ((1, 1), (2, 2), sharers, shared),
+    ):
         tokens = sum(queries)
         batch = PagedBatch(
             qo_indptr=np.cumsum([0, *queries], dtype=np.int32),
             kv_indptr=np.cumsum([0, *lens], dtype=np.int32),
-            kv_indices=np.arange(sum(lens), dtype=np.int32),
+            kv_indices=pages,
             kv_last_page_len=np.ones(2, dtype=np.int32),
             page_size=1,
+            shared=groups,
         )
         backend.plan(batch)
         for kind in dict.fromkeys(kinds):
@@ -69,8 +82,8 @@ def try_out(
                 zeros(tokens, kind.query_heads, kind.head_dim),
                 zeros(tokens, kind.kv_heads, kind.head_dim),
                 zeros(tokens, kind.kv_heads, kind.value_dim),
-                zeros(sum(lens), kind.kv_heads, kind.head_dim)[:, None],
-                zeros(sum(lens), kind.kv_heads, kind.value_dim)[:, None],
+                zeros(len(own), kind.kv_heads, kind.head_dim)[:, None],
+                zeros(len(own), kind.kv_heads, kind.value_dim)[:, None],
                 scale=kind.scale,
                 window=kind.window,
                 softcap=kind.softcap,

@@ -59,7 +59,7 @@ class TorchBackend(AttentionBackend):
     Scratch memory (the gathered keys and values of one tile) grows to what a step needs and stays.
     """
 
-    name = "torch"
+    name = f"torch {torch.__version__}"
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

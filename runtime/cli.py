@@ -83,6 +83,7 @@ def _chat(args: argparse.Namespace) -> int:
         note("The bundled model answers questions about tables only. You can ask about this one:")
         note(system)
     params = replace(llm.default_params, **{"max_tokens": 512, **given})
+    note(llm.engine.model.placement)
     note(f"{_CHAT_COMMANDS}; Ctrl-C aborts an answer.")
     start = Chat(llm, system)
     chat = start.fork()
@@ -138,6 +139,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = replace(llm.default_params, **given)
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     note = _make_note()
+    note(llm.engine.model.placement)
     for output in outputs:
         if args.json:
             print(json.dumps(asdict(output)))

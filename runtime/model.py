@@ -114,6 +114,15 @@ class PagedModel:
         """Bytes of KV that one token keeps in all layers."""
         return bytes_per_token(self.shapes, self.dtype)
 
+    @property
+    def placement(self) -> str:
+        """Where and with what the model runs, in one line."""
+        place = str(self.device)
+        if self.device.type == "cuda":
+            place += f" ({torch.cuda.get_device_name(self.device)})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.config.model_type} in {dtype} on {place}, attention by {self.attention.name}"
+
     def allocate(self, num_pages: int, page_size: int) -> KVPool:
         """A pool of KV pages for this model."""
         return KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)

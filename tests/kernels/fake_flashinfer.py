@@ -123,8 +123,16 @@ class _Wrapper:
         self._max_rows: int | None = None
         self._ticket: int | None = None
 
-    def _start_plan(self, host: dict[str, torch.Tensor], indices: torch.Tensor | None) -> None:
-        """Take the index arrays: into the buffers in graph mode, as copies otherwise."""
+    def _start_plan(
+        self,
+        host: dict[str, torch.Tensor],
+        indices: torch.Tensor | None,
+        unused: dict[str, torch.Tensor],
+    ) -> None:
+        """Take the index arrays: into the buffers in graph mode, as copies otherwise.
+
+        `unused` arrays are copied to the device as well, but no fa2 kernel reads them.
+        """
         calls.append(("plan", self.name))
         assert self._ticket not in _in_flight, (
             f"plan() of {self.name} while the copies of its last plan() are in flight: "
@@ -152,22 +160,37 @@ class _Wrapper:
                 self._arrays["indices"] = _index("indices", indices)
         self._planned = {name: array.clone() for name, array in host.items()}
         self._ticket = next(_tickets)
-        _in_flight[self._ticket] = _Copies(self.name, host)
+        _in_flight[self._ticket] = _Copies(self.name, host | unused)
 
-    def _freeze(self, total_rows: int, **scalars: object) -> None:
-        """Note what a captured graph bakes in; it must be the same at every plan."""
-        if not self._graph:
-            return
-        if self._max_rows is None:
-            self._max_rows, self._frozen = total_rows, scalars
-        assert total_rows <= self._max_rows, (
-            f"graph mode was first planned with {self._max_rows} query rows; {total_rows} are more"
+    def _check_splits(self, fixed_split_size: int | None, disable_split_kv: bool) -> None:
+        # What a graph launches would follow the lengths; 0.6.6 masks padding blocks only if split.
+        assert not self._graph or not (fixed_split_size or disable_split_kv), (
+            "fixed_split_size and disable_split_kv are not safe with CUDA graphs"
         )
-        for name, value in scalars.items():
-            assert value == self._frozen[name], (
-                f"a captured graph has {name}={self._frozen[name]} baked in; "
-                f"this plan() has {value}"
+
+    def _schedule(self, problem: _Problem, offsets: list[int], **scalars: int) -> None:
+        """Choose the query tile; in graph mode, one for any batch of as many rows."""
+        rows, batch, tiles = offsets[-1], len(offsets) - 1, 0
+        if self._graph:
+            if self._max_rows is None:
+                self._max_rows, self._frozen = rows, {**problem.scalars(), **scalars}
+            assert rows <= self._max_rows, (
+                f"graph mode was first planned with {self._max_rows} query rows; {rows} are more"
             )
+            for name, value in {**problem.scalars(), **scalars}.items():
+                assert value == self._frozen[name], (
+                    f"a captured graph has {name}={self._frozen[name]} baked in; "
+                    f"this plan() has {value}"
+                )
+            self._tile = problem.tile((self._max_rows - batch + 1) % 2**32 * problem.group)
+            tiles = -(-self._max_rows * problem.group // self._tile) + batch - 1
+        else:
+            self._tile = problem.tile(rows * problem.group // batch)
+        longest = max(end - start for start, end in itertools.pairwise(offsets))
+        assert problem.causal or problem.window < 0 or longest <= self._tile, (
+            "a window without causal: split KV covers window_left and one query tile of keys only"
+        )
+        problem.check_workspace(self._workspace_bytes, tiles, self._tile)
 
     def _start_run(self) -> None:
         calls.append(("run", self.name))
@@ -347,7 +370,7 @@ class _PagedWrapper(_Wrapper):
         page_size: int,
         seq_lens: torch.Tensor | None,
     ) -> None:
-        self._start_plan(host, indices)
+        self._start_plan(host, indices, {} if seq_lens is None else {"seq_lens": seq_lens})
         self._problem, self._page_size = problem, page_size
         offsets, pages = _indptr("qo_indptr", qo_indptr), _indptr("indptr", host["indptr"])
         last = [int(n) for n in host["last_page_len"]]
@@ -363,17 +386,10 @@ class _PagedWrapper(_Wrapper):
             )
         lens = _kv_lens(pages, last, page_size)
         if seq_lens is not None:
-            _index("seq_lens", seq_lens)
-            assert seq_lens.tolist() == lens, f"seq_lens {seq_lens.tolist()}; the pages say {lens}"
-        rows, batch = offsets[-1], len(last)
-        self._freeze(rows, page_size=page_size, **problem.scalars())
-        bound = self._max_rows if self._max_rows is not None else rows
-        if self._graph:  # sized for any batch of as many rows
-            self._tile = problem.tile((bound - batch + 1) % 2**32 * problem.group)
-            tiles = -(-bound * problem.group // self._tile) + batch - 1
-        else:
-            self._tile, tiles = problem.tile(rows * problem.group // batch), 0
-        problem.check_workspace(self._workspace_bytes, tiles, self._tile)
+            assert _index("seq_lens", seq_lens).tolist() == lens, (
+                f"seq_lens {seq_lens.tolist()}; the pages say {lens}"
+            )
+        self._schedule(problem, offsets, page_size=page_size)
 
     def _run_pages(
         self,
@@ -468,7 +484,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         disable_split_kv: bool = False,
     ) -> None:
         assert not use_fp16_qk_reduction, "float16 scores are not emulated"
-        assert not (self._graph and fixed_split_size), "a fixed split size breaks CUDA graphs"
+        self._check_splits(fixed_split_size, disable_split_kv)
         problem = _Problem(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -571,7 +587,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
                 f"decode without tensor cores has no kernel for groups of {problem.group}"
             )
             assert not fixed_split_size and not disable_split_kv, "tensor cores only"
-        assert not (self._graph and fixed_split_size), "a fixed split size breaks CUDA graphs"
+        self._check_splits(fixed_split_size, disable_split_kv)
         rows = torch.arange(len(indptr), dtype=torch.int32)
         host = {"indptr": indptr, "last_page_len": last_page_len}
         self._plan_pages(problem, rows, host, indices, page_size, seq_lens)
@@ -638,7 +654,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         disable_split_kv: bool = False,
     ) -> None:
         assert not use_fp16_qk_reduction, "float16 scores are not emulated"
-        assert not (self._graph and fixed_split_size), "a fixed split size breaks CUDA graphs"
+        self._check_splits(fixed_split_size, disable_split_kv)
         problem = _Problem(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -653,18 +669,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
         )
-        self._start_plan({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, None)
+        self._start_plan({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, None, {})
         self._problem = problem
-        rows, batch = _indptr("qo_indptr", qo_indptr)[-1], len(qo_indptr) - 1
-        assert len(_indptr("kv_indptr", kv_indptr)) == batch + 1, "the arrays disagree on the batch"
-        self._freeze(rows, **problem.scalars())
-        bound = self._max_rows if self._max_rows is not None else rows
-        if self._graph:
-            self._tile = problem.tile((bound - batch + 1) % 2**32 * problem.group)
-            tiles = -(-bound * problem.group // self._tile) + batch - 1
-        else:
-            self._tile, tiles = problem.tile(rows * problem.group // batch), 0
-        problem.check_workspace(self._workspace_bytes, tiles, self._tile)
+        offsets, keys = _indptr("qo_indptr", qo_indptr), _indptr("kv_indptr", kv_indptr)
+        assert len(keys) == len(offsets), "the arrays disagree on the batch size"
+        self._schedule(problem, offsets)
 
     def run(
         self,
@@ -755,7 +764,7 @@ def merge_state_in_place(
 ) -> None:
     """Merge attention over two sets of keys, as if it had been one; v [n, H, D], s [n, H] base 2.
 
-    An empty set has s = -inf. Two empty ones stay empty, with zeros (0.6.6 would make NaN).
+    An empty set has s = -inf (about -5e4 in 0.6.6) and zeros; two of them merge to an empty one.
     """
     calls.append(("merge",))
     assert v.ndim == 3 and v.shape == v_other.shape and v.dtype == v_other.dtype == _dtype(v.dtype)
@@ -767,6 +776,8 @@ def merge_state_in_place(
     if mask is not None:  # read as bytes; rows with 0 stay as they are
         assert mask.shape == (len(v),) and mask.dtype in (torch.bool, torch.uint8)
         merged = mask.bool()
+    threads = -(-v.shape[2] // max(8, v.shape[2] // 32)) * v.shape[1]
+    assert threads <= 1024, f"{v.shape[1]} heads of {v.shape[2]} are too many for one thread block"
     total = torch.logaddexp2(s.double(), s_other.double())
     reference = total.nan_to_num(neginf=0)
     weight, weight_other = (torch.exp2(side.double() - reference) for side in (s, s_other))

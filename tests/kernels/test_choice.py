@@ -57,6 +57,9 @@ def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(monkeypatch, caplog) 
     assert backend.name.startswith("FlashInfer 0.")
     ran = {call[1].partition("-")[0] for call in fake_flashinfer.calls if call[0] == "run"}
     assert ran == {"decode", "prefill", "ragged"} and not caplog.records
+    backend = choice.choose_backend(GPU, torch.bfloat16, KINDS[:1])  # no window: cascades
+    assert backend.reads_shared_once
+    assert any(call[0] == "merge" for call in fake_flashinfer.calls)
 
 
 def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) -> None:

@@ -230,6 +230,19 @@ def test_two_empty_states_merge_to_an_empty_one() -> None:
     assert v.eq(0).all() and s.eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "message"),
+    [
+        (2, 8, torch.float16, "must be float32"),
+        (64, 256, torch.float32, "too many"),
+    ],
+)
+def test_merge_refuses(heads: int, dim: int, dtype: torch.dtype, message: str) -> None:
+    v, s = torch.zeros(1, heads, dim), torch.zeros(1, heads, dtype=dtype)
+    with pytest.raises(AssertionError, match=message):
+        fake.merge_state_in_place(v, s, v.clone(), s.clone())
+
+
 def test_appended_rows_land_in_the_slots_of_their_positions() -> None:
     pool = Pool(5, [7, 3, 8], 4, 2, 8)
     k, v = torch.full_like(pool.k, math.nan), torch.full_like(pool.v, math.nan)
@@ -243,6 +256,34 @@ def test_appended_rows_land_in_the_slots_of_their_positions() -> None:
     fake.append_paged_kv_cache(key, value, batch, positions, (k, v), indices, pages, last)
     for mine, theirs in ((k, pool.k), (v, pool.v)):
         assert torch.equal(mine.nan_to_num(99), theirs.nan_to_num(99))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": ints(6, 7)}, "row 1: the tables do not hold position 7 of request 0"),
+        ({"positions": ints(6, -1)}, "position -1"),
+        ({"positions": ints(6, 6)}, "two rows are appended"),
+        ({"batch_indices": ints(0, 1)}, "of request 1"),
+        ({"kv_indices": ints(0, 9)}, "page 9 lies outside"),
+        ({"append_key": torch.zeros(2, 2, 8, dtype=torch.float16)}, "not converted"),
+        ({"append_value": torch.zeros(2, 1, 8)}, "append_value has shape"),
+    ],
+)
+def test_append_refuses(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "append_key": torch.zeros(2, 2, 8),
+        "append_value": torch.zeros(2, 2, 8),
+        "batch_indices": ints(0, 0),
+        "positions": ints(5, 6),
+        "paged_kv_cache": (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)),
+        "kv_indices": ints(2, 0),
+        "kv_indptr": ints(0, 2),
+        "kv_last_page_len": ints(3),
+    }
+    fake.append_paged_kv_cache(**arguments)
+    with pytest.raises(AssertionError, match=message):
+        fake.append_paged_kv_cache(**{**arguments, **change})
 
 
 def graph_decode(pages: int = 8) -> tuple[fake.BatchDecodeWithPagedKVCacheWrapper, torch.Tensor]:
@@ -358,6 +399,11 @@ def test_unwritten_slots_are_not_read_silently() -> None:
         run_after(forget)
 
 
+def test_a_window_over_many_rows_must_be_causal() -> None:
+    with pytest.raises(AssertionError, match="a window without causal"):
+        prefill(Pool(2, [200], 4, 2, 8), [130], 4, window_left=10)
+
+
 def test_every_row_must_belong_to_a_request() -> None:
     with pytest.raises(AssertionError, match="q has 5 rows"):
         run_after(lambda pool, wrapper: pool.randn(5, 4, 8))
@@ -408,7 +454,7 @@ def test_two_plans_of_a_wrapper_need_an_event_between_them() -> None:
         ([9, 30], {}, "do not fit the buffer of 8"),
         ([9, 14], {"window_left": 3}, "window=-1 baked in"),
         ([9, 14], {"sm_scale": 0.1}, "scale="),
-        ([9, 14], {"fixed_split_size": 2}, "breaks CUDA graphs"),
+        ([9, 14], {"fixed_split_size": 2}, "not safe with CUDA graphs"),
         ([9, 14], {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}, "q_dtype="),
     ],
 )

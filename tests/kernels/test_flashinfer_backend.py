@@ -248,7 +248,7 @@ def test_what_flashinfer_cannot_do_is_refused() -> None:
 
 
 def test_the_workspace_holds_what_a_wide_group_needs() -> None:
-    # FlashInfer 0.6.6 on 132 SMs, without graphs: Hq * floor(264 / Hkv) * 128 * D * 4 * (1 + 1 / D) bytes.
+    # Without graphs, on 132 SMs: Hq * floor(264 / Hkv) * 128 * D * 4 * (1 + 1 / D) bytes.
     for heads, dim in (((32, 8), 128), ((64, 8), 128), ((32, 4), 64)):
         bound = heads[0] * (264 // heads[1]) * 128 * dim * 4 * (1 + 1 / dim)
         bound = max(bound, 256 * (heads[0] // heads[1] + 32) * heads[0] * (dim + 1) * 4)

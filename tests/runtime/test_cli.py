@@ -166,7 +166,8 @@ def test_generate_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["generate", "--prompt-file", *map(str, paths), "--stop", "\n"]) == 0
     out, err = capsys.readouterr()
     assert out == " The age of Nora Lund is 30.\n The age of Nora Holm is 57.\n"
-    first, second = err.splitlines()
+    placement, first, second = err.splitlines()
+    assert placement.startswith("qwen3 in float32 on cpu, attention by torch ")
     assert ", 0 cached, " in first and ", 0 cached, " not in second
 
 
