@@ -6,6 +6,7 @@ import random
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -209,29 +210,30 @@ def test_requests_preempted_while_they_are_scored_get_the_same_scores(
     path: Path, mode: str, page_size: int
 ) -> None:
     longest = max(map(len, prompts())) + NEW_TOKENS
-    num_pages = -(-longest // page_size) + 3
-    engine = make_engine(path, mode, page_size, num_pages, max_num_batched_tokens=12)
-    put_back = engine.scheduler._put_back
     half_scored = 0
+    for chunk in (7, 12, 20):
+        engine = make_engine(path, mode, page_size, -(-longest // page_size) + 3, chunk)
+        put_back = engine.scheduler._put_back
 
-    def spy(sequence: Any) -> None:
-        nonlocal half_scored
-        half_scored += sequence.scoring is not None and sequence.num_computed > 0
-        put_back(sequence)
+        def spy(sequence: Any, put_back: Any = put_back) -> None:
+            nonlocal half_scored
+            half_scored += sequence.scoring is not None and sequence.num_computed > 0
+            put_back(sequence)
 
-    engine.scheduler._put_back = spy  # type: ignore[method-assign]
-    requests = []
-    for prompt in prompts():
-        requests += [engine.add_request(prompt, params) for params in (GREEDY, scoring())]
-    finish(engine)
+        engine.scheduler._put_back = spy  # type: ignore[method-assign]
+        requests = []
+        for prompt in prompts():
+            requests += [engine.add_request(prompt, params) for params in (scoring(), GREEDY)]
+            engine.step()
+        finish(engine)
+        for request in requests:
+            assert request.error is None
+            wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+            assert generated([request])[0][0] == wanted
+            if request.params is not GREEDY:
+                assert_scored(path, request)
+        assert_no_page_is_lost(engine)
     assert half_scored > 0
-    for request in requests:
-        assert request.error is None
-        wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
-        assert generated([request])[0][0] == wanted
-        if request.params is not GREEDY:
-            assert_scored(path, request)
-    assert_no_page_is_lost(engine)
 
 
 @pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
@@ -345,7 +347,8 @@ def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
     for request in run(engine, prompts(), ONLY_SCORE):
         assert_scored(path, request)
     assert most == 10
-    run(engine, prompts(), GREEDY)
+    assert longest == 10
+    run(engine, [text(100, random.Random(SEED))], GREEDY)
     assert longest == 60  # the others are not held back
 
 
@@ -361,8 +364,8 @@ def test_requests_that_ask_for_none_get_logits_for_their_last_token_only(
         return forward(tokens, batch, rows, pool)
 
     monkeypatch.setattr(engine.model, "forward", spy)
-    run(engine, prompts(), GREEDY)
-    assert sum(rows_of_steps) == len(prompts()) * NEW_TOKENS
+    requests = run(engine, prompts(), GREEDY)
+    assert sum(rows_of_steps) == sum(len(tokens) for (tokens,) in generated(requests))
 
 
 def test_a_stream_tells_the_scores_as_soon_as_all_are_known() -> None:
@@ -409,7 +412,9 @@ def test_scored_prompts_keep_to_their_size_and_drop_what_was_used_longest_ago() 
     def scores_of(tokens: np.ndarray) -> np.ndarray:
         scores = np.zeros((len(tokens), known.width), SCORE)
         scores["token"] = tokens[:, None]
-        scores["logprob"] = [[hash(tokens[: i + 1].tobytes()) % 1000] for i in range(len(tokens))]
+        scores["logprob"] = [
+            [crc32(tokens[: i + 1].tobytes()) % 10_000] for i in range(len(tokens))
+        ]
         return scores
 
     favourite = np.array(text(20, rng), np.int32)
