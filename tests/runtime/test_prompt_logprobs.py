@@ -304,7 +304,8 @@ def test_max_tokens_0_ends_with_the_prompt(path: Path, mode: str, length: int) -
         output = request.output()
         assert output.finished and output.error is None
         assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([], "length")
-        assert output.metrics.ttft is None and output.metrics.latency > 0
+        assert output.metrics.ttft is None
+        assert output.metrics.latency == request.output().metrics.latency  # its time is over
     if mode != "none":
         assert engine.cache.match([*prompt, 0]) == (length if mode == "radix" else length // 4 * 4)
     assert_no_page_is_lost(engine)
@@ -334,7 +335,7 @@ def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 10 * 4 * VOCAB_SIZE)
     monkeypatch.setattr(prompt_logprobs, "_SLICE_BYTES", 3 * 4 * VOCAB_SIZE)
-    engine = make_engine(path, page_size=4, max_num_batched_tokens=60)
+    engine = make_engine(path, page_size=4, max_num_batched_tokens=64)
     most = longest = 0
     forward = engine.model.forward
 
@@ -348,8 +349,8 @@ def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
         assert_scored(path, request)
     assert most == 10
     assert longest == 10
-    run(engine, [text(100, random.Random(SEED))], GREEDY)
-    assert longest == 60  # the others are not held back
+    run(engine, [text(200, random.Random(SEED))], GREEDY)
+    assert longest == 64  # the others are not held back
 
 
 def test_requests_that_ask_for_none_get_logits_for_their_last_token_only(
