@@ -342,6 +342,7 @@ def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
     def spy(tokens: Any, batch: Any, rows: Any, pool: Any) -> torch.Tensor:
         nonlocal most, longest
         most, longest = max(most, len(rows)), max(longest, len(tokens))
+        assert batch.query_lens.min() > 0
         return forward(tokens, batch, rows, pool)
 
     monkeypatch.setattr(engine.model, "forward", spy)
