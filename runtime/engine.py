@@ -14,6 +14,7 @@ from radixcache.kernels.cascade import group_by_prefix
 from radixcache.runtime.decode_graphs import DecodeGraphs
 from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
+from radixcache.runtime.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampler import sample
 from radixcache.runtime.sampling import SamplingParams
@@ -48,6 +49,7 @@ class Engine:
         )
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._scored = ScoredPrompts(model.vocab_size)
         self._next_id = 0
 
     def step(self) -> list[Request]:
@@ -63,6 +65,7 @@ class Engine:
                 chunks, batch = self._batch(chunks)
                 logits = self._run(chunks, batch)
                 self.cache.commit()
+                logits = self._score(chunks, logits)
                 changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
         except BaseException:
             self.scheduler.recover()
@@ -92,6 +95,10 @@ class Engine:
         max_tokens = self._max_tokens(tokens, params)
         request = Request(self._next_id, prompt, tokens, params, namespace)
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
+        if params.prompt_logprobs is not None:  # the first sequence scores it for all
+            cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
+            scoring = PromptLogprobs(tokens, namespace, self._scored, cost)
+            request.sequences[0].scoring = scoring
         self._next_id += 1
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -112,15 +119,16 @@ class Engine:
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
         context = self.model.max_context
-        if length >= context:
+        asked = params.max_tokens
+        if length + (asked != 0) > context:
             raise InvalidRequest(
                 f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
             )
-        wanted = min(params.max_tokens or context, context - length)
+        wanted = context - length if asked is None else min(asked, context - length)
         # One page is spare: a branch in mid-page copies it while both copies are held.
         pages = self.kv_pool.num_pages - 1
         room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
-        if room < (wanted if params.max_tokens else 1):
+        if room < (1 if asked is None else max(1, wanted)):
             raise InvalidRequest(
                 f"{length} prompt tokens and {wanted} to generate do not fit the KV memory of "
                 f"{pages} pages of {self.kv_pool.page_size} tokens"
@@ -157,13 +165,10 @@ class Engine:
         )
 
     def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
-        """Logits [R, vocab], float32, of the last token of each chunk that is a last one."""
-        copies = [
-            c
-            for chunk in chunks
-            if chunk.sequence.lease
-            for c in chunk.sequence.lease.take_copies()
-        ]
+        """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
+        the prompt tokens whose successors are to be scored."""
+        leases = [chunk.sequence.lease for chunk in chunks]
+        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
         if copies:
             self.kv_pool.copy(copies)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
@@ -172,7 +177,29 @@ class Engine:
             logits = self._graphs.run(tokens, batch)
             if logits is not None:
                 return logits
-        return self.model.forward(tokens, batch, batch.qo_indptr[1:][is_last] - 1, self.kv_pool)
+        rows = batch.qo_indptr[1:][is_last] - 1
+        for chunk, end in zip(chunks, batch.qo_indptr[1:], strict=True):
+            if chunk.sequence.scoring is not None:
+                first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
+                rows = np.append(rows, chunk.scored_positions + first)
+        return self.model.forward(tokens, batch, rows, self.kv_pool)
+
+    def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Score prompt tokens by the rows of `_run` for them; returns the rows before."""
+        scored = [chunk for chunk in chunks if chunk.sequence.scoring is not None]
+        counts = [len(chunk.scored_positions) for chunk in scored]
+        end = len(logits) - sum(counts)
+        sampled = logits[:end]
+        for chunk, count in zip(scored, counts, strict=True):
+            sequence, scoring = chunk.sequence, chunk.sequence.scoring
+            assert scoring is not None
+            scoring.add(logits[end : end + count])
+            end += count
+            if scoring.is_complete:
+                request = sequence.request
+                request.prompt_logprobs = scoring.report(request.params.prompt_logprobs or 0)
+                sequence.scoring = None
+        return sampled
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Request]:
         if not sequences:
@@ -183,6 +210,10 @@ class Engine:
             [sequence.generator for sequence in sequences],
         )
         for sequence, token, top in zip(sequences, tokens, logprobs, strict=True):
+            if not sequence.max_tokens:  # the prompt was all
+                self.scheduler.finish(sequence, "length")
+                sequence.request.note_end()
+                continue
             sequence.append(token)
             if top is not None:
                 sequence.logprobs.append(top)

@@ -12,6 +12,7 @@ from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from radixcache.runtime.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.sampling import SamplingParams
 
 
@@ -39,6 +40,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, float]] = []
         self.detokenizer: Detokenizer | None = None
+        self.scoring: PromptLogprobs | None = None
+        """The prompt's log-probabilities, as long as this sequence has some to compute."""
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
         self._tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
         self._length = len(request.prompt_token_ids)
@@ -48,8 +51,13 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Tokens that may get KV: all but the last generated one."""
-        return len(self._tokens) - 1
+        """Tokens that may get KV: the prompt, and all but the last generated one."""
+        return max(len(self.request.prompt_token_ids), len(self._tokens) - 1)
+
+    @property
+    def token_cost(self) -> int:
+        """What each token that is computed takes of the step's token budget."""
+        return 1 if self.scoring is None else self.scoring.token_cost
 
     @property
     def tokens(self) -> Tokens:
@@ -111,6 +119,7 @@ class Request:
         self.namespace = namespace
         self.sequences: list[Sequence] = []
         self.prefilled_tokens = 0
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
         self.error: str | None = None
         self._arrival = time.perf_counter()
         self._first_token: float | None = None
@@ -169,4 +178,5 @@ class Request:
             ),
             finished=self.finished,
             error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
         )
