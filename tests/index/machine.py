@@ -120,6 +120,7 @@ class Machine:
         chain = chain_of(namespace, [*tokens[:length], *following.tolist()])
         assert self.reference.cached_length(chain) == len(chain), "followed what is not cached"
         end = chain[-1] if chain else root(namespace)
+        assert len(following) <= 3
         if len(following) < 3:
             parents = {position.parent for position in self.reference.positions.values()}
             assert end not in parents, "did not follow to the end"

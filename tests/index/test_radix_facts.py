@@ -672,6 +672,8 @@ def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
     assert follow([1, 2, 3]) == (3, [8])
     assert follow([1, 2, 6], count=1) == (3, [6])
     assert follow([1, 2], count=0) == (2, [])
+    put(cache, [1, 2, 5, 7, 7])
+    assert follow([1], count=3) == (1, [2, 5, 7])
     assert cache.follow([1, 2], "tenant")[0] == 0
     cache.check()
 

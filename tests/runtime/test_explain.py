@@ -490,6 +490,15 @@ def test_what_was_evicted_is_called_evicted_and_what_follows_is_not(path: Path) 
     assert new.reason in ("first_seen", "diverged") and (new.start, new.end) == (30, 38)
 
 
+def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:
+    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    (output,) = llm.generate("some text", GREEDY)
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    llm.cache.reset()
+    (evicted, _) = llm.explain({"prompt_token_ids": [*tokens, 1, 2]}).misses
+    assert (evicted.reason, evicted.end) == ("evicted", len(tokens) - 1)  # the last has no KV
+
+
 def test_whole_blocks_and_no_cache_say_so(path: Path) -> None:
     known = list(range(1, 23))
     reasons = {}
