@@ -99,6 +99,8 @@ class PrefixCache(ABC):
     pool: PagePool
     page_size: int
     """Tokens per page."""
+    granularity: int
+    """Hits are multiples of this many tokens: 1, or a page; 0 if there are never any."""
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
@@ -109,6 +111,14 @@ class PrefixCache(ABC):
         """Number of leading tokens that `acquire` would find now. Changes nothing.
 
         At most ``len(tokens) - 1``: one token must be computed to get logits.
+        """
+
+    @abstractmethod
+    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        """Number of leading tokens that are cached, whether or not a hit may have them now.
+
+        `match` leaves out the last token, and what is in flight in a half-filled page. Changes
+        nothing. O(len(tokens)).
         """
 
     @abstractmethod

@@ -169,6 +169,7 @@ class HashBlockCache(PrefixCache):
             raise InvalidRequest("hash-block caching never uses page 0: one page is not enough")
         self.pool = pool
         self.page_size = pool.page_size
+        self.granularity = pool.page_size if enabled else 0
         self.enabled = enabled
         self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
         self.stats = CacheStats()
@@ -202,6 +203,10 @@ class HashBlockCache(PrefixCache):
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         tokens = as_tokens(tokens)
         return len(self._find(tokens, namespace, len(tokens) - 1)) * self.page_size
+
+    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        tokens = as_tokens(tokens)
+        return len(self._find(tokens, namespace, len(tokens))) * self.page_size
 
     def _find(self, tokens: Tokens, namespace: Hashable, most: int) -> list[int]:
         """Pages of the longest cached prefix of at most `most` tokens. O(len(tokens))."""

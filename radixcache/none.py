@@ -24,6 +24,7 @@ class NoCache(PrefixCache):
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.page_size = pool.page_size
+        self.granularity = 0
         self.stats = CacheStats()
         self.events: list[Listener] = []
         self._leases: set[Lease] = set()
@@ -31,6 +32,9 @@ class NoCache(PrefixCache):
         self._in_flight: dict[Lease, int] = {}
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        return 0
+
+    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return 0
 
     def acquire(

@@ -69,6 +69,7 @@ class RadixCache(PrefixCache):
             policy = POLICIES[policy]
         self.pool = pool
         self.page_size = pool.page_size
+        self.granularity = 1
         self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
         self.stats = CacheStats()
         self.events: list[Listener] = []
@@ -88,6 +89,23 @@ class RadixCache(PrefixCache):
         if root is None:
             return 0
         return self._find(root, 0, as_tokens(tokens)[:-1])[1]
+
+    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        return self.follow(tokens, namespace, 0)[0]
+
+    def follow(
+        self, tokens: TokensLike, namespace: Hashable = None, count: int = 1
+    ) -> tuple[int, Tokens]:
+        """`cached_length`, and up to `count` tokens that are cached after so many of `tokens`.
+
+        Where they are cached with several continuations, the branch that was added last is taken.
+        Changes nothing. O(len(tokens) + count).
+        """
+        root = self._tree.roots.get(namespace)
+        if root is None:
+            return 0, np.empty(0, np.int32)
+        node, position = self._tree.descend(root, 0, as_tokens(tokens))
+        return position, self._tree.continuation(node, position, count)
 
     def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int]:
         """The cursor of the longest usable prefix, and how much of that prefix is written."""

@@ -107,6 +107,19 @@ class RadixTree:
             at = at.parent
         return np.concatenate(parts[::-1])
 
+    def continuation(self, node: Node, position: int, count: int) -> Tokens:
+        """Up to `count` tokens that follow `position`, which is in `node`, int32; a copy.
+
+        At each fork along the child that was added last. O(count).
+        """
+        parts = [node.tokens[position - node.start :][:count]]
+        count -= len(parts[0])
+        while count and node.children:
+            node = next(reversed(node.children.values()))
+            parts.append(node.tokens[:count])
+            count -= len(parts[-1])
+        return np.concatenate(parts)
+
     def namespace_of(self, node: Node) -> Hashable:
         """The namespace that `node` belongs to. O(depth)."""
         while node.parent is not None:

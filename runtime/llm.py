@@ -6,18 +6,20 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
-from radixcache.base import PrefixCache, TokensLike
+from radixcache.base import PrefixCache, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, RadixCacheError
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine import Engine
+from radixcache.runtime.explain import Explainer, Explanation
 from radixcache.runtime.kv_pool import count_pages
 from radixcache.runtime.model import load_model
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.request import Request
+from radixcache.runtime.request import Sequence as Completion
 from radixcache.runtime.sampling import SamplingParams
 from radixcache.runtime.scheduler import Policy, Scheduler
 from radixcache.runtime.tokenizer import Tokenizer
@@ -112,6 +114,8 @@ class LLM:
             self.tokenizer.decode if self.tokenizer else None,
             seed,
         )
+        self.explainer = Explainer(prefix_cache)
+        self.engine.scheduler.on_publish = self._before_publish
         self.prefixes = NamedPrefixes(self.engine)
         self.model_name = Path(path).name
         self.default_params = _default_params(paged.generation_config)
@@ -159,6 +163,26 @@ class LLM:
         """
         return self._stream(self._add_all(prompt, params, cache_salt, prefix)[0])
 
+    def explain(
+        self, prompt: Prompt, *, prefix: str | None = None, cache_salt: str | None = None
+    ) -> Explanation:
+        """Why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
+
+        It may show texts that other prompts have put into the cache: it is for whoever runs the
+        engine. See `radixcache.runtime.explain`.
+
+        Raises:
+            InvalidRequest: the prompt is unusable.
+            PinError: no prefix of that name is pinned.
+        """
+        tokens = as_tokens(self._encode_after(prefix, prompt))
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty")
+        hit = self.cache.match(tokens, cache_salt)
+        misses = self.explainer.explain(tokens, hit, cache_salt, other_namespaces=True)
+        decode = self.tokenizer.decode if self.tokenizer else None
+        return Explanation(len(tokens), hit, misses, decode)
+
     def pin_prefix(
         self,
         name: str,
@@ -204,6 +228,15 @@ class LLM:
             tokens = self._need_tokenizer().encode(text, special=False)
             prompts.append({"prompt_token_ids": tokens})
         return self.generate(prompts, params, cache_salt=cache_salt, use_tqdm=use_tqdm)
+
+    def _before_publish(self, sequence: Completion, num_tokens: int) -> None:
+        """Explain a request when it is admitted, and remember what is computed of it."""
+        request, lease = sequence.request, sequence.lease
+        if request.explanation is None and lease is not None:
+            request.explanation = self.explainer.observe(
+                sequence.tokens, lease.cached_tokens, request.namespace
+            )
+        self.explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
     def encode(self, prompt: Prompt) -> TokensLike:
         """The token ids of a prompt.

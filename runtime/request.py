@@ -11,6 +11,7 @@ import torch
 from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.detokenizer import Detokenizer
+from radixcache.runtime.explain import Miss
 from radixcache.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from radixcache.runtime.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.sampling import SamplingParams
@@ -120,6 +121,8 @@ class Request:
         self.sequences: list[Sequence] = []
         self.prefilled_tokens = 0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
+        self.explanation: list[Miss] | None = None
+        """Why the first admitted sequence was not cached in full; None before it is known."""
         self.error: str | None = None
         self._arrival = time.perf_counter()
         self._first_token: float | None = None

@@ -8,6 +8,7 @@ so that the next sequence in the same step can already use it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -83,6 +84,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
+        self.on_publish: Callable[[Sequence, int], None] | None = None
+        """Called before the cache hears of the first so many tokens of a sequence."""
         self._short_of_pages = False
         self._failed: list[Request] = []
 
@@ -181,6 +184,8 @@ class Scheduler:
         end = sequence.num_computed + len(tokens)
         if is_prefill:
             self.cache.reserve(lease, end)
+            if self.on_publish is not None:
+                self.on_publish(sequence, end)
             if end > lease.num_tokens:  # else computed for its logits only
                 self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
@@ -215,6 +220,8 @@ class Scheduler:
         self.running.remove(sequence)
         assert sequence.lease is not None
         if len(sequence.unpublished):
+            if self.on_publish is not None:
+                self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
         self._release(sequence)
 

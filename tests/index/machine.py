@@ -109,7 +109,21 @@ class Machine:
         hit = self.cache.match(tokens, namespace)
         expected = self.reference.match(chain_of(namespace, tokens))
         assert hit == expected, f"match({list(tokens)}) is {hit}, must be {expected}"
+        self._follow(tokens, namespace)
         return hit
+
+    def _follow(self, tokens: Sequence[int], namespace: Hashable) -> None:
+        """What follows a prefix is cached, and ends only where nothing else follows."""
+        length, following = self.cache.follow(tokens, namespace, 3)
+        assert length == self.cache.cached_length(tokens, namespace)
+        assert length == self.reference.cached_length(chain_of(namespace, tokens))
+        chain = chain_of(namespace, [*tokens[:length], *following.tolist()])
+        assert self.reference.cached_length(chain) == len(chain), "followed what is not cached"
+        end = chain[-1] if chain else root(namespace)
+        assert len(following) <= 3
+        if len(following) < 3:
+            parents = {position.parent for position in self.reference.positions.values()}
+            assert end not in parents, "did not follow to the end"
 
     def acquire(
         self, tokens: Sequence[int], namespace: Hashable = None, resumed: bool = False

@@ -89,6 +89,8 @@ class Schedule:
         prompt = (prompt + self.some(self.rng.randint(1, 2 * self.page_size)))[: self.longest]
         expected = self.expected_hit(prompt, namespace)
         assert self.cache.match(prompt, namespace) == expected
+        whole = self.expected_hit([*prompt, SENTINEL], namespace)
+        assert self.cache.cached_length(prompt, namespace) == whole
         queue, free = self.cache.queue, self.cache.pool.num_free
         unheld = (self.cache.pool.refs == 0).copy()
         lease = self.cache.acquire(prompt, namespace)

@@ -648,6 +648,51 @@ def test_a_pin_that_makes_no_sense_is_refused(misuse: Callable[[RadixCache], Non
     assert cache.evict(16) == 3
 
 
+# ------------------------------------------------------------------------------ what follows
+
+
+def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
+    cache = a_cache()
+
+    def follow(tokens: Sequence[int], count: int = 9) -> tuple[int, list[int]]:
+        length, following = cache.follow(tokens, None, count)
+        return length, following.tolist()
+
+    assert follow([1, 2]) == (0, [])
+    for tokens in ([1, 2, 3, 4], [1, 2, 6, 6, 6], [1, 2, 5]):
+        put(cache, tokens)
+    assert follow([1, 2]) == (2, [5])
+    assert follow([1]) == (1, [2, 5])
+    assert follow([]) == (0, [1, 2, 5])
+    assert follow([1, 2, 6, 6, 7]) == (4, [6])
+    assert follow([1, 2, 6, 6, 6]) == (5, [])
+    put(cache, [1, 2, 3, 4])  # used again, and split: neither makes a branch younger
+    put(cache, [1, 2, 3, 8])
+    assert follow([1, 2]) == (2, [5])
+    assert follow([1, 2, 3]) == (3, [8])
+    assert follow([1, 2, 6], count=1) == (3, [6])
+    assert follow([1, 2], count=0) == (2, [])
+    put(cache, [1, 2, 5, 7, 7])
+    assert follow([1], count=3) == (1, [2, 5, 7])
+    assert cache.follow([1, 2], "tenant")[0] == 0
+    cache.check()
+
+
+def test_the_cached_length_counts_what_a_hit_must_leave_out() -> None:
+    cache = a_cache()
+    put(cache, SYSTEM)
+    assert (cache.match(SYSTEM), cache.cached_length(SYSTEM)) == (9, 10)
+    lease = begin(cache, [*SYSTEM, 11, 12, 13, 14, 15])
+    prompt = [*SYSTEM, 11, 12, 13, 14, 99]
+    assert (cache.match(prompt), cache.cached_length(prompt)) == (12, 14)  # in flight
+    cache.commit()
+    assert (cache.match(prompt), cache.cached_length(prompt)) == (14, 14)
+    cache.release(lease)
+    none = NoCache(PagePool(4, 4))
+    assert none.cached_length(SYSTEM) == 0
+    assert (cache.granularity, none.granularity) == (1, 0)
+
+
 # ------------------------------------------------------------------------------ events and reset
 
 
