@@ -234,7 +234,7 @@ class LLM:
         request, lease = sequence.request, sequence.lease
         if request.explanation is None and lease is not None:
             request.explanation = self.explainer.observe(
-                sequence.tokens, lease.cached_tokens, request.namespace
+                sequence.tokens, lease.num_tokens, request.namespace
             )
         self.explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
