@@ -42,6 +42,8 @@ class Engine:
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._next_id = 0
+        self.failed_step: list[Sequence] = []
+        """What was running when a step failed last: one of them may be the cause."""
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
@@ -57,7 +59,7 @@ class Engine:
                 self.cache.commit()
                 changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
         except BaseException:
-            self.scheduler.recover()
+            self.failed_step = self.scheduler.recover()
             raise
         return changed
 

@@ -11,7 +11,7 @@ import torch
 from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.detokenizer import Detokenizer
-from radixcache.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from radixcache.runtime.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.sampling import SamplingParams
 
 
@@ -39,6 +39,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, float]] = []
         self.detokenizer: Detokenizer | None = None
+        self._num_taken = 0
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
         self._tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
         self._length = len(request.prompt_token_ids)
@@ -90,6 +91,20 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.request.params.logprobs is None else self.logprobs,
+        )
+
+
+    def take_delta(self) -> Delta:
+        """What came since the last call: O(new tokens), where `output` is O(all)."""
+        start, self._num_taken = self._num_taken, len(self.generated)
+        finished = self.finish_reason is not None
+        return Delta(
+            index=self.index,
+            text=self.detokenizer.take(finished) if self.detokenizer else "",
+            token_ids=self.generated[start:].tolist(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.request.params.logprobs is None else self.logprobs[start:],
         )
 
 
