@@ -94,6 +94,11 @@ class Sequence:
         )
 
 
+    @property
+    def has_delta(self) -> bool:
+        """Whether tokens have come since the last `take_delta`."""
+        return self._num_taken < len(self.generated)
+
     def take_delta(self) -> Delta:
         """What came since the last call: O(new tokens), where `output` is O(all)."""
         start, self._num_taken = self._num_taken, len(self.generated)
@@ -149,6 +154,16 @@ class Request:
         """Whether every completion is."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it."""
+        return None if self._first_token is None else self._first_token - self._arrival
+
+    @property
+    def latency(self) -> float:
+        """Seconds from arrival to the end, or to now."""
+        return (self._end or time.perf_counter()) - self._arrival
+
     def note_token(self) -> None:
         """Keep the time of the first token, and of the end if this was it."""
         if self._first_token is None:
@@ -162,13 +177,11 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The state of the request."""
-        end = self._end or time.perf_counter()
-        ttft = rate = None
-        if self._first_token is not None:
-            ttft = self._first_token - self._arrival
+        ttft, latency, rate = self.ttft, self.latency, None
+        if ttft is not None:
             decoded = sum(len(s.generated) for s in self.sequences) - len(self.sequences)
-            if decoded > 0 and end > self._first_token:
-                rate = decoded / (end - self._first_token)
+            if decoded > 0 and latency > ttft:
+                rate = decoded / (latency - ttft)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -178,7 +191,7 @@ class Request:
             metrics=RequestMetrics(
                 prefilled_tokens=self.prefilled_tokens,
                 ttft=ttft,
-                latency=end - self._arrival,
+                latency=latency,
                 tokens_per_second=rate,
                 preemptions=sum(sequence.preemptions for sequence in self.sequences),
             ),
