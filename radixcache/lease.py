@@ -56,7 +56,8 @@ class Lease:
         self.num_tokens = 0
         """Length of the prefix whose KV is cached or published; the next publish starts here."""
         self.cached_tokens = 0
-        """Tokens found instead of computed: the hit of `acquire`."""
+        """Tokens found instead of computed: the hit of `acquire`. Lower it before the first publish
+        if some of them are computed all the same, so that the statistics do not count those."""
         self.capacity = 0
         """Tokens that the lease may hold without another `reserve`."""
         self.query_tokens = query_tokens

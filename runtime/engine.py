@@ -12,6 +12,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
+from radixcache.runtime.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampler import sample
 from radixcache.runtime.sampling import SamplingParams
@@ -41,6 +42,7 @@ class Engine:
         self.scheduler = scheduler
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._scored = ScoredPrompts(model.vocab_size)
         self._next_id = 0
         self.failed_step: list[Sequence] = []
         """What was running when a step failed last: one of them may be the cause."""
@@ -57,6 +59,7 @@ class Engine:
             if chunks:
                 logits = self._run(chunks)
                 self.cache.commit()
+                logits = self._score(chunks, logits)
                 changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
         except BaseException:
             self.failed_step = self.scheduler.recover()
@@ -86,6 +89,10 @@ class Engine:
         max_tokens = self._max_tokens(tokens, params)
         request = Request(self._next_id, prompt, tokens, params, namespace)
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
+        if params.prompt_logprobs is not None:  # the first sequence scores it for all
+            cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
+            scoring = PromptLogprobs(tokens, namespace, self._scored, cost)
+            request.sequences[0].scoring = scoring
         self._next_id += 1
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -106,15 +113,16 @@ class Engine:
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
         context = self.model.max_context
-        if length >= context:
+        asked = params.max_tokens
+        if length + (asked != 0) > context:
             raise InvalidRequest(
                 f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
             )
-        wanted = min(params.max_tokens or context, context - length)
+        wanted = context - length if asked is None else min(asked, context - length)
         # One page is spare: a branch in mid-page copies it while both copies are held.
         pages = self.kv_pool.num_pages - 1
         room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
-        if room < (wanted if params.max_tokens else 1):
+        if room < (1 if asked is None else max(1, wanted)):
             raise InvalidRequest(
                 f"{length} prompt tokens and {wanted} to generate do not fit the KV memory of "
                 f"{pages} pages of {self.kv_pool.page_size} tokens"
@@ -127,7 +135,8 @@ class Engine:
         return torch.Generator(self.model.device).manual_seed(params.seed + index)
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
-        """Logits [R, vocab], float32, of the last token of each chunk that is a last one."""
+        """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
+        the prompt tokens whose successors are to be scored."""
         page_size = self.kv_pool.page_size
         leases = [chunk.sequence.lease for chunk in chunks]
         kv_lens = [chunk.sequence.num_computed for chunk in chunks]
@@ -151,7 +160,28 @@ class Engine:
             [c.sequence.tokens[n - c.num_tokens : n] for c, n in zip(chunks, kv_lens, strict=True)]
         )
         is_last = np.array([chunk.is_last for chunk in chunks])
-        return self.model.forward(tokens, batch, batch.qo_indptr[1:][is_last] - 1, self.kv_pool)
+        rows = batch.qo_indptr[1:][is_last] - 1
+        for chunk, end, length in zip(chunks, batch.qo_indptr[1:], kv_lens, strict=True):
+            if chunk.sequence.scoring is not None:
+                rows = np.append(rows, chunk.scored_positions + (end - length))
+        return self.model.forward(tokens, batch, rows, self.kv_pool)
+
+    def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Score prompt tokens by the rows of `_run` for them; returns the rows before."""
+        scored = [chunk for chunk in chunks if chunk.sequence.scoring is not None]
+        counts = [len(chunk.scored_positions) for chunk in scored]
+        end = len(logits) - sum(counts)
+        sampled = logits[:end]
+        for chunk, count in zip(scored, counts, strict=True):
+            sequence, scoring = chunk.sequence, chunk.sequence.scoring
+            assert scoring is not None
+            scoring.add(logits[end : end + count])
+            end += count
+            if scoring.is_complete:
+                request = sequence.request
+                request.prompt_logprobs = scoring.report(request.params.prompt_logprobs or 0)
+                sequence.scoring = None
+        return sampled
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Request]:
         if not sequences:
@@ -162,6 +192,10 @@ class Engine:
             [sequence.generator for sequence in sequences],
         )
         for sequence, token, top in zip(sequences, tokens, logprobs, strict=True):
+            if not sequence.max_tokens:  # the prompt was all
+                self.scheduler.finish(sequence, "length")
+                sequence.request.note_end()
+                continue
             sequence.append(token)
             if top is not None:
                 sequence.logprobs.append(top)

@@ -65,8 +65,12 @@ class RequestOutput:
 
     Attributes:
         num_cached_tokens: leading prompt tokens whose KV the cache held when the request was first
-            scheduled, or came to hold before they were computed.
+            scheduled, or came to hold before they were computed. With `prompt_logprobs`, those of
+            them that were not computed again for their logits.
         error: why the request failed, if it did.
+        prompt_logprobs: for each prompt token the log-probabilities asked for, by token id, its
+            own first; None for the first token. None as a whole until all are known, or if none
+            were asked for.
     """
 
     request_id: int
@@ -77,3 +81,4 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool
     error: str | None = field(default=None)
+    prompt_logprobs: list[dict[int, float] | None] | None = None

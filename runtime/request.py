@@ -12,6 +12,7 @@ from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from radixcache.runtime.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.sampling import SamplingParams
 
 
@@ -39,7 +40,10 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, float]] = []
         self.detokenizer: Detokenizer | None = None
+        self.scoring: PromptLogprobs | None = None
+        """The prompt's log-probabilities, as long as this sequence has some to compute."""
         self._num_taken = 0
+        self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
         self._tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
         self._length = len(request.prompt_token_ids)
@@ -49,8 +53,13 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Tokens that may get KV: all but the last generated one."""
-        return len(self._tokens) - 1
+        """Tokens that may get KV: the prompt, and all but the last generated one."""
+        return max(len(self.request.prompt_token_ids), len(self._tokens) - 1)
+
+    @property
+    def token_cost(self) -> int:
+        """What each token that is computed takes of the step's token budget."""
+        return 1 if self.scoring is None else self.scoring.token_cost
 
     @property
     def tokens(self) -> Tokens:
@@ -96,16 +105,17 @@ class Sequence:
 
     @property
     def has_delta(self) -> bool:
-        """Whether tokens have come since the last `take_delta`."""
-        return self._num_taken < len(self.generated)
+        """Whether tokens or the end have come since the last `take_delta`."""
+        ended = self.finish_reason is not None and not self._end_taken
+        return ended or self._num_taken < len(self.generated)
 
     def take_delta(self) -> Delta:
         """What came since the last call: O(new tokens), where `output` is O(all)."""
         start, self._num_taken = self._num_taken, len(self.generated)
-        finished = self.finish_reason is not None
+        self._end_taken = self.finish_reason is not None
         return Delta(
             index=self.index,
-            text=self.detokenizer.take(finished) if self.detokenizer else "",
+            text=self.detokenizer.take(self._end_taken) if self.detokenizer else "",
             token_ids=self.generated[start:].tolist(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -131,6 +141,7 @@ class Request:
         self.namespace = namespace
         self.sequences: list[Sequence] = []
         self.prefilled_tokens = 0
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
         self.error: str | None = None
         self._arrival = time.perf_counter()
         self._first_token: float | None = None
@@ -197,4 +208,5 @@ class Request:
             ),
             finished=self.finished,
             error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
         )

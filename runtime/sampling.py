@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from radixcache.errors import InvalidRequest
 
+MAX_PROMPT_LOGPROBS = 20
+"""Likeliest tokens that can be asked for at each position of a prompt."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -16,13 +19,17 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
-        max_tokens: tokens to generate at most; None means up to the end of the context.
+        max_tokens: tokens to generate at most; None means up to the end of the context. 0 only
+            scores the prompt, and needs `prompt_logprobs`.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         ignore_eos: go on past the model's end tokens.
         seed: makes the request's tokens independent of what else is in the batch.
         n: completions per prompt; the prompt is computed once.
         logprobs: report this many likeliest tokens per step, besides the chosen one.
+        prompt_logprobs: report for every prompt token its log-probability and those of this many
+            likeliest tokens, 20 at most. Cached tokens that no earlier request had scored are
+            computed again, and do not count as cached.
     """
 
     temperature: float = 1.0
@@ -36,6 +43,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
@@ -43,14 +51,22 @@ class SamplingParams:
         _require(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
         _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
         _require(
-            self.max_tokens is None or self.max_tokens >= 1,
+            self.max_tokens is None
+            or self.max_tokens >= 1
+            or (self.max_tokens == 0 and self.prompt_logprobs is not None),
             "max_tokens",
-            "at least 1",
+            "at least 1 (0 only with prompt_logprobs)",
             self.max_tokens,
         )
         _require(self.n >= 1, "n", "at least 1", self.n)
         _require(
             self.logprobs is None or self.logprobs >= 0, "logprobs", "at least 0", self.logprobs
+        )
+        _require(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_PROMPT_LOGPROBS,
+            "prompt_logprobs",
+            f"from 0 to {MAX_PROMPT_LOGPROBS}",
+            self.prompt_logprobs,
         )
         _require(all(self.stop_strings), "stop", "non-empty strings", self.stop)
 

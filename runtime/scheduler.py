@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from radixcache.base import PrefixCache
 from radixcache.errors import OutOfPages
 from radixcache.runtime.request import Request, Sequence
@@ -36,6 +39,17 @@ class Chunk(NamedTuple):
     def is_last(self) -> bool:
         """Whether the chunk ends with the sequence's last token, so that a token is sampled."""
         return self.sequence.num_computed == len(self.sequence)
+
+    @property
+    def cost(self) -> int:
+        """What the chunk takes of the step's token budget."""
+        return self.num_tokens * self.sequence.token_cost
+
+    @property
+    def scored_positions(self) -> NDArray[np.int64]:
+        """Positions of the chunk whose logits score the prompt token that comes next."""
+        end, scoring = self.sequence.num_computed, self.sequence.scoring
+        return np.arange(0) if scoring is None else scoring.wanted(end - self.num_tokens, end)
 
 
 class Scheduler:
@@ -81,7 +95,7 @@ class Scheduler:
                 chunk = self._schedule_running(sequence, budget, chunks)
                 if chunk:
                     chunks.append(chunk)
-                    budget -= chunk.num_tokens
+                    budget = max(0, budget - chunk.cost)
         if not self._short_of_pages or not self.running:
             self._admit(chunks, budget)
         return chunks
@@ -111,10 +125,12 @@ class Scheduler:
         for sequence in self._candidates():
             if not budget or len(self.running) >= self.max_num_seqs:
                 return
-            sequence.lease = self.cache.acquire(
+            lease = sequence.lease = self.cache.acquire(
                 sequence.tokens, sequence.request.namespace, resumed=sequence.preemptions > 0
             )
-            hit = sequence.num_computed = sequence.lease.cached_tokens
+            if sequence.scoring is not None:  # what has KV but no scores is computed again
+                lease.cached_tokens = min(lease.cached_tokens, sequence.scoring.recall())
+            hit = sequence.num_computed = lease.cached_tokens
             try:
                 chunk = self._take(sequence, budget, is_prefill=True)
             except OutOfPages as error:
@@ -130,7 +146,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.running.append(sequence)
             chunks.append(chunk)
-            budget -= chunk.num_tokens
+            budget = max(0, budget - chunk.cost)
 
     def _candidates(self) -> list[Sequence]:
         """Waiting sequences in the order in which they should be admitted."""
@@ -153,12 +169,14 @@ class Scheduler:
         Raises:
             OutOfPages: nothing is taken.
         """
-        lease, tokens = sequence.lease, sequence.pending[:budget]
+        lease = sequence.lease
         assert lease is not None
+        tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
         end = sequence.num_computed + len(tokens)
         if is_prefill:
             self.cache.reserve(lease, end)
-            self.cache.publish(lease, tokens)
+            if end > lease.num_tokens:
+                self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
         elif end > lease.capacity:
             try:

@@ -36,8 +36,15 @@ class Tokenizer:
         )
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text that asks for the assistant's next message, by the model's chat template.
+    def token_text(self, token: int) -> str:
+        """Text of one token, special ones included; U+FFFD for part of a character."""
+        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, ask: bool = True) -> str:
+        """The text of a conversation, by the model's chat template.
+
+        It ends by asking for the assistant's next message, if not told otherwise.
 
         Raises:
             InvalidRequest: there is no template, or it refuses these messages.
@@ -49,7 +56,7 @@ class Tokenizer:
             raise InvalidRequest("the model has no chat template: use generate, not chat")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tokenize=False, add_generation_prompt=ask
             )
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
