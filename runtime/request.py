@@ -102,7 +102,6 @@ class Sequence:
             logprobs=None if self.request.params.logprobs is None else self.logprobs,
         )
 
-
     @property
     def has_delta(self) -> bool:
         """Whether tokens or the end have come since the last `take_delta`."""

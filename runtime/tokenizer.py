@@ -29,16 +29,11 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `ids`, without special tokens if not told otherwise."""
         text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
-        return text
-
-    def token_text(self, token: int) -> str:
-        """Text of one token, special ones included; U+FFFD for part of a character."""
-        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, ask: bool = True) -> str:

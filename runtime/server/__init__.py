@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: `radixcache serve`, or `create_app` of `radixcache.runtime.server.app`."""
+"""The OpenAI-compatible server, as a command (`serve`) and as an app to embed (`app`)."""

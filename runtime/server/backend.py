@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from fastapi import Depends, Request
 
+from radixcache.base import TokensLike
 from radixcache.errors import PinError
 from radixcache.runtime.llm import LLM, Message, Prompt
 from radixcache.runtime.prefixes import NamedPrefix
@@ -61,6 +62,7 @@ class Backend:
         self.chat_defaults = replace(llm.default_params, max_tokens=limit)
         self.prefix_messages: WeakKeyDictionary[NamedPrefix, list[Message]] = WeakKeyDictionary()
         """What prefixes that were given as messages consist of."""
+        self._token_texts: dict[int, str] = {}
         # One thread, because tokenizers may not be used in several at a time; not the event loop's,
         # because a long text takes a while.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
@@ -93,22 +95,39 @@ class Backend:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, function, tokenizer)
 
+    def token_text(self, token: int) -> str:
+        """The text of one token, as logprobs show it."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self.tokenizer.decode([token], special=True)
+        return text
+
+    def now(self) -> int:
+        """Unix time, for `created`."""
+        return int(time.time())
+
     async def encode_chat(self, messages: list[Message]) -> list[int]:
         """The prompt that asks for the answer to `messages`."""
         return await self.tokenize(lambda t: t.encode(t.render_chat(messages), special=False))
 
-    async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
-        """The prefix of that name and salt; 404 if there is none."""
+    async def find_prefix(self, name: str) -> NamedPrefix:
+        """The prefix of that name; 404 if there is none."""
         try:
-            prefix = await self.worker.call(lambda: self.llm.prefixes[name])
+            return await self.worker.call(lambda: self.llm.prefixes[name])
         except PinError as error:
             raise ApiError.not_found(str(error), "prefix") from None
-        if prefix.cache_salt != cache_salt:
-            raise ApiError.not_found(f"no prefix named {name!r} is pinned", "prefix")
+
+    async def find_prefix_for(self, body: GenerationRequest) -> NamedPrefix | None:
+        """The prefix that a request names; 404 if there is none with the request's salt."""
+        if body.prefix is None:
+            return None
+        prefix = await self.find_prefix(body.prefix)
+        if prefix.cache_salt != body.cache_salt:
+            raise ApiError.not_found(f"no prefix named {body.prefix!r} is pinned", "prefix")
         return prefix
 
     async def submit(
-        self, prompts: list[list[int]], params: SamplingParams, body: GenerationRequest
+        self, prompts: Sequence[TokensLike], params: SamplingParams, body: GenerationRequest
     ) -> Job:
         """Queue prompts for `body`, which says what else there is to know."""
         if params.stop_strings:

@@ -7,7 +7,7 @@ refused, unless they say what is done anyway.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -26,7 +26,7 @@ def _check_text(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
-TokenIds = list[int]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
@@ -141,17 +141,17 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[str | TokenIds]:
         """The prompts, one at least."""
         match self.prompt:
-            case [int(), *_] as ids:
-                return [ids]
-            case [_, *_] as many:
-                return many
+            case [str() | list(), *_] as many:
+                return cast(list[str | TokenIds], many)
             case one:
-                return [one]
+                return [cast(str | TokenIds, one)]
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of is not supported: it must equal n")
+        if self.echo and self.prefix is not None:
+            raise ValueError("a prefix cannot be echoed")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, unless the prompt is echoed")
         return self

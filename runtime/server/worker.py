@@ -301,41 +301,40 @@ class Worker:
         try:
             changed = self._engine.step()
         except Exception as error:
-            log.exception("a step failed; its requests are tried again")
+            log.exception("a step failed")
             self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
+            if self._failed_steps == MAX_FAILED_STEPS:
                 self._failed_steps = 0
-                suspects = {sequence.request for sequence in self._engine.failed_step}
+                in_step = {sequence.request for sequence in self._engine.failed_step}
+                suspects = [request for request in in_step if request in self._entries]
                 self._fail(
-                    [r for r in suspects if r in self._entries] or [*self._entries],
-                    ApiError.internal(f"the engine failed: {error}"),
+                    suspects or [*self._entries], ApiError.internal(f"the engine failed: {error}")
                 )
             return
         self._failed_steps = 0
         now = time.perf_counter()
-        updates = []
-        for request in changed:
-            entry = self._entries.get(request)
-            if entry is None:
-                continue
-            self._metrics.note_token(request, now)
-            job, deltas = entry.job, []
-            if job.stream:
-                deltas = [
-                    PromptDelta(entry.prompt, sequence.take_delta())
-                    for sequence in request.sequences
-                    if sequence.has_delta
-                ]
-            error = None
-            if request.finished:
-                del self._entries[request]
-                self._metrics.note_end(request)
-                if request.error is not None:
-                    error = ApiError.internal(request.error)
-            finished = not any(other in self._entries for other in job.requests)
-            if deltas or finished or error:
-                updates.append(_Update(job, deltas, finished, error))
-        self._post(updates)
+        updates = [self._update(r, self._entries[r], now) for r in changed if r in self._entries]
+        self._post([update for update in updates if update is not None])
+
+    def _update(self, request: Request, entry: _Entry, now: float) -> _Update | None:
+        """What a step has brought for a request; None if its job need not know yet."""
+        job = entry.job
+        self._metrics.note_token(request, now)
+        error = None
+        if request.finished:
+            del self._entries[request]
+            self._metrics.note_end(request)
+            if request.error is not None:
+                error = ApiError.internal(request.error)
+        deltas = []
+        if job.stream:
+            deltas = [
+                PromptDelta(entry.prompt, sequence.take_delta())
+                for sequence in request.sequences
+                if sequence.has_delta
+            ]
+        finished = all(other.finished for other in job.requests)
+        return _Update(job, deltas, finished, error) if deltas or finished or error else None
 
     def _fail(self, requests: list[Request], error: ApiError) -> None:
         """End requests, and the jobs that they are of, with an error."""
