@@ -306,6 +306,8 @@ def test_every_requirement_has_one_exact_pin_that_satisfies_it(
     for pin in pinned.values():
         assert re.fullmatch(r"==\d+(\.\d+)*", str(pin.specifier))  # no +cpu: other builds pass too
     for requirement in requirements(installed, "cuda"):  # that one follows the GPU's driver
+        if requirement.name == "radixcache":  # an extra that includes another
+            continue
         version = str(pinned[canonicalize_name(requirement.name)].specifier).removeprefix("==")
         assert version in requirement.specifier
 
