@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -26,8 +27,9 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise InvalidRequest(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    except OSError as error:  # whose own text may go on about the address
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise InvalidRequest(f"cannot listen on {host} port {port}: {reason}") from None
     except OverflowError:
         raise InvalidRequest(f"port must be from 0 to 65535, not {port}") from None
 

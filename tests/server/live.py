@@ -47,6 +47,9 @@ class LiveServer:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=60, **options)
 
+    def delete(self, path: str) -> httpx.Response:
+        return httpx.delete(f"{self.url}{path}", timeout=60)
+
     def wait_until(self, holds: Callable[[], bool], seconds: float = 30) -> None:
         """Wait until `holds`, which is called on the engine's thread."""
         end = time.monotonic() + seconds
