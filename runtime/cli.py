@@ -150,6 +150,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the event loop always wants a core
     try:
+        from radixcache.runtime.server.app import create_app
         from radixcache.runtime.server.backend import Options
         from radixcache.runtime.server.serve import listen, serve
     except ModuleNotFoundError as error:
@@ -162,7 +163,8 @@ def _serve(args: argparse.Namespace) -> int:
         args.served_model_name = [args.model]
     options = Options(**_given(args, tuple(field.name for field in fields(Options))))
     with listen(args.host, args.port) as listener:  # a port in use is told before a model is loaded
-        return serve(_load(args), options, listener, args.shutdown_timeout)
+        serve(create_app(_load(args), options), listener, args.shutdown_timeout)
+    return 0
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:

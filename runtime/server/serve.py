@@ -11,11 +11,9 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.llm import LLM
-from radixcache.runtime.server.app import create_app
-from radixcache.runtime.server.backend import Options
 from radixcache.runtime.server.worker import Worker
 
 FLUSH_SECONDS = 3
@@ -34,9 +32,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise InvalidRequest(f"port must be from 0 to 65535, not {port}") from None
 
 
-def serve(llm: LLM, options: Options, listener: socket.socket, shutdown_timeout: float) -> int:
-    """Serve until a signal ends it; returns the exit code."""
-    app = create_app(llm, options)
+def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
+    """Serve an app of `create_app` until a signal ends it."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -49,7 +46,6 @@ def serve(llm: LLM, options: Options, listener: socket.socket, shutdown_timeout:
     names = ", ".join(app.state.backend.names)
     print(f"Serving {names} at http://{host}:{port}", file=sys.stderr, flush=True)
     _Server(config, app.state.backend.worker, shutdown_timeout).run([listener])
-    return 0
 
 
 class _Server(uvicorn.Server):

@@ -198,7 +198,9 @@ def test_texts_become_tokens_and_back(server: LiveServer):
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
     chat = server.post("/tokenize", {"messages": ask("Who?")}).json()["tokens"]
     rendered = server.post("/detokenize", {"tokens": chat}).json()["prompt"]
-    assert rendered.startswith("<|system|>") and rendered.endswith("<|user|>Who?<|end|><|assistant|>")
+    assert rendered.startswith("<|system|>") and rendered.endswith(
+        "<|user|>Who?<|end|><|assistant|>"
+    )
 
 
 def test_metrics_agree_with_the_engine(fresh: LiveServer):

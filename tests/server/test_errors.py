@@ -63,7 +63,9 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
 def test_a_bad_body_is_told_what_is_bad(
     server: LiveServer, path: str, body: dict[str, Any], sentence: str
 ):
-    response = server.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    response = server.post(
+        path, content=json.dumps(body), headers={"content-type": "application/json"}
+    )
     assert_error(response, 400, sentence)
     server.assert_idle()
 

@@ -77,9 +77,7 @@ def test_a_streamed_chat_adds_up_to_the_whole_answer(client: openai.OpenAI, incl
         assert chunks[-1].choices == []
 
 
-def test_chat_logprobs_are_those_of_the_embedded_runtime(
-    client: openai.OpenAI, server: LiveServer
-):
+def test_chat_logprobs_are_those_of_the_embedded_runtime(client: openai.OpenAI, server: LiveServer):
     answer = client.chat.completions.create(
         model="tabletalk", messages=ask(QUESTION), logprobs=True, top_logprobs=3
     )
