@@ -188,7 +188,8 @@ def run_server(kv_memory: str) -> None:
     app = create_app(llm)
 
     async def check() -> dict[str, Any]:
-        return await app.state.backend.worker.call(look)  # type: ignore[no-any-return]
+        found: dict[str, Any] = await app.state.backend.worker.call(look)
+        return found
 
     def look() -> dict[str, Any]:
         cache = llm.cache

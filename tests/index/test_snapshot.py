@@ -40,7 +40,7 @@ def spelled(path: tuple[CachedNode, ...]) -> list[int]:
 def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode: str) -> None:
     rng = random.Random(SEED)
     cache = MODES[mode](PagePool(400, 2))
-    prompts = []
+    prompts: list[list[int]] = []
     for _ in range(60):
         stem = rng.choice(prompts)[: rng.randrange(12)] if prompts and rng.random() < 0.7 else []
         prompt = stem + [rng.randrange(5) for _ in range(rng.randrange(2, 10))]

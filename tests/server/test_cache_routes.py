@@ -20,7 +20,7 @@ LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
 
 @pytest.fixture(scope="module")
 def llms() -> dict[str, LLM]:
-    return {cache: LLM(cache=cache, kv_memory="16MiB") for cache in ("radix", "hash-block", "none")}  # type: ignore[arg-type]
+    return {cache: LLM(cache=cache, kv_memory="16MiB") for cache in ("radix", "hash-block", "none")}
 
 
 @pytest.fixture(params=["radix", "hash-block"])

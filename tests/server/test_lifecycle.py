@@ -22,7 +22,7 @@ import pytest
 from radixcache import LLM
 from radixcache.runtime.cli import main
 from radixcache.runtime.server.worker import MAX_FAILED_STEPS
-from tests.server.live import LiveServer, ask, live
+from tests.server.live import LiveServer, live
 from tests.server.test_errors import assert_error
 
 COMPLETIONS = "/v1/completions"
@@ -86,15 +86,15 @@ def test_an_abort_takes_one_step_at_most(llm: LLM):
 
                 def end() -> None:
                     (job,) = worker._jobs
-                    ended.append(steps[0])
                     job.end()
+                    ended.append(steps[0])
 
                 worker._loop.call_soon_threadsafe(end)
                 server.wait_until(lambda: not server.engine.has_work, 5)
                 time.sleep(0.1)
                 assert ended and steps[0] <= ended[0] + 1
         finally:
-            del llm.engine.step  # type: ignore[misc]
+            del llm.engine.step
         server.assert_idle()
 
 
@@ -103,20 +103,18 @@ def test_an_abort_takes_one_step_at_most(llm: LLM):
 
 def test_a_full_queue_is_429_with_retry_after(llm: LLM):
     with live(llm, max_queued_requests=1) as server:
-        with streaming(server), streaming(server):  # these run
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
-                server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
-                refused = server.post(COMPLETIONS, ENDLESS)
-                error = assert_error(refused, 429, "3 completions are running or waiting")
-                assert error["type"] == "rate_limit_error"
-                assert refused.headers["retry-after"] == "1"
-                assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
-                # Those that ran hang up, which makes room.
-                for job in [*server.backend.worker._jobs]:
-                    if job.stream:
-                        server.backend.worker._loop.call_soon_threadsafe(job.end)
-                assert waiting.result().status_code == 200
+        with streaming(server), streaming(server), ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
+            server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
+            refused = server.post(COMPLETIONS, ENDLESS)
+            error = assert_error(refused, 429, "3 completions are running or waiting")
+            assert error["type"] == "rate_limit_error"
+            assert refused.headers["retry-after"] == "1"
+            assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
+            for job in [*server.backend.worker._jobs]:  # those that run end, which makes room
+                if job.stream:
+                    server.backend.worker._loop.call_soon_threadsafe(job.end)
+            assert waiting.result().status_code == 200
         assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2}).status_code == 200
         server.assert_idle()
 

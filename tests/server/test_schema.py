@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import schemathesis
@@ -11,7 +12,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -41,14 +41,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def test_no_request_is_answered_with_500(tiny: LiveServer) -> None:
     schema = schemathesis.openapi.from_url(f"{tiny.url}/openapi.json")
-    operations = [result.ok() for result in schema.get_all_operations()]
+    operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
     assert {"/v1/chat/completions", "/v1/cache/flush"} <= {o.path for o in operations}
     for operation in operations:
         try_out(operation)
         tiny.assert_idle()
 
 
-def try_out(operation: APIOperation) -> None:
+def try_out(operation: Any) -> None:
     """Send valid and invalid requests to one route."""
 
     @settings(
