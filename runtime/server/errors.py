@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,6 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from radixcache.errors import LeaseError, PinError, RadixCacheError
-
-log = logging.getLogger(__name__)
-
 
 class ApiError(Exception):
     """What a client is told instead of an answer."""

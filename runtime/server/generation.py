@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.protocol import PromptTokensDetails, Usage
 from radixcache.runtime.server.worker import Job, PromptDelta
+
+log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
@@ -79,6 +82,8 @@ async def _events(
             yield "".join(_event(chunk) for delta in deltas for chunk in chunks(delta))
         yield "".join(map(_event, last([request.output() for request in job.requests])))
     except Exception as error:  # the status is sent already
+        if not isinstance(error, ApiError):
+            log.exception("a stream failed")
         yield _event(as_api_error(error).body)
     yield "data: [DONE]\n\n"
 
