@@ -50,12 +50,11 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
         _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
+        least = 1 if self.prompt_logprobs is None else 0
         _require(
-            self.max_tokens is None
-            or self.max_tokens >= 1
-            or (self.max_tokens == 0 and self.prompt_logprobs is not None),
+            self.max_tokens is None or self.max_tokens >= least,
             "max_tokens",
-            "at least 1 (0 only with prompt_logprobs)",
+            f"at least {least}",
             self.max_tokens,
         )
         _require(self.n >= 1, "n", "at least 1", self.n)

@@ -175,7 +175,7 @@ class Scheduler:
         end = sequence.num_computed + len(tokens)
         if is_prefill:
             self.cache.reserve(lease, end)
-            if end > lease.num_tokens:
+            if end > lease.num_tokens:  # else computed for its logits only
                 self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
         elif end > lease.capacity:
