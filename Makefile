@@ -9,7 +9,7 @@ SGLANG := .venv-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test stress bench-ttft bench-index bench-trimming conformance check clean
+.PHONY: help demo serve test stress bench-ttft bench-index bench-trimming bench-serve conformance check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -47,9 +47,16 @@ clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . \( -name .venv -o -name .git \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
+serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled model at 127.0.0.1:8000
+	@$(BIN)/radixcache serve $(ARGS)
+
+bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
+	@$(BIN)/python -m bench.serve_load $(ARGS)
+
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
-$(VENV)/.stamp-dev: EXTRAS := runtime,dev
+$(VENV)/.stamp-server: EXTRAS := server
+$(VENV)/.stamp-dev: EXTRAS := server,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'

@@ -28,6 +28,7 @@ from radixcache.errors import InvalidRequest, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
+from radixcache.snapshot import CachedNode
 
 Tokens = NDArray[np.int32]
 """Token ids, one-dimensional int32."""
@@ -104,6 +105,8 @@ class PrefixCache(ABC):
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
+    pin_budget: int
+    """Pages that all pins together may hold."""
     _pins: dict[str, Lease]
 
     @abstractmethod
@@ -202,6 +205,19 @@ class PrefixCache(ABC):
     def pins(self) -> dict[str, int]:
         """Pinned tokens by name."""
         return {name: lease.num_tokens for name, lease in self._pins.items()}
+
+    @property
+    def pinned_pages(self) -> int:
+        """Distinct pages that the pins hold. O(pages of all pins)."""
+        tables = [lease.page_table for lease in self._pins.values()]
+        return len(np.unique(np.concatenate(tables))) if tables else 0
+
+    @abstractmethod
+    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+        """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
+
+        Changes nothing, and shares nothing with the cache: it may be read in another thread.
+        """
 
     @abstractmethod
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,55 @@ class Block(NamedTuple):
             parts.append(block.tokens)
             block = block.parent
         return np.frombuffer(b"".join(reversed(parts)), np.int32)
+
+
+class Row(NamedTuple):
+    """Blocks that follow each other, and the number of blocks before the first of them."""
+
+    num_before: int
+    blocks: list[Block]
+
+
+class BlockRows:
+    """The tree that blocks form through their parents, with only children joined into rows.
+
+    Attributes:
+        tops: rows whose predecessor is not there, by namespace.
+
+    Args:
+        blocks: of those of the same hash, one counts.
+        ends: hashes of blocks that end their row even so.
+    """
+
+    def __init__(self, blocks: Iterable[Block], ends: Container[bytes]) -> None:
+        self._ends = ends
+        self._children: dict[bytes, list[Block]] = {}
+        self.tops: dict[Hashable, list[Row]] = {}
+        distinct = {block.hash: block for block in blocks}
+        tops = []
+        for block in distinct.values():
+            if block.parent is not None and block.parent.hash in distinct:
+                self._children.setdefault(block.parent.hash, []).append(block)
+            else:
+                tops.append(block)
+        for block in tops:
+            before = len(block.prefix()) * 4 // len(block.tokens) - 1
+            self.tops.setdefault(block.namespace, []).append(self._row(before, block))
+
+    def below(self, row: Row) -> list[Row]:
+        """The rows that go on from this one."""
+        before = row.num_before + len(row.blocks)
+        return [self._row(before, block) for block in self._children.get(row.blocks[-1].hash, ())]
+
+    def _row(self, num_before: int, block: Block) -> Row:
+        blocks = [block]
+        while block.hash not in self._ends:
+            children = self._children.get(block.hash, [])
+            if len(children) != 1:
+                break
+            (block,) = children
+            blocks.append(block)
+        return Row(num_before, blocks)
 
 
 class BlockMap:

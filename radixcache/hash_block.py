@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -16,12 +16,13 @@ from radixcache.block_hash import (
     first_parent,
     hash_function,
 )
-from radixcache.blocks import Block, BlockMap, PromptHashes
+from radixcache.blocks import Block, BlockMap, BlockRows, PromptHashes, Row
 from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
+from radixcache.snapshot import PREVIEW, CachedNode, draw
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
@@ -456,6 +457,35 @@ class HashBlockCache(PrefixCache):
         self._pins[name] = lease
 
     # -- the whole -----------------------------------------------------------------------------
+
+    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+        """What is cached, as `PrefixCache.snapshot` says. O(pages).
+
+        Blocks in a row are one node; one whose predecessor was evicted hangs at the root.
+        """
+        queued = {page: len(self._queue) - at for at, page in enumerate(self._queue)}
+        ages = {block_hash: queued.get(page, 0) for block_hash, page in self._map.items()}
+        pins: dict[bytes, list[str]] = {}
+        for name, pin in self._pins.items():
+            assert isinstance(pin, BlockLease) and pin.block is not None
+            pins.setdefault(pin.block.hash, []).append(name)
+        running = self._leases.difference(self._pins.values())
+        leases = Counter(lease.block.hash for lease in running if lease.block is not None)
+        rows = BlockRows(filter(None, self._blocks), ends=pins)
+
+        def describe(row: Row) -> CachedNode:
+            tokens = b"".join(block.tokens for block in row.blocks[:PREVIEW])
+            return CachedNode(
+                id=row.blocks[0].hash[:8].hex(),
+                start=row.num_before * self.page_size,
+                num_tokens=len(row.blocks) * self.page_size,
+                tokens=np.frombuffer(tokens, np.int32)[:PREVIEW].tolist(),
+                age=min(ages[block.hash] for block in row.blocks),
+                leases=sum(leases[block.hash] for block in row.blocks),
+                pins=sorted(pins.get(row.blocks[-1].hash, [])),
+            )
+
+        return draw(rows.tops, describe, rows.below, max_nodes)
 
     def reset(self) -> None:
         """Forget all that is cached and zero the statistics; the free queue keeps its order.

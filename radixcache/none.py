@@ -11,6 +11,7 @@ from radixcache.errors import LeaseError, PinError
 from radixcache.events import Listener
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
+from radixcache.snapshot import CachedNode
 
 
 class NoCache(PrefixCache):
@@ -27,6 +28,7 @@ class NoCache(PrefixCache):
         self.granularity = 0
         self.stats = CacheStats()
         self.events: list[Listener] = []
+        self.pin_budget = 0
         self._leases: set[Lease] = set()
         self._pins = {}
         self._in_flight: dict[Lease, int] = {}
@@ -88,6 +90,9 @@ class NoCache(PrefixCache):
 
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
+
+    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+        return {}
 
     def reset(self) -> None:
         if self._leases:

@@ -13,6 +13,7 @@ from radixcache.eviction import POLICIES, EvictionOrder, EvictionPolicy
 from radixcache.lease import Lease, PageCopy
 from radixcache.nodes import NO_STEP, Node
 from radixcache.pages import PagePool, Pages
+from radixcache.snapshot import PREVIEW, CachedNode, draw
 from radixcache.tree import RadixTree
 
 _LONG_AGO = 1 << 62
@@ -483,6 +484,24 @@ class RadixCache(PrefixCache):
         self._pins[name] = lease
 
     # -- the whole -----------------------------------------------------------------------------
+
+    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+        pins: dict[object, str] = {lease: name for name, lease in self._pins.items()}
+
+        def describe(node: Node) -> CachedNode:
+            ends = [pins[lease] for lease in node.leases if lease in pins]
+            return CachedNode(
+                id=str(node.serial),
+                start=node.start,
+                num_tokens=node.end - node.start,
+                tokens=node.tokens[:PREVIEW].tolist(),
+                age=self._clock - max(node.last_use, 0),
+                leases=len(node.leases) - len(ends),
+                pins=sorted(ends),
+            )
+
+        tops = {name: root.children.values() for name, root in self._tree.roots.items()}
+        return draw(tops, describe, lambda node: node.children.values(), max_nodes)
 
     def reset(self) -> None:
         if self._leases:

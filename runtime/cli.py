@@ -1,4 +1,4 @@
-"""The command line: `radixcache demo`, `radixcache chat`, `radixcache generate`.
+"""The command line: `radixcache demo`, `chat`, `generate` and `serve`.
 
 torch and transformers take seconds to import, so nothing here imports them before a command needs
 a model: help and bad input answer at once.
@@ -12,12 +12,12 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
-from radixcache.errors import InvalidRequest, RadixCacheError
+from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
 from radixcache.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -149,6 +149,26 @@ def _generate(args: argparse.Namespace) -> int:
     return 1 if any(output.error for output in outputs) else 0
 
 
+def _serve(args: argparse.Namespace) -> int:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the event loop always wants a core
+    try:
+        from radixcache.runtime.server.app import create_app
+        from radixcache.runtime.server.backend import Options
+        from radixcache.runtime.server.serve import listen, serve
+    except ModuleNotFoundError as error:
+        if error.name in ("fastapi", "uvicorn", "prometheus_client"):
+            raise MissingDependency(
+                f"radixcache serve needs {error.name}: pip install 'radixcache[server]'"
+            ) from None
+        raise
+    if args.model is not None and args.served_model_name is None:
+        args.served_model_name = [args.model]
+    options = Options(**_given(args, tuple(field.name for field in fields(Options))))
+    with listen(args.host, args.port) as listener:  # a port in use is told before a model is loaded
+        serve(create_app(_load(args), options), listener, args.shutdown_timeout)
+    return 0
+
+
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     """What is to be completed, from the one source that was named."""
     if args.prompt is not None:
@@ -278,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_generate(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -323,6 +344,55 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
     _add_sampling(parser, "the model's, or 16")
     _add_engine(parser)
+
+
+def _add_serve(commands: Any) -> None:
+    parser = _add_command(commands, _serve, "an OpenAI-compatible server")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port (8000); 0 takes a free one"
+    )
+    group.add_argument(
+        "--api-key", metavar="KEY", help="what clients must send; all may by default"
+    )
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names in the API (--model's)"
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=_at_least(int, 0),
+        metavar="N",
+        help="may wait; more get status 429 (1024)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=_at_least(float, 0),
+        metavar="S",
+        help="seconds for a request (600)",
+    )
+    group.add_argument(
+        "--max-body-size", type=_at_least(int, 1), metavar="N", help="bytes of a request (16 MiB)"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_at_least(float, 0),
+        default=30.0,
+        metavar="S",
+        help="seconds for running requests to end on SIGTERM (30)",
+    )
+    _add_engine(parser)
+
+
+def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {text}")
+        return value
+
+    parse.__name__ = getattr(kind, "__name__", "number")  # what argparse calls a bad value
+    return parse
 
 
 def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:

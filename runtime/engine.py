@@ -51,6 +51,8 @@ class Engine:
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
         self._next_id = 0
+        self.failed_step: list[Sequence] = []
+        """What was running when a step failed last: one of them may be the cause."""
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
@@ -68,7 +70,7 @@ class Engine:
                 logits = self._score(chunks, logits)
                 changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
         except BaseException:
-            self.scheduler.recover()
+            self.failed_step = self.scheduler.recover()
             raise
         return changed
 

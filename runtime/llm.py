@@ -147,7 +147,7 @@ class LLM:
             InvalidRequest: any prompt is unusable; then none is run.
             PinError: no prefix of that name is pinned.
         """
-        return self._run_all(self._add_all(prompts, params, cache_salt, prefix), use_tqdm)
+        return self._run_all(self.add_requests(prompts, params, cache_salt, prefix), use_tqdm)
 
     def stream(
         self,
@@ -161,7 +161,7 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        return self._stream(self._add_all(prompt, params, cache_salt, prefix)[0])
+        return self._stream(self.add_requests(prompt, params, cache_salt, prefix)[0])
 
     def explain(
         self, prompt: Prompt, *, prefix: str | None = None, cache_salt: str | None = None
@@ -267,13 +267,17 @@ class LLM:
             raise InvalidRequest(f"{self.model_name} has no tokenizer: give prompt_token_ids")
         return self.tokenizer
 
-    def _add_all(
+    def add_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | None,
         prefix: str | None = None,
     ) -> list[Request]:
+        """Queue one request for each prompt, or none if any of them is unusable.
+
+        For callers that run `engine.step` themselves; errors are those of `generate`.
+        """
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(params, Sequence):
             if len(params) != len(many):

@@ -48,6 +48,18 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What one completion gained since the last delta of it; the fields of `CompletionOutput`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A request's state: final from `generate` and `chat`, running from `stream`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
 from radixcache.runtime.engine import Engine
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling import SamplingParams
 
 
@@ -24,12 +25,15 @@ class NamedPrefix:
 
     name: str
     tokens: Tokens
-    cache_salt: str | None
+    cache_salt: Hashable
     expires: float | None
 
 
 class NamedPrefixes:
     """The named prefixes of one engine. A prefix whose time is over is gone at the next call.
+
+    `pin` is `prepare`, enough steps of the engine, and `keep`: a caller that runs the engine itself
+    calls those two.
 
     Args:
         now: seconds from any fixed moment.
@@ -56,23 +60,42 @@ class NamedPrefixes:
             PinError: the name is taken, or the pins would exceed the cache's budget.
             InvalidRequest: the tokens are no prompt that the engine could run.
         """
-        self._drop_expired()
+        request = self.prepare(name, tokens, lifetime=lifetime, cache_salt=cache_salt)
+        try:
+            while not request.finished:
+                self._engine.step()
+        finally:
+            self._engine.abort(request)
+        return self.keep(name, request, lifetime=lifetime)
+
+    def prepare(
+        self,
+        name: str,
+        tokens: TokensLike,
+        *,
+        lifetime: float | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Queue the request that computes what `keep` then pins; errors are those of `pin`."""
+        self.drop_expired()
         if name in self._prefixes:
             raise PinError(f"a prefix named {name!r} is pinned already")
         if lifetime is not None and not lifetime > 0:
             raise InvalidRequest(f"lifetime must be above 0 seconds, not {lifetime!r}")
-        tokens = as_tokens(tokens)
-        engine = self._engine
         one_token = SamplingParams(temperature=0, max_tokens=1)
-        request = engine.add_request(tokens, one_token, namespace=cache_salt)
-        try:
-            while not request.finished:
-                engine.step()
-        finally:
-            engine.abort(request)
+        return self._engine.add_request(tokens, one_token, namespace=cache_salt)
+
+    def keep(self, name: str, request: Request, *, lifetime: float | None = None) -> NamedPrefix:
+        """Pin the prompt of a finished request of `prepare`; its lifetime begins.
+
+        Raises:
+            PinError: the request failed, its KV was evicted in the meantime, the name is taken by
+                now, or the pins would exceed the cache's budget.
+        """
         if request.error is not None:
             raise PinError(f"{name!r} cannot be computed: {request.error}")
-        engine.cache.pin(name, tokens, cache_salt)
+        tokens, cache_salt = request.prompt_token_ids, request.namespace
+        self._engine.cache.pin(name, tokens, cache_salt)
         expires = None if lifetime is None else self._now() + lifetime
         self._prefixes[name] = NamedPrefix(name, tokens, cache_salt, expires)
         return self._prefixes[name]
@@ -84,21 +107,22 @@ class NamedPrefixes:
 
     def __getitem__(self, name: str) -> NamedPrefix:
         """The prefix of that name; `PinError` if there is none."""
-        self._drop_expired()
+        self.drop_expired()
         if name not in self._prefixes:
             raise PinError(f"no prefix named {name!r} is pinned")
         return self._prefixes[name]
 
     def list(self) -> list[NamedPrefix]:
         """All of them, oldest first."""
-        self._drop_expired()
+        self.drop_expired()
         return [*self._prefixes.values()]
 
     def extend(self, name: str, tokens: TokensLike) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""
         return np.concatenate((self[name].tokens, as_tokens(tokens)))
 
-    def _drop_expired(self) -> None:
+    def drop_expired(self) -> None:
+        """Unpin those whose time is over. O(prefixes)."""
         now = self._now()
         for prefix in [*self._prefixes.values()]:
             if prefix.expires is not None and prefix.expires <= now:

@@ -12,7 +12,7 @@ from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.explain import Miss
-from radixcache.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from radixcache.runtime.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.sampling import SamplingParams
 
@@ -43,6 +43,8 @@ class Sequence:
         self.detokenizer: Detokenizer | None = None
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
+        self._num_taken = 0
+        self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
         self._tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
         self._length = len(request.prompt_token_ids)
@@ -101,6 +103,25 @@ class Sequence:
             logprobs=None if self.request.params.logprobs is None else self.logprobs,
         )
 
+    @property
+    def has_delta(self) -> bool:
+        """Whether tokens or the end have come since the last `take_delta`."""
+        ended = self.finish_reason is not None and not self._end_taken
+        return ended or self._num_taken < len(self.generated)
+
+    def take_delta(self) -> Delta:
+        """What came since the last call: O(new tokens), where `output` is O(all)."""
+        start, self._num_taken = self._num_taken, len(self.generated)
+        self._end_taken = self.finish_reason is not None
+        return Delta(
+            index=self.index,
+            text=self.detokenizer.take(self._end_taken) if self.detokenizer else "",
+            token_ids=self.generated[start:].tolist(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.request.params.logprobs is None else self.logprobs[start:],
+        )
+
 
 class Request:
     """A prompt, its parameters, and one sequence per completion."""
@@ -146,6 +167,16 @@ class Request:
         """Whether every completion is."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it."""
+        return None if self._first_token is None else self._first_token - self._arrival
+
+    @property
+    def latency(self) -> float:
+        """Seconds from arrival to the end, or to now."""
+        return (self._end or time.perf_counter()) - self._arrival
+
     def note_token(self) -> None:
         """Keep the time of the first token, and of the end if this was it."""
         if self._first_token is None:
@@ -159,13 +190,11 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The state of the request."""
-        end = self._end or time.perf_counter()
-        ttft = rate = None
-        if self._first_token is not None:
-            ttft = self._first_token - self._arrival
+        ttft, latency, rate = self.ttft, self.latency, None
+        if ttft is not None:
             decoded = sum(len(s.generated) for s in self.sequences) - len(self.sequences)
-            if decoded > 0 and end > self._first_token:
-                rate = decoded / (end - self._first_token)
+            if decoded > 0 and latency > ttft:
+                rate = decoded / (latency - ttft)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -175,7 +204,7 @@ class Request:
             metrics=RequestMetrics(
                 prefilled_tokens=self.prefilled_tokens,
                 ttft=ttft,
-                latency=end - self._arrival,
+                latency=latency,
                 tokens_per_second=rate,
                 preemptions=sum(sequence.preemptions for sequence in self.sequences),
             ),

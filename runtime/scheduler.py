@@ -240,11 +240,15 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._short_of_pages = False
 
-    def recover(self) -> None:
-        """The step failed: what it published is rolled back, its sequences wait for another."""
+    def recover(self) -> list[Sequence]:
+        """The step failed: what it published is rolled back, its sequences wait for another.
+
+        Returns those that were running.
+        """
         self.cache.rollback()
         for sequence in reversed(self.running):
             self._release(sequence)
             self.waiting.appendleft(sequence)
-        self.running.clear()
+        put_back, self.running = self.running, []
         self._short_of_pages = False
+        return put_back

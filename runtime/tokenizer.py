@@ -36,19 +36,21 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `ids`, without special tokens if not told otherwise."""
         text: str
         if self._backend is not None:
-            text = self._backend.decode(ids, skip_special_tokens=True)
+            text = self._backend.decode(ids, skip_special_tokens=not special)
             return text
         text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text that asks for the assistant's next message, by the model's chat template.
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, ask: bool = True) -> str:
+        """The text of a conversation, by the model's chat template.
+
+        It ends by asking for the assistant's next message, if not told otherwise.
 
         Raises:
             InvalidRequest: there is no template, or it refuses these messages.
@@ -60,7 +62,7 @@ class Tokenizer:
             raise InvalidRequest("the model has no chat template: use generate, not chat")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tokenize=False, add_generation_prompt=ask
             )
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error

@@ -265,7 +265,8 @@ def test_the_package_imports_only_what_it_declares(path: Path, installed: Path) 
     declared = {canonicalize_name(r.name) for r in requirements(installed)}
     for imported in imports(path):
         if imported.top not in {"radixcache", *sys.stdlib_module_names}:
-            assert DISTRIBUTION.get(imported.top, imported.top) in declared
+            name = DISTRIBUTION.get(imported.top, imported.top)
+            assert canonicalize_name(name) in declared
 
 
 DISTRIBUTION = {"flashinfer": "flashinfer-python", "triton": "torch"}  # torch brings triton
@@ -306,6 +307,8 @@ def test_every_requirement_has_one_exact_pin_that_satisfies_it(
     for pin in pinned.values():
         assert re.fullmatch(r"==\d+(\.\d+)*", str(pin.specifier))  # no +cpu: other builds pass too
     for requirement in requirements(installed, "cuda"):  # that one follows the GPU's driver
+        if requirement.name == "radixcache":  # an extra that includes another
+            continue
         version = str(pinned[canonicalize_name(requirement.name)].specifier).removeprefix("==")
         assert version in requirement.specifier
 

@@ -46,12 +46,13 @@ def test_help_imports_nothing_heavy():
     done = python("""
 import sys, time
 from radixcache.runtime.cli import main
-for argv in [], ["demo"], ["chat"], ["generate"]:
+for argv in [], ["demo"], ["chat"], ["generate"], ["serve"]:
     try:
         main([*argv, "--help"])
     except SystemExit as exit:
         assert exit.code == 0
-heavy = {"torch", "transformers", "tokenizers", "rich", "tqdm"} & set(sys.modules)
+heavy = {"torch", "transformers", "tokenizers", "rich", "tqdm", "fastapi", "pydantic", "uvicorn"}
+heavy &= set(sys.modules)
 assert not heavy, heavy
 assert time.process_time() < 1.0, time.process_time()
 """)

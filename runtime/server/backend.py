@@ -1,0 +1,154 @@
+"""What the routes share: the model, its tokenizer and the worker that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from fastapi import Depends, Request
+
+from radixcache.base import TokensLike
+from radixcache.errors import PinError
+from radixcache.runtime.llm import LLM, Message, Prompt
+from radixcache.runtime.prefixes import NamedPrefix
+from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.server.errors import ApiError
+from radixcache.runtime.server.metrics import Metrics
+from radixcache.runtime.server.protocol import ChatMessage, GenerationRequest
+from radixcache.runtime.server.worker import Job, Worker
+from radixcache.runtime.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a server may be told.
+
+    Attributes:
+        served_model_name: names of the model, the first of which is in answers; its own if empty.
+        api_key: what clients must send as a bearer token; None lets everybody in.
+        max_queued_requests: completions that may wait, besides those that run.
+        request_timeout: seconds that a request may take.
+        max_body_size: bytes of a request.
+    """
+
+    served_model_name: Sequence[str] = ()
+    api_key: str | None = None
+    max_queued_requests: int = 1024
+    request_timeout: float = 600.0
+    max_body_size: int = 16 << 20
+
+
+class Backend:
+    """The model behind the routes of one app."""
+
+    def __init__(self, llm: LLM, options: Options) -> None:
+        self.llm = llm
+        self.options = options
+        self.names = list(options.served_model_name) or [llm.model_name]
+        self.created = int(time.time())
+        self.metrics = Metrics()
+        self.worker = Worker(llm, self.metrics, options.max_queued_requests)
+        self.max_model_len: int = llm.engine.model.max_context
+        # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
+        limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
+        self.completion_defaults = llm.default_params
+        self.chat_defaults = replace(llm.default_params, max_tokens=limit)
+        self.prefix_messages: WeakKeyDictionary[NamedPrefix, list[Message]] = WeakKeyDictionary()
+        """What prefixes that were given as messages consist of."""
+        self._token_texts: dict[int, str] = {}
+        # One thread, because tokenizers may not be used in several at a time; not the event loop's,
+        # because a long text takes a while.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    async def close(self) -> None:
+        """End what is running, and the threads."""
+        await self.worker.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> str:
+        """The name under which to answer; 404 for a model that is not served."""
+        if name is not None and name not in self.names:
+            raise ApiError.not_found(
+                f"the model {name!r} is not served here, but {self.names[0]!r} is",
+                "model",
+                "model_not_found",
+            )
+        return name or self.names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; 400 if it has none."""
+        if self.llm.tokenizer is None:
+            raise ApiError.invalid("this model has no tokenizer: only token ids can be completed")
+        return self.llm.tokenizer
+
+    async def tokenize(self, function: Callable[[Tokenizer], T]) -> T:
+        """What `function` makes of the tokenizer, on the tokenizer's thread."""
+        tokenizer = self.tokenizer
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, function, tokenizer)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, as logprobs show it."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self.tokenizer.decode([token], special=True)
+        return text
+
+    def now(self) -> int:
+        """Unix time, for `created`."""
+        return int(time.time())
+
+    async def encode_chat(self, messages: list[Message]) -> list[int]:
+        """The prompt that asks for the answer to `messages`."""
+        return await self.tokenize(lambda t: t.encode(t.render_chat(messages), special=False))
+
+    async def find_prefix(self, name: str) -> NamedPrefix:
+        """The prefix of that name; 404 if there is none."""
+        try:
+            return await self.worker.call(lambda: self.llm.prefixes[name])
+        except PinError as error:
+            raise ApiError.not_found(str(error), "prefix") from None
+
+    async def find_prefix_for(self, body: GenerationRequest) -> NamedPrefix | None:
+        """The prefix that a request names; 404 if there is none with the request's salt."""
+        if body.prefix is None:
+            return None
+        prefix = await self.find_prefix(body.prefix)
+        if prefix.cache_salt != body.cache_salt:
+            raise ApiError.not_found(f"no prefix named {body.prefix!r} is pinned", "prefix")
+        return prefix
+
+    async def submit(
+        self, prompts: Sequence[TokensLike], params: SamplingParams, body: GenerationRequest
+    ) -> Job:
+        """Queue prompts for `body`, which says what else there is to know."""
+        if params.stop_strings:
+            _ = self.tokenizer  # refuses
+        inputs: list[Prompt] = [{"prompt_token_ids": tokens} for tokens in prompts]
+        return await self.worker.submit(
+            lambda: self.llm.add_requests(inputs, params, body.cache_salt),
+            len(prompts) * params.n,
+            stream=bool(body.stream),
+            timeout=self.options.request_timeout,
+        )
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[Message]:
+    """Messages as chat templates take them."""
+    return [message.plain() for message in messages]
+
+
+def _backend(request: Request) -> Backend:
+    return cast(Backend, request.app.state.backend)
+
+
+BackendDep = Annotated[Backend, Depends(_backend)]
+"""The backend of the app that a route belongs to."""

@@ -1,0 +1,175 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from radixcache.base import TokensLike, as_tokens
+from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.server.backend import Backend, BackendDep
+from radixcache.runtime.server.generation import (
+    JSON,
+    STREAM_RESPONSE,
+    EventStream,
+    clamp,
+    finish,
+    usage,
+)
+from radixcache.runtime.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from radixcache.runtime.server.worker import Job, PromptDelta
+from radixcache.runtime.tokenizer import Tokenizer
+
+router = APIRouter()
+
+Logprobs = Sequence[dict[int, float] | None]
+
+
+@router.post("/v1/completions", response_model=Completion, responses={**STREAM_RESPONSE})
+async def completions(body: CompletionRequest, request: Request, backend: BackendDep) -> Any:
+    """Complete one prompt or several."""
+    head: JSON = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "created": backend.now(),
+        "model": backend.check_model(body.model),
+    }
+    scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+    params = body.sampling_params(
+        backend.completion_defaults,
+        logprobs=body.logprobs,
+        prompt_logprobs=(body.logprobs or 0) if scores_prompt else None,
+    )
+    prompts = await _encode(body, backend)
+    echoes = await _echoes(body, backend)
+    job = await backend.submit(prompts, params, body)
+    if body.stream:
+        chunks = _Chunks(body, backend, head, params.n, job, echoes)
+        return EventStream(job, chunks.of, chunks.last)
+    outputs = await finish(job, request)
+    choices: list[CompletionChoice] = []
+    for number, output in enumerate(outputs):
+        for completion in output.outputs:
+            echo = echoes[number] if echoes else ""
+            tokens: list[int] = completion.token_ids
+            logprobs: Logprobs | None = completion.logprobs
+            if logprobs is not None and body.echo:
+                tokens = output.prompt_token_ids + tokens
+                logprobs = [*(output.prompt_logprobs or []), *logprobs]
+            choices.append(
+                CompletionChoice(
+                    index=len(choices),
+                    text=echo + completion.text,
+                    logprobs=_logprobs(backend, tokens, logprobs),
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                )
+            )
+    return Completion(**head, choices=choices, usage=usage(outputs))
+
+
+async def _encode(body: CompletionRequest, backend: Backend) -> list[TokensLike]:
+    """The token ids of the prompts, behind those of the prefix if one is named."""
+    prompts = body.prompts
+    prefix = await backend.find_prefix_for(body)
+    special = prefix is None
+
+    def encode(tokenizer: Tokenizer) -> list[TokensLike]:
+        return [p if isinstance(p, list) else tokenizer.encode(p, special=special) for p in prompts]
+
+    tokens: list[TokensLike] = [p for p in prompts if isinstance(p, list)]
+    if len(tokens) < len(prompts):
+        tokens = await backend.tokenize(encode)
+    if prefix is None:
+        return tokens
+    return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]
+
+
+async def _echoes(body: CompletionRequest, backend: Backend) -> list[str]:
+    """The texts of the prompts, if they are to be echoed."""
+    if not body.echo:
+        return []
+
+    def decode(tokenizer: Tokenizer) -> list[str]:
+        return [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompts]
+
+    return await backend.tokenize(decode)
+
+
+class _Chunks:
+    """The chunks of one stream: its choices are the completions of each prompt in turn."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        backend: Backend,
+        head: JSON,
+        n: int,
+        job: Job,
+        echoes: list[str],
+    ) -> None:
+        self._backend = backend
+        self._head = {**head, "object": "text_completion"}
+        self._usage: JSON = {"usage": None} if body.include_usage else {}
+        self._n = n
+        self._job = job
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
+        """Where the next token of each choice begins in its text; choices that have begun."""
+
+    def of(self, news: PromptDelta) -> Iterator[JSON]:
+        delta = news.delta
+        index = news.prompt * self._n + delta.index
+        text, tokens = delta.text, delta.token_ids
+        logprobs: Logprobs | None = delta.logprobs
+        if index not in self._offsets:
+            self._offsets[index] = 0
+            if self._echoes:
+                text = self._echoes[news.prompt] + text
+                request = self._job.requests[news.prompt]  # its prompt is final by now
+                if logprobs is not None:
+                    tokens = request.prompt_token_ids.tolist() + tokens
+                    logprobs = [*(request.prompt_logprobs or []), *logprobs]
+        shown = _logprobs(self._backend, tokens, logprobs, self._offsets[index])
+        if shown is not None:
+            self._offsets[index] += sum(map(len, shown.tokens))
+        if text or delta.finish_reason or (shown and tokens):
+            choice = {
+                "index": index,
+                "text": text,
+                "logprobs": shown.model_dump() if shown else None,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            yield {**self._head, "choices": [choice], **self._usage}
+
+    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
+        if self._usage:
+            yield {**self._head, "choices": [], "usage": usage(outputs).model_dump()}
+
+
+def _logprobs(
+    backend: Backend, tokens: list[int], logprobs: Logprobs | None, offset: int = 0
+) -> CompletionLogprobs | None:
+    """The logprobs of `tokens`, the first of which begins `offset` characters into the text."""
+    if logprobs is None:
+        return None
+    shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, top in zip(tokens, logprobs, strict=True):
+        text = backend.token_text(token)
+        shown.tokens.append(text)
+        shown.token_logprobs.append(None if top is None else clamp(top[token]))
+        shown.top_logprobs.append(
+            None if top is None else {backend.token_text(t): clamp(p) for t, p in top.items()}
+        )
+        shown.text_offset.append(offset)
+        offset += len(text)
+    return shown

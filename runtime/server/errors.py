@@ -1,0 +1,146 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from radixcache.errors import LeaseError, PinError, RadixCacheError
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @classmethod
+    def invalid(cls, message: str, param: str | None = None) -> ApiError:
+        """400: a request that cannot be served as it is."""
+        return cls(400, message, param=param)
+
+    @classmethod
+    def unauthorized(cls) -> ApiError:
+        """401: no API key, or a wrong one."""
+        return cls(
+            401,
+            "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    @classmethod
+    def not_found(cls, message: str, param: str | None = None, code: str | None = None) -> ApiError:
+        """404: a model, a prefix or a path that does not exist."""
+        return cls(404, message, param=param, code=code)
+
+    @classmethod
+    def conflict(cls, message: str) -> ApiError:
+        """409: not in the state that the server is in."""
+        return cls(409, message)
+
+    @classmethod
+    def too_large(cls, limit: int) -> ApiError:
+        """413: the body is larger than the server reads."""
+        return cls(413, f"the request's body is larger than {limit} bytes")
+
+    @classmethod
+    def busy(cls, message: str) -> ApiError:
+        """429: the queue is full."""
+        return cls(
+            429,
+            message,
+            "rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": "1"},
+        )
+
+    @classmethod
+    def internal(cls, message: str) -> ApiError:
+        """500: the engine failed."""
+        return cls(500, message, "server_error")
+
+    @classmethod
+    def unavailable(cls, message: str) -> ApiError:
+        """503: the server is shutting down, or its engine has stopped."""
+        return cls(503, message, "server_error", headers={"Retry-After": "1"})
+
+    @classmethod
+    def timeout(cls, message: str) -> ApiError:
+        """504: the answer took too long."""
+        return cls(504, message, "timeout_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def response(self) -> JSONResponse:
+        """The error as a response."""
+        return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any error."""
+    match error:
+        case ApiError():
+            return error
+        case LeaseError() | PinError():
+            return ApiError.conflict(str(error))
+        case RadixCacheError():
+            return ApiError.invalid(str(error))
+        case RequestValidationError():
+            return _describe_validation(error)
+        case HTTPException(status_code=404):
+            return ApiError.not_found("there is nothing at this path")
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case _:
+            return ApiError.internal(f"the server failed: {type(error).__name__}")
+
+
+def _describe_validation(error: RequestValidationError) -> ApiError:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        where, message = "", f"the body is not JSON: {first['ctx']['error']}"
+    return ApiError.invalid(f"{where}: {message}" if where else message, where or None)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in OpenAI's shape."""
+
+    def handle(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response
+
+    for kind in (ApiError, RadixCacheError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)

@@ -1,0 +1,110 @@
+"""What answering takes, whether as chat or as plain completion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.server.errors import ApiError, as_api_error
+from radixcache.runtime.server.protocol import PromptTokensDetails, Usage
+from radixcache.runtime.server.worker import Job, PromptDelta
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
+"""For the OpenAPI document: what a route answers besides JSON."""
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+async def finish(job: Job, request: Request) -> list[RequestOutput]:
+    """The outputs of a job, which is aborted if the client hangs up in the meantime."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        job.end(ApiError(499, "the client has hung up"))
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await job.outputs()
+    finally:
+        watcher.cancel()
+        job.end()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events made from a job, which is aborted if the client hangs up.
+
+    Args:
+        chunks: what to send for one delta.
+        last: what to send when all is done, before the end mark.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        chunks: Callable[[PromptDelta], Iterable[JSON]],
+        last: Callable[[list[RequestOutput]], Iterable[JSON]],
+    ) -> None:
+        super().__init__(
+            _events(job, chunks, last),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.end()
+
+
+async def _events(
+    job: Job,
+    chunks: Callable[[PromptDelta], Iterable[JSON]],
+    last: Callable[[list[RequestOutput]], Iterable[JSON]],
+) -> AsyncIterator[str]:
+    try:
+        async for deltas in job.deltas():
+            yield "".join(_event(chunk) for delta in deltas for chunk in chunks(delta))
+        yield "".join(map(_event, last([request.output() for request in job.requests])))
+    except Exception as error:  # the status is sent already
+        if not isinstance(error, ApiError):
+            log.exception("a stream failed")
+        yield _event(as_api_error(error).body)
+    yield "data: [DONE]\n\n"
+
+
+def _event(chunk: JSON) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def usage(outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens over all prompts and completions."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def clamp(logprob: float) -> float:
+    """A log-probability as JSON can say it."""
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,135 @@
+"""What Prometheus is told: latencies as they happen, the engine's state when it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from radixcache.base import CacheStats
+from radixcache.runtime.engine import Engine
+from radixcache.runtime.request import Request
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The engine at one moment."""
+
+    stats: CacheStats
+    num_pages: int
+    num_free: int
+    num_pinned: int
+    num_running: int
+    num_waiting: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineState:
+        """Read it, on the engine's thread. O(pinned pages)."""
+        cache, scheduler = engine.cache, engine.scheduler
+        return cls(
+            stats=CacheStats(**vars(cache.stats)),
+            num_pages=cache.pool.num_pages,
+            num_free=cache.pool.num_free,
+            num_pinned=cache.pinned_pages,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+        )
+
+
+class Metrics:
+    """The metrics of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._state = _StateCollector()
+        self.registry.register(self._state)
+        self._ttft = Histogram(
+            "radixcache_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._inter_token = Histogram(
+            "radixcache_inter_token_latency_seconds",
+            "Between the tokens of a request.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._latency = Histogram(
+            "radixcache_request_latency_seconds",
+            "From a request's arrival to its end.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._generated = Counter(
+            "radixcache_generation_tokens", "Generated tokens.", registry=self.registry
+        )
+        self._finished = Counter(
+            "radixcache_requests_finished",
+            "Requests by how their first completion ended.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._last_token: dict[Request, float] = {}
+
+    def note_token(self, request: Request, now: float) -> None:
+        """A step gave `request` a token, or one for each of its completions."""
+        before = self._last_token.get(request)
+        if before is not None:
+            self._inter_token.observe(now - before)
+        elif request.ttft is not None:
+            self._ttft.observe(request.ttft)
+        self._last_token[request] = now
+
+    def note_end(self, request: Request) -> None:
+        """`request` is over, whatever the reason."""
+        self._last_token.pop(request, None)
+        self._latency.observe(request.latency)
+        self._generated.inc(sum(len(sequence.generated) for sequence in request.sequences))
+        self._finished.labels(request.sequences[0].finish_reason).inc()
+
+    def render(self, state: EngineState) -> bytes:
+        """Everything in Prometheus' text format."""
+        self._state.latest = state
+        return generate_latest(self.registry)
+
+
+class _StateCollector(Collector):
+    """The engine's state as metrics. Counters begin anew when the cache is flushed."""
+
+    latest: EngineState | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        state = self.latest
+        if state is None:
+            return
+        stats = state.stats
+        for name, text, count in (
+            ("requests_started", "Requests that began to run.", stats.requests),
+            ("query_tokens", "Prompt tokens that were looked up in the cache.", stats.query_tokens),
+            ("hit_tokens", "Prompt tokens that the cache held.", stats.hit_tokens),
+            ("evicted_tokens", "Tokens evicted.", stats.evicted_tokens),
+            ("evicted_pages", "Pages evicted.", stats.evicted_pages),
+            ("copied_pages", "Half-filled pages copied at a branch.", stats.copied_pages),
+        ):
+            yield CounterMetricFamily(f"radixcache_{name}", text, value=count)
+        for name, text, value in (
+            ("hit_rate", "Share of the queried tokens that were hit.", stats.hit_rate),
+            ("requests_running", "Completions that run.", state.num_running),
+            ("requests_waiting", "Completions that wait for room.", state.num_waiting),
+        ):
+            yield GaugeMetricFamily(f"radixcache_{name}", text, value=value)
+        pages = GaugeMetricFamily(
+            "radixcache_pages",
+            "KV pages: used + free is all of them; the pinned are among the used.",
+            labels=["state"],
+        )
+        pages.add_metric(["used"], state.num_pages - state.num_free)
+        pages.add_metric(["free"], state.num_free)
+        pages.add_metric(["pinned"], state.num_pinned)
+        yield pages

@@ -1,0 +1,151 @@
+"""The picture of a cache shows what `match` finds, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
+from radixcache.snapshot import MAX_DEPTH, PREVIEW, CachedNode
+
+SEED = 20_261_120
+MODES = {"radix": RadixCache, "hash-block": HashBlockCache}
+
+
+def fill(cache: PrefixCache, tokens: list[int], namespace: str | None = None) -> None:
+    lease = cache.acquire(tokens, namespace)
+    cache.reserve(lease, len(tokens))
+    cache.publish(lease, tokens[lease.num_tokens :])
+    cache.commit()
+    cache.release(lease)
+
+
+def paths(node: CachedNode, above: tuple[CachedNode, ...] = ()) -> Iterator[tuple[CachedNode, ...]]:
+    """Root to node, for every node but the root."""
+    for child in node.children:
+        yield (*above, child)
+        yield from paths(child, (*above, child))
+
+
+def spelled(path: tuple[CachedNode, ...]) -> list[int]:
+    """The tokens of a path; each node is short enough to be shown in full."""
+    assert all(node.num_tokens == len(node.tokens) for node in path)
+    return [token for node in path for token in node.tokens]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode: str) -> None:
+    rng = random.Random(SEED)
+    cache = MODES[mode](PagePool(400, 2))
+    prompts: list[list[int]] = []
+    for _ in range(60):
+        stem = rng.choice(prompts)[: rng.randrange(12)] if prompts and rng.random() < 0.7 else []
+        prompt = stem + [rng.randrange(5) for _ in range(rng.randrange(2, 10))]
+        prompts.append(prompt)
+        fill(cache, prompt, rng.choice([None, "salt"]))
+        cache.check()
+        drawn = cache.snapshot()
+        shown: dict[str | None, set[tuple[int, ...]]] = {None: set(), "salt": set()}
+        for namespace, root in drawn.items():
+            assert namespace is None or namespace == "salt"
+            ids = [path[-1].id for path in paths(root)]
+            assert len(ids) == len(set(ids)) and root.num_hidden == 0
+            for path in paths(root):
+                tokens = spelled(path)
+                assert path[-1].start + path[-1].num_tokens == len(tokens)
+                assert cache.match([*tokens, 99], namespace) == len(tokens), f"seed {SEED}"
+                shown[namespace].update(tuple(tokens[:n]) for n in range(1, len(tokens) + 1))
+        for prompt in prompts:
+            for namespace in shown:
+                found = cache.match([*prompt, 99], namespace)
+                assert not found or tuple(prompt[:found]) in shown[namespace], f"seed {SEED}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_last_while_the_tree_grows(mode: str) -> None:
+    cache = MODES[mode](PagePool(100, 2))
+    fill(cache, [1, 2, 3, 4, 5, 6])
+    (before,) = cache.snapshot()[None].children
+    fill(cache, [7, 8, 9, 10])
+    fill(cache, [1, 2, 3, 4, 9, 9])  # splits the first
+    top = cache.snapshot()[None].children
+    ids = {node.id for node in top} | {child.id for node in top for child in node.children}
+    assert before.id in ids and len(ids) == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
+    cache = MODES[mode](PagePool(100, 2))
+    stem = [1, 2, 3, 4]
+    for tail in ([5, 5], [6, 6], [7, 7]):
+        fill(cache, stem + tail)
+    cache.pin("six", [*stem, 6, 6])
+    lease = cache.acquire([*stem, 5, 5, 9])
+    (shared,) = cache.snapshot()[None].children
+    five, six, seven = sorted(shared.children, key=lambda node: node.tokens)
+    assert (shared.leases, five.leases, six.leases, seven.leases) == (1, 1, 0, 0)
+    assert (shared.pinned, five.pinned, six.pinned) == (True, False, True)
+    assert (shared.pins, six.pins) == ([], ["six"])
+    assert shared.age == five.age == 0
+    cache.release(lease)
+    (shared,) = cache.snapshot()[None].children
+    five, six, seven = sorted(shared.children, key=lambda node: node.tokens)
+    assert shared.leases == 0 and five.age > seven.age >= shared.age
+    cache.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_large_tree_is_cut_to_the_newest_and_says_so(mode: str) -> None:
+    cache = MODES[mode](PagePool(200, 2))
+    for number in range(20):
+        fill(cache, [number, 1, 2, 3])
+    root = cache.snapshot(max_nodes=5)[None]
+    assert [node.tokens[0] for node in root.children] == [15, 16, 17, 18, 19]
+    assert root.num_hidden == 15
+    long = list(range(50, 50 + 2 * PREVIEW))
+    fill(cache, long)
+    node = cache.snapshot(max_nodes=1)[None].children[0]
+    assert node.num_tokens == len(long) and node.tokens == long[:PREVIEW]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
+    cache = MODES[mode](PagePool(2000, 1))
+    path: list[int] = []
+    for depth in range(MAX_DEPTH + 20):
+        path.append(0)
+        fill(cache, [*path, 1 + depth])
+    depths = [len(path) for path in paths(cache.snapshot(max_nodes=10_000)[None])]
+    assert max(depths) == MAX_DEPTH
+
+
+def test_a_block_without_its_predecessor_hangs_at_the_root() -> None:
+    cache = HashBlockCache(PagePool(4, 2))
+    fill(cache, [1, 2, 3, 4])
+    page = int(
+        np.flatnonzero([block is not None and block.parent is None for block in cache._blocks])[0]
+    )
+    cache._evict(page)
+    (orphan,) = cache.snapshot()[None].children
+    assert (orphan.start, orphan.tokens) == (2, [3, 4]) and cache.match([1, 2, 3, 4, 5]) == 0
+
+
+def test_without_a_cache_there_is_nothing_to_show() -> None:
+    cache = NoCache(PagePool(10, 2))
+    fill(cache, [1, 2, 3])
+    assert cache.snapshot() == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pinned_pages_count_once(mode: str) -> None:
+    cache = MODES[mode](PagePool(100, 2))
+    fill(cache, [1, 2, 3, 4, 5, 6])
+    assert cache.pinned_pages == 0
+    cache.pin("long", [1, 2, 3, 4, 5, 6])
+    cache.pin("short", [1, 2, 3, 4])
+    assert cache.pinned_pages == 3
+    cache.unpin("long")
+    assert cache.pinned_pages == 2
