@@ -100,7 +100,7 @@ class FlashInferBackend(AttentionBackend):
         self._fixed_upload: Upload | None = None
         self._fixed_indices: dict[_Use, torch.Tensor] = {}
         self._fixed_in_group: dict[int, torch.Tensor] = {}
-        self._wrappers: dict[tuple[_Use, LayerKind, int, bool], Any] = {}
+        self._wrappers: dict[tuple[_Use, LayerKind, int], Any] = {}
         self._step: _Step | None = None
 
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
@@ -222,9 +222,7 @@ class FlashInferBackend(AttentionBackend):
             rows = slice(first, first + int(sub.qo_indptr[-1]))
             part = _Part(use, rows, _Tables(next(staged), *arrays_of_sub), {})
             for kind in self._kinds:
-                part.wrappers[kind] = self._plan_wrapper(
-                    part, kind, batch.page_size, size, levels is not None
-                )
+                part.wrappers[kind] = self._plan_wrapper(part, kind, batch.page_size, size)
             parts.append(part)
         self._fence.record()
         shared = parts.pop() if levels is not None else None
@@ -239,12 +237,10 @@ class FlashInferBackend(AttentionBackend):
             self._fixed_in_group[size] = flags.byte()
         return self._fixed_in_group[size].copy_(flags)
 
-    def _plan_wrapper(
-        self, part: _Part, kind: LayerKind, page_size: int, size: int, cascade: bool
-    ) -> Any:
+    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, size: int) -> Any:
         """The wrapper for these rows and layers, planned for the step."""
         use, tables = part.use, part.tables
-        key = (use, kind, size, cascade)
+        key = (use, kind, size)
         if key not in self._wrappers:
             self._wrappers[key] = self._make_wrapper(use, kind, size)
         wrapper = self._wrappers[key]

@@ -51,9 +51,10 @@ class DecodeGraphs:
         self._capture = capture or _Capture()
         self._replays: dict[tuple[int, bool], Compute] = {}
 
-    def run(self, token_ids: Tokens, batch: PagedBatch) -> torch.Tensor | None:
+    def run(self, token_ids: Tokens | torch.Tensor, batch: PagedBatch) -> torch.Tensor | None:
         """Logits [B, vocab] of a batch of decodes, or None if it takes no graph.
 
+        `token_ids` [B] are on the host as an array, or on the device as a tensor.
         The logits are valid until the next call.
         """
         count = len(token_ids)
@@ -64,8 +65,11 @@ class DecodeGraphs:
             return None
         batch = pad(batch, size, self._pool.spare_page)
         ids = np.zeros(size, dtype=np.int32)
-        ids[:count] = token_ids
+        if isinstance(token_ids, np.ndarray):
+            ids[:count] = token_ids
         inputs = self._model.attention.plan_fixed(batch, ids, batch.positions(), np.arange(size))
+        if isinstance(token_ids, torch.Tensor):
+            inputs[0][:count].copy_(token_ids)
         key = (size, bool(batch.shared))
         if key not in self._replays:
             compute = partial(self._model.compute, self._pool, *inputs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, TokensLike, as_tokens
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
@@ -16,9 +18,17 @@ from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
 from radixcache.runtime.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.request import Request, Sequence
-from radixcache.runtime.sampler import sample
+from radixcache.runtime.sampler import sample, top_logprobs
 from radixcache.runtime.sampling import SamplingParams
 from radixcache.runtime.scheduler import Chunk, Scheduler
+
+
+class _Launched(NamedTuple):
+    """A step that is enqueued on the device, and the sequences that get a token from it."""
+
+    sequences: list[Sequence]
+    logits: torch.Tensor
+    tokens: torch.Tensor
 
 
 class Engine:
@@ -51,6 +61,8 @@ class Engine:
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
         self._next_id = 0
+        self._ahead: _Launched | None = None
+        self._runs_ahead = model.device.type != "cpu"
         self.failed_step: list[Sequence] = []
         """What was running when a step failed last: one of them may be the cause."""
 
@@ -61,15 +73,14 @@ class Engine:
         wait for the next one.
         """
         try:
-            chunks = self.scheduler.schedule()
+            step = self._ahead or self._launch()
+            self._ahead = None
             changed = self.scheduler.take_failed()
-            if chunks:
-                chunks, batch = self._batch(chunks)
-                logits = self._run(chunks, batch)
-                self.cache.commit()
-                logits = self._score(chunks, logits)
-                changed += self._sample([c.sequence for c in chunks if c.is_last], logits)
+            if step is not None:
+                self._ahead = self._launch_ahead(step)
+                changed += self._finish(step)
         except BaseException:
+            self._ahead = None
             self.failed_step = self.scheduler.recover()
             raise
         return changed
@@ -142,6 +153,47 @@ class Engine:
             return self._generator
         return torch.Generator(self.model.device).manual_seed(params.seed + index)
 
+    def _launch(self) -> _Launched | None:
+        """Schedule a step and enqueue it; None if there is nothing to do."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        chunks, batch = self._batch(chunks)
+        logits = self._run(chunks, batch)
+        self.cache.commit()
+        logits = self._score(chunks, logits)
+        return self._sample([c.sequence for c in chunks if c.is_last], logits)
+
+    def _launch_ahead(self, step: _Launched) -> _Launched | None:
+        """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
+
+        So the device goes on while the host reads the tokens, ends sequences and makes text (as in
+        SGLang's overlap scheduler, one step deep). The tokens go from one step to the next on the
+        device. A sequence that ends with a token of `step` gets one more, which nobody reads; by
+        the order on the device, it is written before anybody else may write to that page.
+        """
+        alive = [s for s in step.sequences if s.finish_reason is None]
+        others = len(alive) < len(self.scheduler.running)
+        if not self._runs_ahead or self.scheduler.may_admit or others:
+            return None
+        going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
+        for sequence in going_on:
+            assert sequence.lease is not None
+            full = sequence.num_computed >= sequence.lease.capacity
+            if full or sequence.request.params.logprobs is not None:
+                return None
+        if not going_on:
+            return None
+        row = {sequence: i for i, sequence in enumerate(step.sequences)}
+        for sequence in going_on:
+            sequence.num_computed += 1
+        chunks, batch = self._batch([Chunk(sequence, 1) for sequence in going_on])
+        rows = [row[chunk.sequence] for chunk in chunks]
+        same = rows == list(range(len(step.sequences)))
+        tokens = step.tokens if same else step.tokens[rows]
+        logits = self._compute(tokens, batch, np.arange(len(chunks)))
+        return self._sample([chunk.sequence for chunk in chunks], logits)
+
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch."""
         page_size = self.kv_pool.page_size
@@ -175,15 +227,21 @@ class Engine:
             self.kv_pool.copy(copies)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         is_last = np.array([chunk.is_last for chunk in chunks])
-        if self._graphs is not None and is_last.all():
-            logits = self._graphs.run(tokens, batch)
-            if logits is not None:
-                return logits
         rows = batch.qo_indptr[1:][is_last] - 1
         for chunk, end in zip(chunks, batch.qo_indptr[1:], strict=True):
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
                 rows = np.append(rows, chunk.scored_positions + first)
+        return self._compute(tokens, batch, rows)
+
+    def _compute(
+        self, tokens: Tokens | torch.Tensor, batch: PagedBatch, rows: NDArray[np.integer]
+    ) -> torch.Tensor:
+        """Logits of these rows, from a CUDA graph if there is one for the batch."""
+        if self._graphs is not None and len(rows) == len(tokens):
+            logits = self._graphs.run(tokens, batch)
+            if logits is not None:
+                return logits
         return self.model.forward(tokens, batch, rows, self.kv_pool)
 
     def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
@@ -203,22 +261,28 @@ class Engine:
                 sequence.scoring = None
         return sampled
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> list[Request]:
-        if not sequences:
-            return []
-        tokens, logprobs = sample(
-            logits,
-            [sequence.request.params for sequence in sequences],
-            [sequence.generator for sequence in sequences],
-        )
-        for sequence, token, top in zip(sequences, tokens, logprobs, strict=True):
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
+        params = [sequence.request.params for sequence in sequences]
+        tokens = sample(logits, params, [sequence.generator for sequence in sequences])
+        return _Launched(sequences, logits, tokens)
+
+    def _finish(self, step: _Launched) -> list[Request]:
+        """Read the tokens of a step; returns the requests that got one."""
+        sequences = []
+        for row, (sequence, token) in enumerate(
+            zip(step.sequences, step.tokens.tolist(), strict=True)
+        ):
+            if sequence.finish_reason is not None:  # since the step was launched
+                continue
+            sequences.append(sequence)
             if not sequence.max_tokens:  # the prompt was all
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
             sequence.append(token)
-            if top is not None:
-                sequence.logprobs.append(top)
+            count = sequence.request.params.logprobs
+            if count is not None:
+                sequence.logprobs.append(top_logprobs(step.logits[row], token, count))
             try:
                 self._finish_if_done(sequence, token)
             except Exception as error:  # text that cannot be made ends this sequence, no other

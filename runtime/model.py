@@ -130,7 +130,7 @@ class PagedModel:
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: NDArray[np.integer],
+        token_ids: NDArray[np.integer] | torch.Tensor,
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         pool: KVPool,
@@ -138,7 +138,7 @@ class PagedModel:
         """Run one step: write the new tokens' KV into `pool` and return logits.
 
         Args:
-            token_ids: [T] the new tokens, in the order of `batch`.
+            token_ids: [T] the new tokens, in the order of `batch`; a tensor is on the device.
             batch: the step's page tables.
             logit_rows: [R] rows of the flat batch whose logits are wanted; may be empty.
             pool: the pages that `batch` numbers.
@@ -146,7 +146,9 @@ class PagedModel:
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        ids, positions, rows = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
+        on_host = token_ids if isinstance(token_ids, np.ndarray) else np.arange(0)
+        ids, positions, rows = self.attention.plan(batch, on_host, batch.positions(), logit_rows)
+        ids = token_ids if isinstance(token_ids, torch.Tensor) else ids
         return self.compute(pool, ids, positions, rows)
 
     @torch.inference_mode()

@@ -11,17 +11,13 @@ def sample(
     logits: torch.Tensor,
     params: list[SamplingParams],
     generators: list[torch.Generator],
-) -> tuple[list[int], list[dict[int, float] | None]]:
-    """One token for each row.
+) -> torch.Tensor:
+    """One token for each row: [R] int64, on the logits' device, which nobody waits for.
 
     Args:
         logits: [R, vocab] float32.
         params: of each row.
         generators: each row's source of noise, on the logits' device; greedy rows use none.
-
-    Returns:
-        The tokens, and for each row that asked the log-probabilities (of the unmodified
-        distribution) of its token and of its likeliest ones.
     """
     tokens = logits.argmax(-1)
     rows = [row for row, p in enumerate(params) if p.temperature > 0]
@@ -31,12 +27,7 @@ def sample(
         )
         chosen = _draw(logits[rows], [params[row] for row in rows], noise)
         tokens[rows] = chosen
-    picked: list[int] = tokens.tolist()
-    logprobs: list[dict[int, float] | None] = [None] * len(params)
-    for row, p in enumerate(params):
-        if p.logprobs is not None:
-            logprobs[row] = _top_logprobs(logits[row], picked[row], p.logprobs)
-    return picked, logprobs
+    return tokens
 
 
 def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tensor) -> torch.Tensor:
@@ -63,7 +54,8 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tenso
     return order.gather(-1, winner)[:, 0]
 
 
-def _top_logprobs(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
+def top_logprobs(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
+    """Log-probabilities of a token and the `count` likeliest, by the unmodified logits [vocab]."""
     logprobs = logits.log_softmax(-1)
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     result = {token: float(logprobs[token])}

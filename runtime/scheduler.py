@@ -109,6 +109,12 @@ class Scheduler:
             self._admit(chunks, budget)
         return chunks
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step might begin with a waiting sequence."""
+        room = len(self.running) < self.max_num_seqs
+        return bool(self.waiting) and room and not (self._short_of_pages and self.running)
+
     def _schedule_running(
         self, sequence: Sequence, budget: int, chunks: list[Chunk]
     ) -> Chunk | None:

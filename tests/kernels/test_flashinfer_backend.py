@@ -165,14 +165,17 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
     first = make_step(1, [(1, n) for n in (30, 5, 77)], page_size=4)
     kind = kind_of(first, 0.3)
     backend = make_backend(kind)
-    backend.allocate_fixed(6, 400)
+    backend.allocate_fixed(8, 600)
     captured: dict[tuple[int, bool], list[object]] = {}
-    for seed in range(2, 14):
+    for seed in range(2, 18):
         rng = np.random.default_rng(seed)
-        size, share = int(rng.choice([3, 6])), int(rng.integers(0, 2)) * 8
+        size, share = int(rng.choice([3, 8])), int(rng.integers(0, 2)) * 8
         lens = [(1, 4 * share + int(rng.integers(0, 50))) for _ in range(size)]
         step = make_step(seed, lens, page_size=4, share=share)
-        batch = with_shared(step.batch, (0, size, share)) if share else step.batch
+        groups = [(0, size, share)]
+        if size == 8 and rng.random() < 0.5:
+            groups = [(0, 4, share), (4, 4, share - 1)]
+        batch = with_shared(step.batch, *groups) if share else step.batch
         ids, positions = backend.plan_fixed(batch, np.arange(size), batch.positions())
         baked_in = [ids.data_ptr(), positions.data_ptr(), *what_a_graph_keeps(backend._step)]
         assert captured.setdefault((size, bool(share)), baked_in) == baked_in

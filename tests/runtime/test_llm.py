@@ -11,7 +11,7 @@ import torch
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.llm import Prompt
-from radixcache.runtime.sampler import sample
+from radixcache.runtime.sampler import sample, top_logprobs
 from tests.models import tiny_model
 
 SEED = 20_261_121
@@ -189,7 +189,7 @@ def test_sampled_frequencies_follow_the_filtered_distribution() -> None:
     generator = torch.Generator().manual_seed(SEED)
     for options, wanted in cases:
         params = [SamplingParams(**options)] * draws
-        tokens, _ = sample(logits, params, [generator] * draws)
+        tokens = sample(logits, params, [generator] * draws).tolist()
         seen = torch.bincount(torch.tensor(tokens), minlength=5) / draws
         assert (seen - torch.tensor(wanted)).abs().max() < 0.035, f"{options}, seed {SEED}"
 
@@ -197,19 +197,18 @@ def test_sampled_frequencies_follow_the_filtered_distribution() -> None:
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]]).expand(3, -1)
     params = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0)]
-    tokens, _ = sample(logits, params, [torch.Generator()] * 3)
-    assert tokens == [1, 1, 1]
+    assert sample(logits, params, [torch.Generator()] * 3).tolist() == [1, 1, 1]
 
 
 def test_logprobs_are_those_of_the_whole_distribution() -> None:
-    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(SEED))
-    wanted = logits[0].log_softmax(-1)
-    (token,), (top,) = sample(logits, [SamplingParams(temperature=0, logprobs=3)], [])
-    assert top is not None and len(top) == 3 and token == int(wanted.argmax())
-    for index, value in top.items():
-        assert value == pytest.approx(float(wanted[index]))
-    (_,), (none,) = sample(logits, [SamplingParams(temperature=0)], [])
-    assert none is None
+    logits = torch.randn(9, generator=torch.Generator().manual_seed(SEED))
+    wanted = logits.log_softmax(-1)
+    for token in (int(wanted.argmax()), int(wanted.argmin())):
+        top = top_logprobs(logits, token, 3)
+        likeliest = set(wanted.topk(3).indices.tolist())
+        assert set(top) == likeliest | {token} and next(iter(top)) == token
+        for index, value in top.items():
+            assert value == pytest.approx(float(wanted[index]))
 
 
 def test_logprobs_come_with_every_token(llm: LLM) -> None:
