@@ -190,6 +190,7 @@ def what_a_graph_keeps(step) -> list[object]:
     kept = [None if step.in_group is None else step.in_group.data_ptr()]
     for part in [*step.parts, *([] if step.shared is None else [step.shared])]:
         kept += [part.rows, *map(id, part.wrappers.values())]
+        assert all(wrapper._graph for wrapper in part.wrappers.values())  # buffers of its own
     for part in step.parts:
         tables = part.tables
         appended = (tables.sequence, tables.position, tables.kv_indptr, tables.indices)
