@@ -234,8 +234,6 @@ class TokenHistory:
             if start + len(read) > shared or not known.startswith(read):
                 continue
             first = bisect_left(offsets, (len(read),))
-            if first and offsets[first - 1][1] > len(read):
-                continue
             if self._decode([*kept, *ids[first:]]) == plain:
                 starts = [start + chars for chars, _ in offsets[first:]]
                 return _Splice(other, len(other.tokens) - dropped, ids[first:], starts)

@@ -309,6 +309,44 @@ def train_byte_level_bpe_of_lines() -> Backend:
     return backend
 
 
+def test_an_edited_question_behind_plain_text_still_finds_the_answer_before() -> None:
+    tokenizer = wrap(byte_level())
+    history = TokenHistory(tokenizer)
+    prompt = history.encode("<|user|>What? Answer:")
+    spelled = [token for c in " The cats" for token in tokenizer.encode(c, special=False)]
+    history.remember(prompt, spelled)
+    for question in ("Why?", "When?", "Whom?", "Who?"):
+        tokens = history.encode(f"{prompt.text} The cats\n{question} Answer:").tokens
+        assert tokens[: len(prompt.tokens) + len(spelled)].tolist() == [*prompt.tokens, *spelled]
+        history.remember(history.encode(f"{prompt.text} The cats\n{question} Answer:"), [40, 41])
+
+
+@pytest.mark.parametrize(("between", "begin"), [("", "▁"), (" ", "▁"), ("\n", "")])
+def test_a_space_that_only_tokens_have_does_not_hide_an_answer(between: str, begin: str) -> None:
+    """Llama 2's tokenizer begins each piece with a space; what is shown is without it."""
+    tokenizer = wrap(prepending())
+    ids = tokenizer._tokenizer.convert_tokens_to_ids
+    history = TokenHistory(tokenizer)
+    prompt = history.encode("<|user|>What?<|end|><|assistant|>" + between.strip(" "))
+    generated = ids([*begin, *"The"])
+    history.remember(prompt, generated)
+    text = f"<|user|>What?<|end|><|assistant|>{between}The<|end|>"
+    reused = [*prompt.tokens.tolist(), *generated]
+    assert (history.encode(text).tokens[:-1].tolist() == reused) == (between != " ")
+
+
+def test_an_answer_of_bytes_is_read_with_whole_characters_before_it() -> None:
+    tokenizer = wrap(prepending())
+    history = TokenHistory(tokenizer)
+    prompt = history.encode("<|user|>What?<|end|>Draw 👩ﬁ")  # four bytes, three bytes
+    ids = tokenizer._tokenizer.convert_tokens_to_ids
+    assert prompt.tokens[-1] == ids("<0x81>")
+    generated = ids(["<0xEF>", "<0xAC>", "<0x81>", *"The"])
+    history.remember(prompt, generated)
+    tokens = history.encode(prompt.text + "ﬁThe<|end|>").tokens
+    assert tokens[:-1].tolist() == [*prompt.tokens, *generated]
+
+
 def test_special_tokens_within_an_answer_are_not_taken_for_its_text() -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
@@ -324,20 +362,22 @@ def test_other_salts_get_none_of_an_answer() -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
     spelled = [token for c in "The cats" for token in tokenizer.encode(c, special=False)]
-    prompt = history.encode("<|user|>What?<|end|><|assistant|>", "a")
-    history.remember(prompt, spelled)
+    for salt in ("a", None):
+        prompt = history.encode("<|user|>What?<|end|><|assistant|>", salt)
+        history.remember(prompt, spelled)
     text = prompt.text + "The cats<|end|>"
     plain = tokenizer.encode(text, special=False)
-    for salt, same in (("a", False), ("b", True), (None, True), ("", True)):
+    for salt, same in (("a", False), ("b", True), ("", True), (None, False), ("a", False)):
         assert (history.encode(text, salt).tokens.tolist() == plain) == same
 
 
 def test_what_was_used_least_recently_is_forgotten_first() -> None:
     history = TokenHistory(wrap(byte_level()), max_bytes=1000)
     texts = [f"<|user|>{i} {'cats ' * 20}" for i in range(6)]
-    for text in texts:
-        history.encode(texts[0])
+    first = history.encode(texts[0])
+    for text in texts[1:]:
         history.encode(text)
+        assert history.encode(texts[0]) is first
     kept = {text.text for text in history._texts.values()}
     assert texts[0] in kept and texts[-1] in kept and texts[1] not in kept
     assert len(history.encode("x" * 5000).tokens) and not history._texts  # too much for the budget
@@ -405,4 +445,5 @@ def test_each_turn_of_twenty_with_the_bundled_model_prefills_only_its_new_tokens
         (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))
         seen = check_turn(llm, output, seen)
         messages.append({"role": "assistant", "content": output.outputs[0].text})
+        assert len(llm.history._texts) == 1  # each turn takes the place of the one before
         assert output.outputs[0].text == f"The age of {name} is {30 + turn % len(names)}."
