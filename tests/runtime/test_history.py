@@ -115,6 +115,12 @@ def test_tokens_that_depend_on_what_stands_before_them_are_no_delimiters() -> No
     assert {"<|end|>", "<|strip|>", "<think>"} <= set(found)
     assert not {"<|mask|>", "<|user|>", "  ", "\n\n"} & set(found)
 
+    overlapping = byte_level()
+    contents = ["a<|system|>b", "<|gap|>", " <|end of gap|>"]
+    overlapping.add_special_tokens([AddedToken(c, normalized=False) for c in contents])
+    found = wrap(overlapping).delimiters.values()
+    assert "<|gap|>" in found and not {"<|system|>", " <|end of gap|>"} & set(found)
+
     normalised = prepending()
     normalised.add_special_tokens([AddedToken("<|in_text|>", normalized=True)])
     assert "<|in_text|>" not in wrap(normalised).delimiters.values()
@@ -338,7 +344,7 @@ def test_a_space_that_only_tokens_have_does_not_hide_an_answer(between: str, beg
 def test_an_answer_of_bytes_is_read_with_whole_characters_before_it() -> None:
     tokenizer = wrap(prepending())
     history = TokenHistory(tokenizer)
-    prompt = history.encode("<|user|>What?<|end|>Draw 👩ﬁ")  # four bytes, three bytes
+    prompt = history.encode("Draw 👩ﬁ")  # four bytes, three bytes
     ids = tokenizer._tokenizer.convert_tokens_to_ids
     assert prompt.tokens[-1] == ids("<0x81>")
     generated = ids(["<0xEF>", "<0xAC>", "<0x81>", *"The"])
