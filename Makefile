@@ -9,7 +9,8 @@ SGLANG := .venv-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve test stress bench-ttft bench-index bench-trimming bench-serve conformance check clean
+.PHONY: help demo serve test stress bench-ttft bench-index bench-trimming bench-history bench-serve conformance \
+	check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +35,9 @@ bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side 
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
 	@$(BIN)/python -m bench.trimming $(ARGS)
+
+bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
+	@$(BIN)/python -m bench.history $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.conformance $(ARGS)

@@ -15,9 +15,9 @@ class Chat:
     """A multi-turn conversation with a model.
 
     The next turn's prompt consists of the very token ids of the last one: its prompt, what was
-    generated, and the new text, which alone is tokenised. Generated text that would tokenise
-    differently a second time therefore never costs a hit: all is cached but the new text and the
-    last sampled token.
+    generated, and the new text, which alone is tokenised (see `TokenHistory`). Generated text that
+    would tokenise differently a second time therefore never costs a hit: all is cached but the new
+    text and the last sampled token.
 
     >>> chat = Chat(llm, system="...")  # doctest: +SKIP
     >>> chat.ask("How old is Ada Byron?").outputs[0].text  # doctest: +SKIP
@@ -31,8 +31,6 @@ class Chat:
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
-        self._seen_text = ""
-        self._seen_tokens: list[int] = []
 
     def fork(self) -> Chat:
         """A copy that goes its own way, and shares what the cache holds of the way so far.
@@ -60,12 +58,11 @@ class Chat:
         if params.n != 1:
             raise InvalidRequest("a conversation goes on with one answer: n must be 1")
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokenizer = self.llm._need_tokenizer()
-        rendered = tokenizer.render_chat(messages)
-        prompt = self._prompt_tokens(rendered)
+        history = self.llm.history
+        prompt = history.encode(history.tokenizer.render_chat(messages), self.cache_salt)
         output = None
         for output in self.llm.stream(
-            {"prompt_token_ids": prompt}, params, cache_salt=self.cache_salt
+            {"prompt_token_ids": prompt.tokens}, params, cache_salt=self.cache_salt
         ):
             yield output
         assert output is not None
@@ -73,22 +70,4 @@ class Chat:
         if answer.finish_reason == "error":
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        generated = answer.token_ids
-        if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str):
-            generated = generated[:-1]  # the end token: the template writes it again
-        if tokenizer.decode(generated) == answer.text:
-            self._seen_text = rendered + answer.text
-            self._seen_tokens = [*prompt, *generated]
-        else:  # cut by a stop string
-            self._seen_text, self._seen_tokens = rendered, prompt
-
-    def _prompt_tokens(self, rendered: str) -> list[int]:
-        """The tokens of a rendered conversation: those seen before, and those of the new text.
-
-        A template may rewrite history (strip spaces, drop thoughts); then all is tokenised anew.
-        """
-        tokenizer = self.llm._need_tokenizer()
-        if not self._seen_text or not rendered.startswith(self._seen_text):
-            return tokenizer.encode(rendered, special=False)
-        new = rendered[len(self._seen_text) :]
-        return [*self._seen_tokens, *tokenizer.encode(new, special=False)]
+        history.remember(prompt, answer.token_ids)

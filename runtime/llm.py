@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
@@ -14,6 +15,7 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine import Engine
 from radixcache.runtime.explain import Explainer, Explanation
+from radixcache.runtime.history import TokenHistory
 from radixcache.runtime.kv_pool import count_pages
 from radixcache.runtime.model import load_model
 from radixcache.runtime.outputs import RequestOutput
@@ -125,6 +127,11 @@ class LLM:
         """The prefix cache: statistics, pins, `match`, `reset`."""
         return self.engine.cache
 
+    @cached_property
+    def history(self) -> TokenHistory:
+        """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
+        return TokenHistory(self._need_tokenizer())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -218,16 +225,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template.
 
-        For turns that build on each other `radixcache.Chat` is better: it never tokenises twice.
+        A conversation that goes on from an earlier one, answers included, reuses its tokens.
         """
-        one = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if one else messages
-        prompts: list[Prompt] = []
-        for conversation in cast(Sequence[Sequence[Message]], conversations):
-            text = self._need_tokenizer().render_chat(conversation)
-            tokens = self._need_tokenizer().encode(text, special=False)
-            prompts.append({"prompt_token_ids": tokens})
-        return self.generate(prompts, params, cache_salt=cache_salt, use_tqdm=use_tqdm)
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        render = self.history.tokenizer.render_chat
+        texts = [self.history.encode(render(one), cache_salt) for one in conversations]
+        prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
+        outputs = self.generate(prompts, params, cache_salt=cache_salt, use_tqdm=use_tqdm)
+        for text, output in zip(texts, outputs, strict=True):
+            for completion in output.outputs:
+                self.history.remember(text, completion.token_ids)
+        return outputs
 
     def _before_publish(self, sequence: Completion, num_tokens: int) -> None:
         """Explain a request when it is admitted, and remember what is computed of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from radixcache.errors import InvalidRequest
@@ -36,8 +37,16 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode(text, special=False)`, and the characters [start, end) that each token is from.
+
+        Only a tokenizer with `delimiters` can tell.
+        """
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return found["input_ids"], found["offset_mapping"]
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of `ids`, without special tokens if not told otherwise."""
+        """Text of `ids`; `special` keeps that of special tokens."""
         text: str
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=not special)
@@ -46,6 +55,45 @@ class Tokenizer:
             ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return text
+
+    @cached_property
+    def delimiters(self) -> dict[int, str]:
+        """The added tokens at whose start tokenisation starts afresh: id to text.
+
+        If `b` begins with a delimiter, ``encode(a + b)`` is ``encode(a) + encode(b)`` (without
+        `special`): the tokenizers library takes added tokens out of the text before it normalises
+        and splits the pieces between them, each alone. Not delimiters are tokens
+
+        - that are looked for in normalised text, which a normaliser may change at its ends;
+        - that take the spaces before them (`lstrip`), or begin with one that `rstrip` could take;
+        - that overlap with another added token, where the text before decides which one is found.
+
+        There are none if some token must stand alone as a word (`single_word`), if special tokens
+        are split like any text, or if it is not that library that tokenises.
+        """
+        if not getattr(self._tokenizer, "is_fast", False) or self._tokenizer.split_special_tokens:
+            return {}
+        backend = self._tokenizer.backend_tokenizer
+        added = backend.get_added_tokens_decoder()
+        if any(token.single_word for token in added.values()):
+            return {}
+        texts = [token.content for token in added.values()]
+        tails = {text[at:] for text in texts for at in range(1, len(text))}
+        joined = "\0".join(texts)
+
+        def stands_apart(text: str) -> bool:
+            """No other token holds it, and none ends as it begins."""
+            begins = (text[:length] for length in range(1, len(text) + 1))
+            return joined.count(text) == 1 and tails.isdisjoint(begins)
+
+        return {
+            index: token.content
+            for index, token in added.items()
+            if not (token.normalized and backend.normalizer is not None)
+            and not token.lstrip
+            and not token.content[:1].isspace()
+            and stands_apart(token.content)
+        }
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, ask: bool = True) -> str:
         """The text of a conversation, by the model's chat template.
