@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from radixcache.errors import LeaseError, PinError, RadixCacheError
 
+
 class ApiError(Exception):
     """What a client is told instead of an answer."""
 
