@@ -333,7 +333,7 @@ class Worker:
                 for sequence in request.sequences
                 if sequence.has_delta
             ]
-        finished = all(other.finished for other in job.requests)
+        finished = not any(other in self._entries for other in job.requests)
         return _Update(job, deltas, finished, error) if deltas or finished or error else None
 
     def _fail(self, requests: list[Request], error: ApiError) -> None:

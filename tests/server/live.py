@@ -66,7 +66,9 @@ class LiveServer:
             assert len(self.engine.cache._leases) == len(self.engine.cache.pins)  # type: ignore[attr-defined]
 
         self.call(check)
-        assert not self.backend.worker._jobs and not self.backend.worker._num_open
+        worker = self.backend.worker
+        assert not worker._jobs and not worker._num_open and not worker._entries
+        assert not self.backend.metrics._last_token
 
 
 @contextmanager

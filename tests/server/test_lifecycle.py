@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,11 +158,11 @@ def test_with_an_api_key_only_health_is_open(llm: LLM):
 # Failures.
 
 
-def test_a_step_that_fails_once_costs_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_steps_that_fail_once_in_a_while_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     body = {"prompt": "| 1 | Nora", "max_tokens": 8}
     with live(llm) as server:
         wanted = server.post(COMPLETIONS, body).json()["choices"]
-        fail_steps(monkeypatch, llm, range(3, 4))
+        fail_steps(monkeypatch, llm, range(3, 8, 2))
         assert server.post(COMPLETIONS, body).json()["choices"] == wanted
         server.assert_idle()
 
@@ -337,10 +336,9 @@ def test_the_engine_of_an_idle_server_does_not_run(llm: LLM):
     with live(llm) as server:
         server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2})
         server.assert_idle()
-        (engine,) = [t for t in threading.enumerate() if t.name == "engine"]
         looks = []
         run_commands = server.backend.worker._run_commands
         server.backend.worker._run_commands = lambda: (looks.append(1), run_commands())[1]  # type: ignore[method-assign, func-returns-value]
         server.call(lambda: None)  # ends the wait that began before
         time.sleep(0.25)
-        assert engine.is_alive() and len(looks) <= 1
+        assert server.backend.worker.alive and len(looks) <= 1

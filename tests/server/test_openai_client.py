@@ -217,6 +217,27 @@ def test_choices_of_several_prompts_are_numbered_by_prompt(client: Any):
     assert texts[0] == texts[1] == " The age of Nora" and texts[2] == texts[3] != texts[0]
 
 
+def test_streamed_choices_of_several_prompts_end_once_each(client: Any):
+    """Sampled, so that some end long before others."""
+    options: dict[str, Any] = {
+        "model": "tabletalk",
+        "prompt": [PROMPT, PROMPT.replace("Lund", "Holm")],
+        "n": 3,
+        "max_tokens": 30,
+        "temperature": 5.0,
+        "seed": 3,
+    }
+    whole = client.completions.create(**options)
+    texts, ends = [""] * 6, [0] * 6
+    for chunk in client.completions.create(**options, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        ends[choice.index] += choice.finish_reason is not None
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == [1] * 6
+    assert len({len(text) for text in texts}) > 1, "they all ended at the same time"
+
+
 def test_completion_logprobs_have_tokens_values_and_offsets(client: Any):
     choice = client.completions.create(
         model="tabletalk", prompt=PROMPT, max_tokens=5, logprobs=2
@@ -273,11 +294,28 @@ def test_the_logprobs_of_an_echo_are_those_of_generating_it(client: Any):
     assert math.isfinite(sum(read.logprobs.token_logprobs[1:]))
 
 
-def test_an_echo_without_logprobs_is_the_text_alone(client: Any):
-    choice = client.completions.create(
-        model="tabletalk", prompt="| 1 | Nora", max_tokens=0, echo=True
-    ).choices[0]
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_without_logprobs_is_the_text_alone(client: Any, stream: bool):
+    seen = client.completions.create(
+        model="tabletalk", prompt="| 1 | Nora", max_tokens=0, echo=True, stream=stream
+    )
+    (choice,) = [part.choices[0] for part in (seen if stream else [seen])]
     assert (choice.text, choice.logprobs) == ("| 1 | Nora", None)
+    assert choice.finish_reason == "length"
+
+
+def test_a_stream_gives_what_it_held_back_when_it_ends(client: Any):
+    """Text that may be the start of a stop string waits, but not for ever."""
+    options = {
+        "model": "tabletalk",
+        "prompt": PROMPT,
+        "stop": " Nora Lund is here",
+        "max_tokens": 5,
+    }
+    whole = client.completions.create(**options).choices[0].text
+    assert whole.endswith(" Nora Lund")
+    chunks = client.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole
 
 
 # Errors.
