@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.server import cache, chat, completions, errors
+from radixcache.runtime.server import cache, chat, completions, errors, static
 from radixcache.runtime.server.backend import Backend, BackendDep, Options, plain_messages
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
@@ -31,7 +31,7 @@ from radixcache.runtime.server.protocol import (
 )
 from radixcache.runtime.tokenizer import Tokenizer
 
-OPEN_PATHS = {"/health"}
+OPEN_PATHS = {"/health", *static.FILES}
 """What needs no API key."""
 
 router = APIRouter()
@@ -59,7 +59,7 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.state.backend = backend
-    for part in (router, chat.router, completions.router, cache.router):
+    for part in (router, chat.router, completions.router, cache.router, static.router):
         app.include_router(part)
     errors.install(app)
     app.add_middleware(

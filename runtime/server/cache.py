@@ -6,15 +6,15 @@ import hashlib
 import time
 from collections.abc import Hashable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from radixcache.base import TokensLike
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.backend import BackendDep, plain_messages
 from radixcache.runtime.server.generation import finish
-from radixcache.runtime.server.metrics import EngineState
+from radixcache.runtime.server.metrics import EngineState, Started
 from radixcache.runtime.server.protocol import (
     CacheNamespace,
     CacheNode,
@@ -26,6 +26,7 @@ from radixcache.runtime.server.protocol import (
     PrefixList,
     PrefixName,
     PrefixRequest,
+    RecentRequest,
 )
 from radixcache.runtime.tokenizer import Tokenizer
 from radixcache.snapshot import CachedNode
@@ -36,19 +37,39 @@ router = APIRouter()
 # The tree.
 
 
-@router.get("/v1/cache")
+@router.get(
+    "/v1/cache",
+    response_model=CacheView,
+    responses={304: {"description": "Nothing has changed since `If-None-Match` was the ETag"}},
+)
 async def view_cache(
-    backend: BackendDep, max_nodes: Annotated[int, Query(ge=0, le=10_000)] = 500
-) -> CacheView:
+    backend: BackendDep,
+    response: Response,
+    max_nodes: Annotated[int, Query(ge=0, le=10_000)] = 500,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Any:
     """What is cached, as a tree for each salt, and what the cache has been good for."""
     engine = backend.llm.engine
-    state, roots = await backend.worker.call(
-        lambda: (EngineState.of(engine), engine.cache.snapshot(max_nodes))
-    )
+
+    def look() -> tuple[str, EngineState, list[Started], dict[Hashable, CachedNode] | None]:
+        state = EngineState.of(engine)
+        # Between steps only pins, flushes and aborts change anything, and these the rest tells.
+        seen = (backend.created, backend.worker.num_steps, state, engine.cache.pins)
+        tag = f'"{_digest(seen)}"'
+        roots = None if tag == if_none_match else engine.cache.snapshot(max_nodes)
+        return tag, state, [*backend.metrics.recent], roots
+
+    tag, state, recent, roots = await backend.worker.call(look)
+    if roots is None:
+        return Response(status_code=304, headers={"ETag": tag})
+    response.headers["ETag"] = tag
+    response.headers["Cache-Control"] = "no-cache"
 
     def describe(tokenizer: Tokenizer | None) -> list[CacheNamespace]:
         return [
-            CacheNamespace(namespace=_digest(salt), tree=_node(root, tokenizer))
+            CacheNamespace(
+                namespace=None if salt is None else _digest(salt), tree=_node(root, tokenizer)
+            )
             for salt, root in roots.items()
         ]
 
@@ -66,6 +87,7 @@ async def view_cache(
             waiting=state.num_waiting,
         ),
         namespaces=await backend.tokenize(describe) if has_text else describe(None),
+        recent=[RecentRequest(**asdict(request)) for request in recent],
     )
 
 
@@ -91,9 +113,9 @@ def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
     )
 
 
-def _digest(salt: Hashable) -> str | None:
-    """A name for a salt that does not give it away."""
-    return None if salt is None else hashlib.sha256(str(salt).encode()).hexdigest()[:12]
+def _digest(value: object) -> str:
+    """A name for a salt, or a state, that does not give it away."""
+    return hashlib.sha256(str(value).encode()).hexdigest()[:12]
 
 
 # Named prefixes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,10 +42,24 @@ class EngineState:
         )
 
 
+@dataclass(frozen=True)
+class Started:
+    """A request that got its first token, `ttft` seconds after it came."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+
+
 class Metrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in a registry of its own.
+
+    Attributes:
+        recent: the requests that got their first token last, oldest first; the engine thread's.
+    """
 
     def __init__(self) -> None:
+        self.recent: deque[Started] = deque(maxlen=60)
         self.registry = CollectorRegistry()
         self._state = _StateCollector()
         self.registry.register(self._state)
@@ -84,6 +99,8 @@ class Metrics:
             self._inter_token.observe(now - before)
         elif request.ttft is not None:
             self._ttft.observe(request.ttft)
+            cached = request.sequences[0].cached_tokens
+            self.recent.append(Started(len(request.prompt_token_ids), cached, request.ttft))
         self._last_token[request] = now
 
     def note_end(self, request: Request) -> None:

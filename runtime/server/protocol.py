@@ -400,12 +400,21 @@ class CacheStatistics(_Model):
     waiting: int
 
 
+class RecentRequest(_Model):
+    """What a request hit, and how long it waited for its first token, in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+
+
 class CacheView(_Model):
-    """The answer of GET /v1/cache."""
+    """The answer of GET /v1/cache; `recent` has the last requests, oldest first."""
 
     kind: str
     stats: CacheStatistics
     namespaces: list[CacheNamespace]
+    recent: list[RecentRequest]
 
 
 class Flushed(_Model):

@@ -140,6 +140,8 @@ class Worker:
         # What follows is the engine thread's.
         self._entries: dict[Request, _Entry] = {}
         self._failed_steps = 0
+        self.num_steps = 0
+        """For who asks on the engine's thread whether anything has happened since."""
 
     # -- on the event loop ---------------------------------------------------------------------
 
@@ -298,6 +300,7 @@ class Worker:
                 self._metrics.note_end(request)
 
     def _step(self) -> None:
+        self.num_steps += 1
         try:
             changed = self._engine.step()
         except Exception as error:

@@ -1,0 +1,66 @@
+"""The page at `/`: a chat, the tree of what is cached, and how requests did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import FileResponse
+from pydantic import BaseModel
+
+from radixcache.runtime.demo import DOCUMENTS, SCRIPT, TABLE
+from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.server.backend import BackendDep
+
+FOLDER = Path(__file__).parent / "page"
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+"""File and content type of each path. They hold nothing secret, and the page asks for the key."""
+
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+class Example(BaseModel):
+    """A conversation to begin with."""
+
+    system: str
+    questions: list[str]
+
+
+class About(BaseModel):
+    """What the page has to know."""
+
+    model: str
+    example: Example | None
+
+
+@router.get("/page.json")
+async def about(backend: BackendDep) -> About:
+    """The model, and something that it can be asked."""
+    example = None
+    if backend.llm.model_name == BUNDLED_MODEL.name:
+        questions = [question.text for question in SCRIPT if DOCUMENTS[question.user] == TABLE]
+        example = Example(system=TABLE.read_text(encoding="utf-8"), questions=questions[:4])
+    return About(model=backend.names[0], example=example)
+
+
+def _add(path: str, name: str, media_type: str) -> None:
+    @router.get(path)
+    async def file() -> FileResponse:
+        return FileResponse(FOLDER / name, media_type=media_type, headers=HEADERS)
+
+
+for _path, _file in FILES.items():
+    _add(_path, *_file)
