@@ -375,6 +375,12 @@ def _add_serve(commands: Any) -> None:
         "--max-body-size", type=_at_least(int, 1), metavar="N", help="bytes of a request (16 MiB)"
     )
     group.add_argument(
+        "--hide-texts",
+        action="store_true",
+        default=None,
+        help="show no texts of prompts in the tree and in explanations",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         type=_at_least(float, 0),
         default=30.0,

@@ -117,8 +117,7 @@ async def health(backend: BackendDep) -> Health:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(backend: BackendDep) -> PlainTextResponse:
     """Metrics in Prometheus' text format."""
-    engine = backend.llm.engine
-    state = await backend.worker.call(lambda: EngineState.of(engine))
+    state = await backend.worker.call(lambda: EngineState.of(backend.llm))
     return PlainTextResponse(backend.metrics.render(state), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -14,7 +14,9 @@ from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
+from radixcache.runtime.history import TokenisedText
 from radixcache.runtime.llm import LLM, Message, Prompt
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.sampling import SamplingParams
 from radixcache.runtime.server.errors import ApiError
@@ -36,6 +38,8 @@ class Options:
         max_queued_requests: completions that may wait, besides those that run.
         request_timeout: seconds that a request may take.
         max_body_size: bytes of a request.
+        hide_texts: show nobody the texts of others: no text in the tree, and in explanations none
+            but the request's own. For servers whose users must not see each other's prompts.
     """
 
     served_model_name: Sequence[str] = ()
@@ -43,6 +47,7 @@ class Options:
     max_queued_requests: int = 1024
     request_timeout: float = 600.0
     max_body_size: int = 16 << 20
+    hide_texts: bool = False
 
 
 class Backend:
@@ -106,9 +111,17 @@ class Backend:
         """Unix time, for `created`."""
         return int(time.time())
 
-    async def encode_chat(self, messages: list[Message]) -> list[int]:
-        """The prompt that asks for the answer to `messages`."""
-        return await self.tokenize(lambda t: t.encode(t.render_chat(messages), special=False))
+    async def encode_chat(self, messages: list[Message], cache_salt: str | None) -> TokenisedText:
+        """The prompt that asks for the answer to `messages`, in tokens as stable as can be."""
+        return await self.tokenize(
+            lambda t: self.llm.history.encode(t.render_chat(messages), cache_salt)
+        )
+
+    def remember(self, prompt: TokenisedText, output: RequestOutput) -> None:
+        """Let conversations go on from these answers, before anything else is tokenised."""
+        for completion in output.outputs:
+            tokens = completion.token_ids
+            self._tokenizing.submit(self.llm.history.remember, prompt, tokens)
 
     async def find_prefix(self, name: str) -> NamedPrefix:
         """The prefix of that name; 404 if there is none."""

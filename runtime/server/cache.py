@@ -52,7 +52,7 @@ async def view_cache(
     engine = backend.llm.engine
 
     def look() -> tuple[str, EngineState, list[Started], dict[Hashable, CachedNode] | None]:
-        state = EngineState.of(engine)
+        state = EngineState.of(backend.llm)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
         seen = (backend.created, backend.worker.num_steps, state, engine.cache.pins)
         tag = f'"{_digest(seen)}"'
@@ -73,7 +73,7 @@ async def view_cache(
             for salt, root in roots.items()
         ]
 
-    has_text = backend.llm.tokenizer is not None
+    has_text = backend.llm.tokenizer is not None and not backend.options.hide_texts
     return CacheView(
         kind=type(engine.cache).__name__,
         stats=CacheStatistics(

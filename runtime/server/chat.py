@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from radixcache.runtime.history import TokenisedText
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend, BackendDep, plain_messages
 from radixcache.runtime.server.errors import ApiError
@@ -16,7 +17,9 @@ from radixcache.runtime.server.generation import (
     STREAM_RESPONSE,
     EventStream,
     clamp,
+    extension,
     finish,
+    last_chunk,
     usage,
 )
 from radixcache.runtime.server.protocol import (
@@ -28,7 +31,7 @@ from radixcache.runtime.server.protocol import (
     ChatTokenLogprob,
     TokenLogprob,
 )
-from radixcache.runtime.server.worker import PromptDelta
+from radixcache.runtime.server.worker import Job, PromptDelta
 
 router = APIRouter()
 
@@ -57,12 +60,13 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         or body.max_tokens
         or backend.chat_defaults.max_tokens,
     )
-    prompt = await backend.encode_chat(messages)
-    job = await backend.submit([prompt], params, body)
+    prompt = await backend.encode_chat(messages, body.cache_salt)
+    job = await backend.submit([prompt.tokens], params, body)
     if body.stream:
-        chunks = _Chunks(body, backend, head)
+        chunks = _Chunks(body, backend, head, job, prompt)
         return EventStream(job, chunks.of, chunks.last)
     (output,) = await finish(job, request)
+    backend.remember(prompt, output)
     choices = [
         ChatChoice(
             index=answer.index,
@@ -73,17 +77,22 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         )
         for answer in output.outputs
     ]
-    return ChatCompletion(**head, choices=choices, usage=usage([output]))
+    more = extension(backend, job, body.explain)
+    return ChatCompletion(**head, choices=choices, usage=usage([output]), radixcache=more)
 
 
 class _Chunks:
     """The chunks of one streamed answer."""
 
-    def __init__(self, body: ChatRequest, backend: Backend, head: JSON) -> None:
+    def __init__(
+        self, body: ChatRequest, backend: Backend, head: JSON, job: Job, prompt: TokenisedText
+    ) -> None:
         self._body = body
         self._backend = backend
         self._head = {**head, "object": "chat.completion.chunk"}
         self._usage: JSON = {"usage": None} if body.include_usage else {}
+        self._job = job
+        self._prompt = prompt
         self._begun: set[int] = set()
 
     def of(self, news: PromptDelta) -> Iterator[JSON]:
@@ -104,8 +113,8 @@ class _Chunks:
             )
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        if self._usage:
-            yield {**self._head, "choices": [], "usage": usage(outputs).model_dump()}
+        self._backend.remember(self._prompt, outputs[0])
+        yield from last_chunk(self._backend, self._body, self._head, self._job, outputs)
 
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}

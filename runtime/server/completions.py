@@ -17,7 +17,9 @@ from radixcache.runtime.server.generation import (
     STREAM_RESPONSE,
     EventStream,
     clamp,
+    extension,
     finish,
+    last_chunk,
     usage,
 )
 from radixcache.runtime.server.protocol import (
@@ -73,7 +75,8 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
                     stop_reason=completion.stop_reason,
                 )
             )
-    return Completion(**head, choices=choices, usage=usage(outputs))
+    more = extension(backend, job, body.explain)
+    return Completion(**head, choices=choices, usage=usage(outputs), radixcache=more)
 
 
 async def _encode(body: CompletionRequest, backend: Backend) -> list[TokensLike]:
@@ -116,6 +119,7 @@ class _Chunks:
         job: Job,
         echoes: list[str],
     ) -> None:
+        self._body = body
         self._backend = backend
         self._head = {**head, "object": "text_completion"}
         self._usage: JSON = {"usage": None} if body.include_usage else {}
@@ -152,8 +156,7 @@ class _Chunks:
             yield {**self._head, "choices": [choice], **self._usage}
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        if self._usage:
-            yield {**self._head, "choices": [], "usage": usage(outputs).model_dump()}
+        yield from last_chunk(self._backend, self._body, self._head, self._job, outputs)
 
 
 def _logprobs(

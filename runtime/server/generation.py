@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -13,8 +13,15 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError, as_api_error
-from radixcache.runtime.server.protocol import PromptTokensDetails, Usage
+from radixcache.runtime.server.protocol import (
+    Extension,
+    GenerationRequest,
+    MissedTokens,
+    PromptTokensDetails,
+    Usage,
+)
 from radixcache.runtime.server.worker import Job, PromptDelta
 
 log = logging.getLogger(__name__)
@@ -103,6 +110,43 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
+
+
+def last_chunk(
+    backend: Backend,
+    body: GenerationRequest,
+    head: JSON,
+    job: Job,
+    outputs: list[RequestOutput],
+) -> Iterator[JSON]:
+    """What a stream ends with, if more was asked for than text."""
+    more: JSON = {}
+    if body.include_usage:
+        more["usage"] = usage(outputs).model_dump()
+    if body.explain or body.include_usage:
+        more["radixcache"] = extension(backend, job, body.explain).model_dump()
+        yield {**head, "choices": [], **more}
+
+
+def extension(backend: Backend, job: Job, explain: bool | None) -> Extension:
+    """What the engine has to say about a job that is finished."""
+    first = job.requests[0]
+    explanation = None
+    if explain:
+        tokenizer = backend.llm.tokenizer
+        explanation = [
+            MissedTokens(
+                reason=miss.reason,
+                start=miss.start,
+                end=miss.end,
+                text=(miss.redacted() if backend.options.hide_texts else miss).describe(
+                    tokenizer.decode if tokenizer else None
+                ),
+            )
+            for request in job.requests
+            for miss in request.explanation or ()
+        ]
+    return Extension(ttft=first.ttft, explanation=explanation)
 
 
 def clamp(logprob: float) -> float:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from radixcache.base import CacheStats
-from radixcache.runtime.engine import Engine
+from radixcache.runtime.llm import LLM
 from radixcache.runtime.request import Request
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -27,11 +27,12 @@ class EngineState:
     num_pinned: int
     num_running: int
     num_waiting: int
+    missed_tokens: dict[str, int]
 
     @classmethod
-    def of(cls, engine: Engine) -> EngineState:
+    def of(cls, llm: LLM) -> EngineState:
         """Read it, on the engine's thread. O(pinned pages)."""
-        cache, scheduler = engine.cache, engine.scheduler
+        cache, scheduler = llm.cache, llm.engine.scheduler
         return cls(
             stats=CacheStats(**vars(cache.stats)),
             num_pages=cache.pool.num_pages,
@@ -39,6 +40,7 @@ class EngineState:
             num_pinned=cache.pinned_pages,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            missed_tokens=dict(llm.explainer.missed_tokens),
         )
 
 
@@ -135,6 +137,14 @@ class _StateCollector(Collector):
             ("copied_pages", "Half-filled pages copied at a branch.", stats.copied_pages),
         ):
             yield CounterMetricFamily(f"radixcache_{name}", text, value=count)
+        missed = CounterMetricFamily(
+            "radixcache_missed_tokens",
+            "Prompt tokens that were computed, by why they were not cached.",
+            labels=["reason"],
+        )
+        for reason, count in state.missed_tokens.items():
+            missed.add_metric([reason], count)
+        yield missed
         for name, text, value in (
             ("hit_rate", "Share of the queried tokens that were hit.", stats.hit_rate),
             ("requests_running", "Completions that run.", state.num_running),

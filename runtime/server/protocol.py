@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from radixcache.runtime.explain import Reason
 from radixcache.runtime.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -94,6 +95,10 @@ class GenerationRequest(_Model):
     )
     prefix: PrefixName | None = Field(
         None, description="Name of a pinned prefix that the prompt goes on from."
+    )
+
+    explain: bool | None = Field(
+        None, description="Say in `radixcache.explanation` why prompt tokens were not cached."
     )
 
     frequency_penalty: Literal[0] | None = Field(None, description="Not supported.")
@@ -255,6 +260,27 @@ class CompletionChoice(_Model):
     stop_reason: int | str | None
 
 
+class MissedTokens(_Model):
+    """Prompt tokens [start, end) that were not cached, why, and that in a sentence."""
+
+    reason: Reason
+    start: int
+    end: int
+    text: str
+
+
+class Extension(_Model):
+    """What OpenAI's answers have no field for.
+
+    Attributes:
+        ttft: seconds from the request's arrival to its first token.
+        explanation: of each prompt in turn, if it was asked for.
+    """
+
+    ttft: float | None
+    explanation: list[MissedTokens] | None = None
+
+
 class Completion(_Model):
     """The answer of /v1/completions."""
 
@@ -264,6 +290,7 @@ class Completion(_Model):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    radixcache: Extension
 
 
 class TokenLogprob(_Model):
@@ -314,6 +341,7 @@ class ChatCompletion(_Model):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    radixcache: Extension
 
 
 class ModelCard(_Model):

@@ -44,7 +44,9 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     names = ", ".join(app.state.backend.names)
-    print(f"Serving {names} at http://{host}:{port}", file=sys.stderr, flush=True)
+    placement = app.state.backend.llm.engine.model.placement
+    where = f"http://{host}:{port}"
+    print(f"Serving {names} at {where} ({placement})", file=sys.stderr, flush=True)
     _Server(config, app.state.backend.worker, shutdown_timeout).run([listener])
 
 

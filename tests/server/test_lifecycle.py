@@ -226,7 +226,7 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         try:
             assert running.stderr is not None
             line = running.stderr.readline()
-            match = re.fullmatch(r"Serving tabletalk at (http://127\.0\.0\.1:\d+)\n", line)
+            match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+) \(qwen3 in ", line)
             assert match, line
             end = time.monotonic() + 60
             while True:
