@@ -9,7 +9,7 @@ SGLANG := .venv-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test stress bench-ttft bench-index bench-trimming conformance check clean
+.PHONY: help demo test stress bench-ttft bench-index bench-trimming gpu-check conformance check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,9 @@ bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side 
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
 	@$(BIN)/python -m bench.trimming $(ARGS)
+
+gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (8 minutes)
+	@$(BIN)/python -m bench.gpu_check $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.conformance $(ARGS)

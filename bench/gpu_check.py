@@ -1,8 +1,8 @@
 """One command for a machine with an NVIDIA GPU: is every CUDA path right, and how fast is it?
 
 Checks each path against plain torch in float32 and the engine's greedy tokens against plain
-transformers, then measures a random-weight model of Llama-3.1-8B's shape, made on the device. Prints
-as it goes; writes JSON after every section. Exits with 1 if anything is wrong.
+transformers, then measures a random-weight model of Llama-3.1-8B's shape, made on the device.
+Prints as it goes; writes JSON after every section. Exits with 1 if anything is wrong.
 
 `--rehearse` runs all of it on the CPU, tiny, over the tests' stand-in for FlashInfer.
 """

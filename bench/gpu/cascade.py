@@ -5,9 +5,11 @@ Says from how many rows and tokens it pays, and whether the thresholds in `kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel
 
 from bench.gpu.decode import decode_steps, graph_seconds
 from bench.gpu.models import engine_on, random_tokens
-from bench.gpu.place import Place
+from bench.gpu.place import Place, Work
 from bench.gpu.report import Figure, Report
 from bench.gpu.steps import make_batch
 from bench.gpu.where import kernels
@@ -74,6 +76,13 @@ def _attention(
         works[name] = [partial(backend.run, *inputs, *pages, scale=kind.scale) for pages in layers]
         seconds[name] = place.gpu_seconds(works[name], sizes.repeat)
     ratio = points[rows, shared] = seconds["flat"] / seconds["cascade"]
+
+    def explain() -> list[str]:
+        lines = []
+        for name, each in works.items():
+            lines += [f"{name}:", *kernels(place, partial(_all, each), 5)]
+        return lines
+
     turned_on = rows >= cascade.MIN_ROWS and shared >= cascade.MIN_TOKENS
     limit = NEVER_SLOWER if turned_on else None
     if (rows, shared) == (64, 8192) and heads[1] > 1:
@@ -85,12 +94,13 @@ def _attention(
         "x",
         at_least=limit,
         note=f"{seconds['flat'] * 1e6:.1f} against {seconds['cascade'] * 1e6:.1f} µs a layer",
-        explain=lambda: [
-            line
-            for name in works
-            for line in [f"{name}:", *kernels(place, lambda name=name: [w() for w in works[name]], 5)]
-        ],
+        explain=explain,
     )
+
+
+def _all(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
 
 
 def _conclude(report: Report, where: str, points: Points) -> None:
@@ -122,27 +132,29 @@ def _engine(place: Place, model: PreTrainedModel, shared: int) -> Iterator[Figur
     """A decode step of the engine; flat by never finding a group."""
     sizes, rows = place.sizes, place.sizes.shared_rows
     seconds, device = {}, {}
-    group = engine_module.group_by_prefix
-    for name in ("flat", "cascade"):
+    group = vars(engine_module)["group_by_prefix"]
+    for name, find in (("flat", _no_groups), ("cascade", group)):
         rng = np.random.default_rng(3)
-        if name == "flat":
-            engine_module.group_by_prefix = lambda tables, _: (list(range(len(tables))), ())
-        try:
-            with engine_on(
+        with (
+            patch.object(engine_module, "group_by_prefix", find),
+            engine_on(
                 place, model, num_tokens=shared + rows * (sizes.own + 256), max_num_seqs=rows
-            ) as engine:
-                stem = random_tokens(rng, engine, shared)
-                tails = [random_tokens(rng, engine, sizes.own) for _ in range(rows)]
-                prompts = [np.concatenate([stem, tail]) for tail in tails]
-                seconds[name], _ = decode_steps(place, engine, prompts)
-                device[name] = graph_seconds(place, engine)
-                if name == "cascade" and shared >= cascade.MIN_TOKENS:
-                    assert engine._graphs is not None
-                    assert (rows, True) in engine._graphs._replays, "no step was a cascade"
-        finally:
-            engine_module.group_by_prefix = group
+            ) as engine,
+        ):
+            stem = random_tokens(rng, engine, shared)
+            tails = [random_tokens(rng, engine, sizes.own) for _ in range(rows)]
+            prompts = [np.concatenate([stem, tail]) for tail in tails]
+            seconds[name], _ = decode_steps(place, engine, prompts)
+            device[name] = graph_seconds(place, engine)
+            if name == "cascade" and shared >= cascade.MIN_TOKENS:
+                assert engine._graphs is not None
+                assert (rows, True) in engine._graphs._replays, "no step was a cascade"
     where = f"engine, {rows} rows, {shared} shared: flat over cascade"
     told = ", ".join(f"{name} {seconds[name] * 1e3:.2f} ms" for name in seconds)
     yield Figure(f"{where}, step", seconds["flat"] / seconds["cascade"], "x", note=told)
     told = ", ".join(f"{name} {device[name] * 1e3:.2f} ms" for name in device)
     yield Figure(f"{where}, device alone", device["flat"] / device["cascade"], "x", note=told)
+
+
+def _no_groups(tables: Sequence[Any], _: int) -> tuple[list[int], tuple[()]]:
+    return list(range(len(tables))), ()

@@ -40,7 +40,9 @@ def run(place: Place, report: Report) -> None:
         report.ceilings["launch s"] = (
             place.wall_seconds(lambda: [tiny.add_(0) for _ in range(200)]) / 200
         )
-        return Figure("launch of a small kernel from Python", report.ceilings["launch s"] * 1e6, "µs")
+        return Figure(
+            "launch of a small kernel from Python", report.ceilings["launch s"] * 1e6, "µs"
+        )
 
     report.measure("copy", copy)
     report.measure("matrix product", matmul)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from bench.gpu.steps import (
     attend,
     compare,
     error,
-
     make_step,
     reference,
     with_wrong_page,
@@ -48,7 +48,8 @@ def run(place: Place, report: Report) -> None:
                 where = f"page {page_size}, head_dim {dim}, GQA {group}"
                 for name, (lens, share) in shrunk.items():
                     report.check(
-                        f"{name}: {where}", partial(_eager, place, partial(make, 7, lens, share=share))
+                        f"{name}: {where}",
+                        partial(_eager, place, partial(make, 7, lens, share=share)),
                     )
                 report.check(f"graphs: {where}", partial(_graphs, place, make))
     for name in ("decode", "suffix", "fresh", "cascade"):
@@ -96,7 +97,9 @@ def _graphs(place: Place, make: Callable[..., Step]) -> str:
     rng = np.random.default_rng(1)
     for turn in range(3 * len(sizes) * 2):
         size, cascade = sizes[turn % 2], turn % 4 >= 2 and sizes[turn % 2] > 4
-        lens = [(1, share + int(rng.integers(0, 400 // place.sizes.shrink + 1))) for _ in range(size)]
+        lens = [
+            (1, share + int(rng.integers(0, 400 // place.sizes.shrink + 1))) for _ in range(size)
+        ]
         step = make(100 + turn, lens, share=share if cascade else 0)
         batch = with_wrong_page(step.batch) if place.planted else step.batch
         for static, fresh in zip(pages, (step.k_pages, step.v_pages), strict=True):
@@ -214,7 +217,9 @@ def _copies(place: Place, num_pages: int | None) -> str:
     layers, page_size, heads, dim = 4, 16, 2, place.sizes.head_dims[-1]
     per_page = 2 * layers * page_size * heads * dim
     count = num_pages or place.sizes.far_elements // per_page
-    pool = KVPool([LayerShape(heads, dim, dim)] * layers, count, page_size, place.dtype, place.device)
+    pool = KVPool(
+        [LayerShape(heads, dim, dim)] * layers, count, page_size, place.dtype, place.device
+    )
     last = count - 1
     copies = [(0, last, 5), (last, 1, 16), (2, 3, 1), (last - 1, last - 2, 9)]
     used = sorted({page for source, target, _ in copies for page in (source, target)})
@@ -231,16 +236,14 @@ def _copies(place: Place, num_pages: int | None) -> str:
     return f"{count} pages"
 
 
-def _optional(place: Place, report: Report, name: str, options: dict[str, float]) -> None:
+def _optional(place: Place, report: Report, name: str, options: dict[str, Any]) -> None:
     """Kernels that FlashInfer compiles on demand; where none may be built, one row says so."""
 
     def work() -> str:
         from radixcache.kernels.torch_backend import TorchBackend
 
         lens, _ = _shrunk(place, [(1, 700), (64, 900)], 0)
-        step = make_step(
-            place, 5, lens, page_size=16, heads=(8, 2), dim=place.sizes.head_dims[-1]
-        )
+        step = make_step(place, 5, lens, page_size=16, heads=(8, 2), dim=place.sizes.head_dims[-1])
         kind = step.kind._replace(**options)
         backend = place.make_backend(kind)
         with torch.inference_mode():

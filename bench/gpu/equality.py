@@ -8,8 +8,11 @@ rounding is a FAIL, and what comes after is not compared.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -106,39 +109,31 @@ def _ours(
     return ", ".join([*told, *(f"{count} {name}" for name, count in seen.items())])
 
 
-class _counting:  # noqa: N801
+@contextmanager
+def _counting(engine: Engine, seen: dict[str, int]) -> Iterator[None]:
     """Counts from outside what an engine does."""
 
-    def __init__(self, engine: Engine, seen: dict[str, int]) -> None:
-        self._engine, self._seen = engine, seen
+    def counted(
+        name: str, work: Callable[..., Any], count: Callable[..., int]
+    ) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = work(*args)
+            seen[name] += count(result, *args)
+            return result
 
-    def __enter__(self) -> None:
-        engine, seen = self._engine, self._seen
-        copy_pages, graphs = engine.kv_pool.copy, engine._graphs
-        assert graphs is not None
-        replay = graphs.run
-        self._group = engine_module.group_by_prefix
+        return call
 
-        def counting_copy(copies: Any) -> None:
-            seen["copies"] += len(copies)
-            copy_pages(copies)
-
-        def counting_replay(*args: Any) -> Any:
-            logits = replay(*args)
-            seen["graphs"] += logits is not None
-            return logits
-
-        def counting_group(*args: Any) -> Any:
-            order, shared = self._group(*args)
-            seen["cascades"] += bool(shared)
-            return order, shared
-
-        engine.kv_pool.copy = counting_copy  # type: ignore[method-assign, assignment]
-        graphs.run = counting_replay  # type: ignore[method-assign]
-        engine_module.group_by_prefix = counting_group
-
-    def __exit__(self, *_: object) -> None:
-        engine_module.group_by_prefix = self._group
+    graphs, group = engine._graphs, vars(engine_module)["group_by_prefix"]
+    assert graphs is not None, "the backend has no graphs"
+    copied = counted("copies", engine.kv_pool.copy, lambda _, copies: len(copies))
+    replayed = counted("graphs", graphs.run, lambda logits, *_: logits is not None)
+    grouped = counted("cascades", group, lambda found, *_: bool(found[1]))
+    with (
+        patch.object(engine.kv_pool, "copy", copied),
+        patch.object(graphs, "run", replayed),
+        patch.object(engine_module, "group_by_prefix", grouped),
+    ):
+        yield
 
 
 def _float32(place: Place, judge: PreTrainedModel, prompts: list[Tokens]) -> str:

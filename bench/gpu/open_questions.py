@@ -178,9 +178,7 @@ def _tensor_cores(place: Place, group: int, rows: int) -> Figure:
         _settled(place, wrapper)
         works: list[Work] = [partial(wrapper.run, q, tuple(p), out=out) for p in layers]
         seconds.append(place.gpu_seconds(works, sizes.repeat))
-    return _ratio(
-        f"decode, GQA {group}, {rows} rows x {context}: tensor cores over none", seconds
-    )
+    return _ratio(f"decode, GQA {group}, {rows} rows x {context}: tensor cores over none", seconds)
 
 
 @torch.inference_mode()
@@ -260,7 +258,7 @@ def _tiles(place: Place, rows: int, num_bytes: int) -> list[Figure]:
         used = " (in use)" if (rows, num_bytes) == torch_backend._GPU_LIMITS else ""
         figures.append(
             Figure(
-                f"torch, {name} of {tokens} rows: tiles of {rows} rows, {num_bytes >> 20} MiB{used}",
+                f"torch, {name} of {tokens}: tiles of {rows} rows, {num_bytes >> 20} MiB{used}",
                 seconds * 1e3,
                 "ms a layer",
             )

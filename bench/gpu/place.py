@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -109,8 +108,6 @@ def gpu_place() -> Place:
     from radixcache.kernels import flashinfer_backend
     from radixcache.runtime import decode_graphs
 
-    gc.collect()
-    gc.freeze()  # every capture collects garbage: not among what is imported, then
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     return Place(
         torch.device("cuda", torch.cuda.current_device()),

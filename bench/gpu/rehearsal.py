@@ -1,4 +1,4 @@
-"""The whole check on a CPU over the tests' stand-in for FlashInfer: every line runs, no time counts.
+"""The whole check on a CPU over the tests' stand-in for FlashInfer: no time there means anything.
 
 A graph is a computation that is run again without planning anew, into the same tensor.
 """
@@ -60,6 +60,4 @@ def rehearsal_place() -> Iterator[Place]:
             (model_module, "choose_backend", backend.FlashInferBackend),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        yield Place(
-            torch.device("cpu"), torch.float32, backend, fake_flashinfer, _Replay(), SMALL
-        )
+        yield Place(torch.device("cpu"), torch.float32, backend, fake_flashinfer, _Replay(), SMALL)

@@ -19,11 +19,11 @@ GRACE = 5.0
 """Seconds that a check may take beyond its section's end before it is interrupted."""
 
 
-class NotRun(Exception):  # noqa: N818
+class NotRun(Exception):
     """Something cannot be checked or measured here; the message says why."""
 
 
-class DeviceLost(Exception):  # noqa: N818
+class DeviceLost(Exception):
     """The GPU answers no more: whatever comes after would fail for that reason."""
 
 
@@ -75,7 +75,9 @@ class Row:
 
     def __str__(self) -> str:
         value = "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
-        told = "; ".join(part for part in (value, self.aim and f"aim {self.aim}", self.text) if part)
+        told = "; ".join(
+            part for part in (value, self.aim and f"aim {self.aim}", self.text) if part
+        )
         return f"{self.status:8} {self.name}" + (f": {told}" if told else "")
 
 

@@ -66,9 +66,7 @@ def _ours(
         requests = run_all(engine, first, sizes.answer)
         prefilled += sum(request.prefilled_tokens for request in requests)
         answers = [np.array(answer, np.int32) for answer in generated(requests)]
-        second = [
-            np.concatenate(parts) for parts in zip(first, answers, more, strict=True)
-        ]
+        second = [np.concatenate(parts) for parts in zip(first, answers, more, strict=True)]
         requests = run_all(engine, second, sizes.answer)
         prefilled += sum(request.prefilled_tokens for request in requests)
         seconds = time.perf_counter() - start
@@ -103,7 +101,8 @@ def _peer(place: Place, model: PreTrainedModel) -> Iterator[Figure]:
 
         def batch(prompts: list[Tokens]) -> tuple[float, list[list[int]]]:
             start = time.perf_counter()
-            found = model.generate_batch(
+            generate: Any = model.generate_batch
+            found = generate(
                 [prompt.tolist() for prompt in prompts], generation_config=config, **options
             )
             taken = time.perf_counter() - start
@@ -138,5 +137,3 @@ def _version() -> str:
     import transformers
 
     return transformers.__version__
-
-

@@ -25,7 +25,9 @@ def run(place: Place, report: Report, model: PreTrainedModel) -> None:
     for cached in place.sizes.cached:
         report.measure(f"TTFT, {cached} cached", partial(_ttft, place, report, model, cached, 16))
     cached = place.sizes.cached[len(place.sizes.cached) // 2]
-    report.measure(f"TTFT, {cached} cached, page 1", partial(_ttft, place, report, model, cached, 1))
+    report.measure(
+        f"TTFT, {cached} cached, page 1", partial(_ttft, place, report, model, cached, 1)
+    )
 
 
 def _ttft(
@@ -65,4 +67,6 @@ def _ttft(
             note=f"floor {floor * 1e3:.2f} ms, {hits[0] * 1e3:.2f} to {hits[-1] * 1e3:.2f} ms",
             explain=explain,
         )  # fmt: skip
-        yield Figure(f"{where}: cold over cached", cold / hit, "x", note=f"cold {cold * 1e3:.1f} ms")
+        yield Figure(
+            f"{where}: cold over cached", cold / hit, "x", note=f"cold {cold * 1e3:.1f} ms"
+        )

@@ -76,12 +76,12 @@ def kernels(place: Place, work: Work, count: int = 8) -> list[str]:
         work()
         place.synchronize()
         wall = time.perf_counter() - start
-    kind = torch.autograd.DeviceType.CUDA if place.on_gpu else torch.autograd.DeviceType.CPU
+    kind = "CUDA" if place.on_gpu else "CPU"
     field = "self_device_time_total" if place.on_gpu else "self_cpu_time_total"
     rows = [
         (getattr(row, field), row.count, row.key)
         for row in profile.key_averages()
-        if row.device_type == kind and getattr(row, field) > 0
+        if str(row.device_type).endswith(kind) and getattr(row, field) > 0
     ]
     rows.sort(reverse=True)
     busy = sum(row[0] for row in rows)  # µs
@@ -89,5 +89,7 @@ def kernels(place: Place, work: Work, count: int = 8) -> list[str]:
         f"profiled: {wall * 1e3:.2f} ms on the host's clock, device busy {busy / 1e3:.2f} ms "
         f"({busy / wall / 1e4:.0f} %), {sum(row[1] for row in rows)} launches"
     ]
-    lines += [f"{time / 1e3:8.3f} ms  {calls:5} x  {key[:100]}" for time, calls, key in rows[:count]]
+    lines += [
+        f"{taken / 1e3:8.3f} ms  {calls:5} x  {key[:100]}" for taken, calls, key in rows[:count]
+    ]
     return lines
