@@ -34,10 +34,11 @@ SECTIONS = {
     "cascade": 80,
     "reuse": 60,
     "open_questions": 60,
+    "peers": 40,
 }
 """Seconds that each may take, in order of importance. Less is expected; the sum may be cut."""
 
-NEED_MODEL = {"decode", "ttft", "cascade", "reuse"}
+NEED_MODEL = {"decode", "ttft", "cascade", "reuse", "peers"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

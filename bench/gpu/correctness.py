@@ -87,9 +87,10 @@ def _graphs(place: Place, make: Callable[..., Step]) -> str:
     probe = make(0, [(1, 5)])
     backend = place.make_backend(probe.kind)
     backend.allocate_fixed(max(sizes), max(sizes) * 4096)
-    pages = [torch.zeros(20_000, *probe.k_pages.shape[1:]).to(probe.k_pages) for _ in range(2)]
+    num_pages = max(sizes) * -(-(share + 402) // probe.batch.page_size) + 64
+    pages = [t.new_zeros(num_pages, *t.shape[1:]) for t in (probe.k_pages, probe.v_pages)]
     inputs = {
-        size: [torch.zeros(size, *t.shape[1:]).to(t) for t in (probe.query, probe.key, probe.value)]
+        size: [t.new_zeros(size, *t.shape[1:]) for t in (probe.query, probe.key, probe.value)]
         for size in sizes
     }
     replays: dict[tuple[int, bool], Callable[[], torch.Tensor]] = {}
@@ -147,7 +148,7 @@ def _stale(place: Place) -> str:
     backend.allocate_fixed(2, 1000)
     backend.plan_fixed(steps[0].batch)
     first, second = steps
-    pages = [torch.full_like(t[:1], 0).repeat(64, 1, 1, 1) for t in (first.k_pages, first.v_pages)]
+    pages = [t.new_zeros(64, *t.shape[1:]) for t in (first.k_pages, first.v_pages)]
     inputs = [t.clone() for t in (first.query, first.key, first.value)]
 
     def fill(step: Step) -> None:

@@ -114,6 +114,6 @@ def gpu_place() -> Place:
         torch.bfloat16,
         flashinfer_backend,
         flashinfer,
-        decode_graphs._Capture(),
+        lambda work: decode_graphs._Capture()(work),  # memory of its own: short-lived graphs
         FULL,
     )
