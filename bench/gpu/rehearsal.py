@@ -32,6 +32,7 @@ class _Replay:
                 fake_flashinfer.SPARE_PAGES.add(argument.spare_page)
         result = compute().clone()
 
+        @torch.inference_mode()
         def replay() -> Any:
             return result.copy_(compute())
 
