@@ -37,12 +37,15 @@ def _peer(place: Place, model: PreTrainedModel) -> Iterator[Figure]:
     try:
         from transformers import ContinuousBatchingConfig
 
-        model.set_attn_implementation("paged|sdpa")  # else it may fetch flash attention
         tokens = sum(len(prompt) + 2 * sizes.answer + 64 for prompt in first) * 2
         settings: dict[str, Any] = {
             "num_blocks": tokens // 256 + 2 * sizes.requests,
             "max_batch_tokens": min(sizes.chunk, 2048),
         }
+        # Else it looks for flash attention, over the network. How to say so changed in 5.23.
+        can_say = "auto_switch_to_flash" in ContinuousBatchingConfig.__dataclass_fields__
+        model.set_attn_implementation("sdpa" if can_say else "paged|sdpa")
+        settings |= {"auto_switch_to_flash": False} if can_say else {}
         options["continuous_batching_config"] = ContinuousBatchingConfig(**settings)
 
         def batch(prompts: list[Tokens]) -> tuple[float, list[list[int]]]:
