@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import torch
 
-import radixcache
 from tests.kernels import fake_flashinfer
 
 
@@ -31,8 +29,9 @@ def load_backend() -> ModuleType:
 
     The module that is imported by its name, if any, stays on the real package.
     """
-    path = Path(radixcache.__file__).parent / "kernels" / "flashinfer_backend.py"
-    spec = importlib.util.spec_from_file_location("flashinfer_backend_on_stand_in", path)
+    found = importlib.util.find_spec("radixcache.kernels.flashinfer_backend")
+    assert found is not None and found.origin is not None
+    spec = importlib.util.spec_from_file_location("flashinfer_backend_on_stand_in", found.origin)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     real = sys.modules.get("flashinfer")

@@ -1,0 +1,160 @@
+"""Attention over shared prefixes in two levels against flat, alone and in the engine.
+
+Says from how many rows and tokens it pays, and whether the thresholds in `kernels.cascade` stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bench.gpu.decode import decode_steps, graph_seconds
+from bench.gpu.models import engine_on, random_tokens
+from bench.gpu.place import Place, Work
+from bench.gpu.report import Figure, Report
+from bench.gpu.steps import make_batch
+from bench.gpu.where import kernels
+from radixcache.kernels import cascade
+from radixcache.kernels.attention import LayerKind
+from radixcache.runtime import engine as engine_module
+
+AIM = 5.0
+"""Times faster than flat with 64 rows and 8192 shared tokens."""
+
+NEVER_SLOWER = 0.97
+"""Flat over cascade, wherever the thresholds turn the cascade on."""
+
+Points = dict[tuple[int, int], float]
+"""Flat over cascade, by rows and shared tokens."""
+
+
+def run(place: Place, report: Report, model: PreTrainedModel) -> None:
+    for heads in place.sizes.heads:
+        points: Points = {}
+        for rows in place.sizes.rows:
+            for shared in place.sizes.shared:
+                report.measure(
+                    f"attention, {heads} heads, {rows} rows, {shared} shared",
+                    partial(_attention, place, heads, rows, shared, 16, points),
+                )
+        _conclude(report, f"{heads[0]}/{heads[1]} heads", points)
+    rows, shared = place.sizes.rows[-1], place.sizes.shared[-1]
+    report.measure(
+        "attention, page 1",
+        partial(_attention, place, place.sizes.heads[0], rows, shared, 1, {}),
+    )
+    for shared in place.sizes.shared_in_engine:
+        report.measure(f"engine, {shared} shared", partial(_engine, place, model, shared))
+
+
+@torch.inference_mode()
+def _attention(
+    place: Place, heads: tuple[int, int], rows: int, shared: int, page_size: int, points: Points
+) -> Figure:
+    sizes = place.sizes
+    kind = LayerKind(*heads, sizes.head_dim, sizes.head_dim, sizes.head_dim**-0.5)
+    lens = [(1, shared + sizes.own) for _ in range(rows)]
+    batch = make_batch(np.random.default_rng(rows), lens, page_size, shared)
+    num_pages = int(batch.kv_indices.max()) + 1
+    inputs = [place.randn(rows, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])]
+    layers = [
+        [place.randn(num_pages, page_size, heads[1], sizes.head_dim) for _ in range(2)]
+        for _ in range(sizes.layers)
+    ]
+    seconds, works = {}, {}
+    for name, one in (("flat", replace(batch, shared=())), ("cascade", batch)):
+        backend = place.make_backend(kind)
+        backend.allocate_fixed(rows, len(batch.kv_indices) + rows)
+        backend.plan_fixed(one)
+        works[name] = [partial(backend.run, *inputs, *pages, scale=kind.scale) for pages in layers]
+        seconds[name] = place.gpu_seconds(works[name], sizes.repeat)
+    ratio = points[rows, shared] = seconds["flat"] / seconds["cascade"]
+
+    def explain() -> list[str]:
+        lines = []
+        for name, each in works.items():
+            lines += [f"{name}:", *kernels(place, partial(_all, each), 5)]
+        return lines
+
+    turned_on = rows >= cascade.MIN_ROWS and shared >= cascade.MIN_TOKENS
+    limit = NEVER_SLOWER if turned_on else None
+    if (rows, shared) == (64, 8192) and heads[1] > 1:
+        limit = AIM
+    return Figure(
+        f"flat over cascade, {heads[0]}/{heads[1]} heads, {rows} rows, {shared} shared, "
+        f"page {page_size}",
+        ratio,
+        "x",
+        at_least=limit,
+        note=f"{seconds['flat'] * 1e6:.1f} against {seconds['cascade'] * 1e6:.1f} µs a layer",
+        explain=explain,
+    )
+
+
+def _all(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
+
+
+def _conclude(report: Report, where: str, points: Points) -> None:
+    """The break-even, and whether the thresholds are where they should be."""
+    told = []
+    for rows in sorted({rows for rows, _ in points}):
+        pays = [t for (r, t), ratio in sorted(points.items()) if r == rows and ratio >= 1]
+        told.append(f"{rows} rows: {f'from {min(pays)} tokens' if pays else 'never'}")
+    report.tell(f"break-even, {where}", "; ".join(told) or "nothing was measured")
+    on = {
+        point: ratio
+        for point, ratio in points.items()
+        if point[0] >= cascade.MIN_ROWS and point[1] >= cascade.MIN_TOKENS
+    }
+    if not on:
+        report.tell(f"thresholds, {where}", "no point above them was measured")
+        return
+    slower = sorted(point for point, ratio in on.items() if ratio < NEVER_SLOWER)
+    missed = sorted(p for p, ratio in points.items() if p not in on and ratio > 1.1)
+    report.tell(
+        f"MIN_ROWS = {cascade.MIN_ROWS}, MIN_TOKENS = {cascade.MIN_TOKENS}, {where}",
+        ("stand" if not slower else f"too low: slower than flat at {slower}")
+        + (f"; could be lower: more than 10 % is lost at {missed}" if missed else "")
+        + " (rows, tokens)",
+    )
+
+
+def _engine(place: Place, model: PreTrainedModel, shared: int) -> Iterator[Figure]:
+    """A decode step of the engine; flat by never finding a group."""
+    sizes, rows = place.sizes, place.sizes.shared_rows
+    seconds, device = {}, {}
+    group = vars(engine_module)["group_by_prefix"]
+    for name, find in (("flat", _no_groups), ("cascade", group)):
+        rng = np.random.default_rng(3)
+        with (
+            patch.object(engine_module, "group_by_prefix", find),
+            engine_on(
+                place, model, num_tokens=shared + rows * (sizes.own + 256), max_num_seqs=rows
+            ) as engine,
+        ):
+            stem = random_tokens(rng, engine, shared)
+            tails = [random_tokens(rng, engine, sizes.own) for _ in range(rows)]
+            prompts = [np.concatenate([stem, tail]) for tail in tails]
+            seconds[name], _ = decode_steps(place, engine, prompts)
+            device[name] = graph_seconds(place, engine)
+            if name == "cascade" and shared >= cascade.MIN_TOKENS:
+                assert engine._graphs is not None
+                assert (rows, True) in engine._graphs._replays, "no step was a cascade"
+    where = f"engine, {rows} rows, {shared} shared: flat over cascade"
+    told = ", ".join(f"{name} {seconds[name] * 1e3:.2f} ms" for name in seconds)
+    yield Figure(f"{where}, step", seconds["flat"] / seconds["cascade"], "x", note=told)
+    told = ", ".join(f"{name} {device[name] * 1e3:.2f} ms" for name in device)
+    yield Figure(f"{where}, device alone", device["flat"] / device["cascade"], "x", note=told)
+
+
+def _no_groups(tables: Sequence[Any], _: int) -> tuple[list[int], tuple[()]]:
+    return list(range(len(tables))), ()

@@ -1,0 +1,132 @@
+"""Models with random weights, made on the device, and engines over them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from bench.gpu.place import Place
+from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
+from radixcache.base import PrefixCache, Tokens
+from radixcache.runtime.engine import Engine
+from radixcache.runtime.model import PagedModel
+from radixcache.runtime.request import Request
+from radixcache.runtime.scheduler import Scheduler
+
+Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
+
+# How much larger than variance-keeping the weights are: attention and choices become clear.
+_GAINS = {"q_proj": 2.5, "k_proj": 2.5, "lm_head": 4.0}
+
+
+def random_llama(place: Place, shape: dict[str, Any], seed: int = 0) -> PreTrainedModel:
+    """A Llama of this shape; its activations stay in range and its greedy choices are clear."""
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(place.dtype)
+    try:
+        with torch.device(place.device):
+            model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "embed" in name:
+                weight.normal_()
+            elif weight.ndim > 1:
+                gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
+                weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    model.requires_grad_(False)
+    return model
+
+
+@contextmanager
+def engine_on(
+    place: Place,
+    model: PreTrainedModel,
+    *,
+    num_tokens: int,
+    cache: Cache = RadixCache,
+    page_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+) -> Iterator[Engine]:
+    """An engine whose KV pool is full of noise; its memory is free again afterwards.
+
+    The attention backend keeps state for one engine, so each gets one of its own.
+    """
+    paged = PagedModel(model)
+    if not paged.attention.name.startswith("FlashInfer"):
+        raise RuntimeError(f"attention fell back to {paged.attention.name}; the log says why")
+    num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
+    index: PrefixCache = cache(PagePool(num_pages, page_size))
+    pool = paged.allocate(num_pages, page_size)
+    for pages in pool.layers:
+        for side in pages:
+            side.normal_()
+    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs)
+    engine = Engine(paged, pool, index, scheduler)
+    try:
+        yield engine
+    finally:
+        for request in {s.request for s in [*scheduler.running, *scheduler.waiting]}:
+            engine.abort(request)
+        engine._graphs = None
+        pool.layers.clear()
+        pool._stacks.clear()
+        del engine, pool, paged
+        free_memory(place)
+
+
+def free_memory(place: Place) -> None:
+    gc.collect()
+    if place.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def remember(engine: Engine, tokens: Tokens) -> None:
+    """Let the cache hold `tokens` as if they had been computed: the noise in the pool is theirs."""
+    lease = engine.cache.acquire(tokens)
+    engine.cache.reserve(lease, len(tokens))
+    engine.cache.publish(lease, tokens[lease.num_tokens :])
+    lease.take_copies()
+    engine.cache.commit()
+    engine.cache.release(lease)
+
+
+def random_tokens(rng: np.random.Generator, engine: Engine, count: int) -> Tokens:
+    return rng.integers(0, engine.model.vocab_size, count).astype(np.int32)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def run_all(engine: Engine, prompts: list[Tokens], max_tokens: int) -> list[Request]:
+    """All prompts at once, to their end."""
+    requests = [engine.add_request(prompt, greedy(max_tokens)) for prompt in prompts]
+    finish(engine)
+    failed = [request.error for request in requests if request.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    return requests
+
+
+def generated(requests: list[Request]) -> list[list[int]]:
+    return [request.sequences[0].generated.tolist() for request in requests]
+
+
+logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,119 @@
+"""Where the check runs: an NVIDIA GPU, or in a rehearsal the CPU with a stand-in for FlashInfer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.gpu.sizes import Sizes
+from radixcache.kernels.attention import AttentionBackend, LayerKind
+
+Work = Callable[[], Any]
+
+
+@dataclass
+class Place:
+    """A device, how to run and time things there, and how big they are.
+
+    Attributes:
+        backend: the module that holds `FlashInferBackend`.
+        flashinfer: the package that it uses, or the stand-in.
+        capture: makes a replay of a computation, as `DecodeGraphs` does.
+        planted: give every backend a wrong page, to show that the checks see it.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    backend: ModuleType
+    flashinfer: ModuleType
+    capture: Callable[[Work], Work]
+    sizes: Sizes
+    planted: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def make_backend(self, *kinds: LayerKind) -> AttentionBackend:
+        backend: AttentionBackend = self.backend.FlashInferBackend(self.device, self.dtype, kinds)
+        return backend
+
+    def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, dtype=self.dtype, device=self.device).mul_(scale)
+
+    def host(self, values: Sequence[int] | NDArray[np.integer]) -> torch.Tensor:
+        """An int32 array on the host that the device can copy without waiting."""
+        array = torch.from_numpy(np.asarray(values, dtype=np.int32).copy())
+        return array.pin_memory() if self.on_gpu else array
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def wall_seconds(self, work: Work, repeat: int = 5) -> float:
+        """Median seconds of `work`, from the call until the device is idle."""
+        taken = []
+        for _ in range(repeat + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            work()
+            self.synchronize()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+    def gpu_seconds(self, works: Sequence[Work], repeat: int = 7) -> float:
+        """Seconds of one work on the device alone, as a median; the host's launches do not count.
+
+        All works are captured into one graph. Let them touch different memory, several times the
+        L2 cache together, as a model's layers do.
+        """
+
+        def all_works() -> torch.Tensor:
+            for work in works:
+                work()
+            return torch.zeros(1, device=self.device)
+
+        return self.replay_seconds(self.capture(all_works), repeat) / len(works)
+
+    def replay_seconds(self, replay: Work, repeat: int = 7) -> float:
+        """Median seconds of `replay` on the device."""
+        if not self.on_gpu:
+            return self.wall_seconds(replay, repeat)
+        taken = []
+        for _ in range(repeat + 2):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) / 1000)
+        return statistics.median(taken[2:])
+
+
+def gpu_place() -> Place:
+    """The first GPU. Raises ImportError without FlashInfer, RuntimeError without CUDA."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device is visible; `--rehearse` runs without one")
+    import flashinfer
+
+    from bench.gpu.sizes import FULL
+    from radixcache.kernels import flashinfer_backend
+    from radixcache.runtime import decode_graphs
+
+    torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
+    return Place(
+        torch.device("cuda", torch.cuda.current_device()),
+        torch.bfloat16,
+        flashinfer_backend,
+        flashinfer,
+        lambda work: decode_graphs._Capture()(work),  # memory of its own: short-lived graphs
+        FULL,
+    )

@@ -1,0 +1,153 @@
+"""Random steps to try an attention backend with, and what is right for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from bench.gpu.place import Place
+from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch, SharedPrefix
+from radixcache.kernels.torch_backend import TorchBackend
+
+TOLERANCE = 2e-2
+"""Largest error of an output over the largest output; bfloat16 has 8 bits."""
+
+POISON = 1000.0
+"""In every slot that holds no token: whoever attends to one finds little else."""
+
+Lens = Sequence[tuple[int, int]]
+"""New and cached tokens of each sequence."""
+
+
+@dataclass
+class Step:
+    """The inputs of one layer in one step. Running it needs copies of the pages."""
+
+    batch: PagedBatch
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+
+    @property
+    def kind(self) -> LayerKind:
+        heads, dim = self.query.shape[1:]
+        return LayerKind(heads, self.key.shape[1], dim, dim, dim**-0.5)
+
+
+def make_batch(
+    rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0, first_page: int = 0
+) -> PagedBatch:
+    """Sequences in shuffled pages; the decodes have `share` tokens, whole pages, in common."""
+    counts = [-(-(new + cached) // page_size) for new, cached in lens]
+    stem = share // page_size
+    free = iter(first_page + rng.permutation(sum(counts) + stem + 3))
+    common = [next(free) for _ in range(stem)]
+    tables = [
+        [*common, *(next(free) for _ in range(count - stem))]
+        if stem and new == 1
+        else [next(free) for _ in range(count)]
+        for (new, _), count in zip(lens, counts, strict=True)
+    ]
+    decodes = sum(new == 1 for new, _ in lens)
+    return PagedBatch(
+        qo_indptr=np.cumsum([0, *(new for new, _ in lens)], dtype=np.int32),
+        kv_indptr=np.cumsum([0, *counts], dtype=np.int32),
+        kv_indices=np.concatenate(tables).astype(np.int32),
+        kv_last_page_len=np.array([(sum(pair) - 1) % page_size + 1 for pair in lens], np.int32),
+        page_size=page_size,
+        shared=(SharedPrefix(0, decodes, stem),) if stem else (),
+    )
+
+
+def make_step(
+    place: Place,
+    seed: int,
+    lens: Lens,
+    *,
+    page_size: int,
+    heads: tuple[int, int],
+    dim: int,
+    share: int = 0,
+) -> Step:
+    """A step with random numbers in the slots of cached tokens, and poison in all others."""
+    batch = make_batch(np.random.default_rng(seed), lens, page_size, share)
+    torch.manual_seed(seed)
+    tokens = int(batch.qo_indptr[-1])
+    num_pages = int(batch.kv_indices.max()) + 3
+    cached = torch.from_numpy(_cached_slots(batch)).to(place.device)
+    pages = []
+    for scale in (2.0, 1.0):
+        side = torch.full(
+            (num_pages, page_size, heads[1], dim), POISON, dtype=place.dtype, device=place.device
+        )
+        side.flatten(0, 1)[cached] = place.randn(len(cached), heads[1], dim, scale=scale)
+        pages.append(side)
+    return Step(
+        batch,
+        place.randn(tokens, heads[0], dim, scale=2.0),
+        place.randn(tokens, heads[1], dim, scale=2.0),
+        place.randn(tokens, heads[1], dim),
+        *pages,
+    )
+
+
+def _cached_slots(batch: PagedBatch) -> np.ndarray:
+    """Slots of the tokens before the new ones, each once."""
+    slots = [np.empty(0, np.int64)]
+    for start, end, cached in zip(
+        batch.kv_indptr, batch.kv_indptr[1:], batch.kv_lens - batch.query_lens, strict=False
+    ):
+        table = batch.kv_indices[start:end].astype(np.int64)
+        every = table[:, None] * batch.page_size + np.arange(batch.page_size)
+        slots.append(every.ravel()[:cached])
+    return np.unique(np.concatenate(slots))
+
+
+@torch.inference_mode()
+def reference(place: Place, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output and the pages afterwards, by `TorchBackend` in float32, without sharing."""
+    backend = TorchBackend(place.device)
+    backend.plan(replace(step.batch, shared=()))
+    inputs = [t.float() for t in (step.query, step.key, step.value, step.k_pages, step.v_pages)]
+    out = backend.run(*inputs, scale=step.kind.scale)
+    return out, inputs[3], inputs[4]
+
+
+@torch.inference_mode()
+def attend(
+    backend: AttentionBackend, step: Step, batch: PagedBatch | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same by `backend`."""
+    pages = step.k_pages.clone(), step.v_pages.clone()
+    backend.plan(batch or step.batch)
+    return backend.run(step.query, step.key, step.value, *pages, scale=step.kind.scale), *pages
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest error over the largest value; infinite where nothing sensible was found."""
+    worst = (found.float() - right).abs().max() / right.abs().max()
+    return float(worst.nan_to_num(torch.inf))
+
+
+def compare(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
+    """Says how close they are; AssertionError if that is not close enough."""
+    worst = error(found[0], right[0])
+    assert worst <= TOLERANCE, f"error {worst:.2g} of the largest value, {TOLERANCE} allowed"
+    for name, pages, expected in zip("KV", found[1:], right[1:], strict=False):
+        wrong = int((pages.float() != expected).any(-1).sum())
+        assert not wrong, f"{wrong} vectors of the {name} pages are not what was appended"
+    return f"error {worst:.1e}"
+
+
+def with_wrong_page(batch: PagedBatch) -> PagedBatch:
+    """The batch with a page that belongs to somebody else, where the first sequence begins."""
+    indices = batch.kv_indices.copy()
+    wrong = indices.max() + 1  # in the pool, full of poison
+    stem = indices == indices[0]  # of all who share it
+    indices[stem] = wrong
+    return replace(batch, kv_indices=indices)
