@@ -36,13 +36,11 @@ bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
 	@$(BIN)/python -m bench.trimming $(ARGS)
 
-<<<<<<< HEAD
 bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
 	@$(BIN)/python -m bench.history $(ARGS)
-=======
+
 gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (8 minutes)
 	@$(BIN)/python -m bench.gpu_check $(ARGS)
->>>>>>> gpu
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.conformance $(ARGS)

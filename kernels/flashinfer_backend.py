@@ -11,7 +11,7 @@ the two states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flashinfer
@@ -106,9 +106,13 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         return self._plan(batch, arrays, self._upload, 0)
 
+    @torch.inference_mode()
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
-        """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
         assert max_rows <= self.max_fixed_rows
+        if self._fixed_indices:  # of another engine, whose graphs read these buffers
+            if len(self._fixed_indices["shared"]) < max_indices:
+                raise ValueError(f"room was made for fewer page numbers than {max_indices}")
+            return
         self._fixed_upload = Upload(self.device, 2 * max_indices + 24 * (max_rows + 4))
         for use in ("decode", "shared"):
             self._fixed_indices[use] = torch.zeros(
@@ -182,6 +186,7 @@ class FlashInferBackend(AttentionBackend):
         )
         flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse, mask=step.in_group)
 
+    @torch.inference_mode()  # what is written here may be written again inside of it
     def _plan(
         self,
         batch: PagedBatch,
@@ -212,9 +217,23 @@ class FlashInferBackend(AttentionBackend):
         staging += [array for _, sub in subs for array in _fixed_arrays(sub)]
         staging += [sub.kv_indices for _, sub in subs]
         self._fence.wait()  # until the step before no longer reads the pinned buffers
-        staged = iter(upload(staging))
+        try:
+            return self._plan_staged(batch, subs, arrays, iter(upload(staging)), size)
+        finally:
+            self._fence.record()
+
+    def _plan_staged(
+        self,
+        batch: PagedBatch,
+        subs: Sequence[tuple[_Use, PagedBatch]],
+        arrays: Sequence[NDArray[np.integer]],
+        staged: Iterator[Staged],
+        size: int,
+    ) -> list[torch.Tensor]:
+        """Plan the parts `subs` of a step, whose arrays come in the order of `_plan`."""
+        decodes, cascade = batch.num_decodes, bool(batch.shared)
         given = [next(staged).device for _ in arrays]
-        in_group = None if levels is None else self._bytes(next(staged).device, size)
+        in_group = self._bytes(next(staged).device, size) if cascade else None
         fixed = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
         parts: list[_Part] = []
         for (use, sub), arrays_of_sub in zip(subs, fixed, strict=True):
@@ -224,8 +243,7 @@ class FlashInferBackend(AttentionBackend):
             for kind in self._kinds:
                 part.wrappers[kind] = self._plan_wrapper(part, kind, batch.page_size, size)
             parts.append(part)
-        self._fence.record()
-        shared = parts.pop() if levels is not None else None
+        shared = parts.pop() if cascade else None
         self._step = _Step(parts, shared, in_group)
         return given
 

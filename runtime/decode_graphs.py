@@ -8,6 +8,7 @@ the attention backend plans into buffers that stay where they are. All graphs sh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,8 @@ from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
+
+_log = logging.getLogger("radixcache")
 
 MAX_INDICES = 1 << 24
 """Page numbers in the tables of one batch; a batch with more runs without a graph."""
@@ -48,8 +51,11 @@ class DecodeGraphs:
         per_sequence = min(pool.num_pages, model.max_context // pool.page_size + 1)
         self._max_indices = min(MAX_INDICES, self._sizes[-1] * per_sequence)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
-        self._capture = capture or _Capture()
-        self._replays: dict[tuple[int, bool], Compute] = {}
+        self._capture = capture or _Capture(model.device)
+        self._replays: dict[tuple[int, bool], Compute | None] = {}  # None: cannot be captured
+        self._logits = torch.empty(
+            (self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device
+        )
 
     def run(self, token_ids: Tokens | torch.Tensor, batch: PagedBatch) -> torch.Tensor | None:
         """Logits [B, vocab] of a batch of decodes, or None if it takes no graph.
@@ -72,9 +78,22 @@ class DecodeGraphs:
             inputs[0][:count].copy_(token_ids)
         key = (size, bool(batch.shared))
         if key not in self._replays:
-            compute = partial(self._model.compute, self._pool, *inputs)
-            self._replays[key] = self._capture(compute)
-        return self._replays[key]()[:count]
+            self._replays[key] = self._try_capture(partial(self._compute, *inputs))
+        replay = self._replays[key]
+        return None if replay is None else replay()[:count]
+
+    @torch.inference_mode()
+    def _compute(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The logits, in the one tensor that all graphs write."""
+        return self._logits[: len(inputs[0])].copy_(self._model.compute(self._pool, *inputs))
+
+    def _try_capture(self, compute: Compute) -> Compute | None:
+        try:
+            return self._capture(compute)
+        except Exception as error:  # out of memory, or a model that synchronises
+            first = str(error).partition("\n")[0]
+            _log.warning("decodes of one batch size run without a CUDA graph: %s", first)
+            return None
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -100,20 +119,28 @@ def pad(batch: PagedBatch, size: int, spare_page: int) -> PagedBatch:
 class _Capture:
     """Captures computations into CUDA graphs that share one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._memory = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # one for all: libraries keep memory for each
 
     def __call__(self, compute: Compute) -> Compute:
         # Once outside of a graph, on another stream: libraries set themselves up in their first
         # run. It writes what the replay will write again.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side, main = self._side, torch.cuda.current_stream()
+        side.wait_stream(main)
         with torch.cuda.stream(side):
             compute()
-        torch.cuda.current_stream().wait_stream(side)
+        main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            result = compute()
+        try:
+            # Other threads may use the device in the meantime.
+            with torch.cuda.graph(
+                graph, pool=self._memory, stream=side, capture_error_mode="thread_local"
+            ):
+                result = compute()
+        except Exception:
+            self._memory = torch.cuda.graph_pool_handle()  # nothing may be left in the old one
+            raise
 
         def replay() -> torch.Tensor:
             graph.replay()

@@ -94,4 +94,5 @@ def graph_seconds(place: Place, engine: Engine) -> float:
     """Seconds of the last captured graph on the device; it repeats the last step."""
     assert engine._graphs is not None and engine._graphs._replays, "no step ran in a graph"
     replay = list(engine._graphs._replays.values())[-1]
+    assert replay is not None, "no graph could be captured"
     return place.replay_seconds(replay)

@@ -109,11 +109,12 @@ def gpu_place() -> Place:
     from radixcache.runtime import decode_graphs
 
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
+    device = torch.device("cuda", torch.cuda.current_device())
     return Place(
-        torch.device("cuda", torch.cuda.current_device()),
+        device,
         torch.bfloat16,
         flashinfer_backend,
         flashinfer,
-        lambda work: decode_graphs._Capture()(work),  # memory of its own: short-lived graphs
+        lambda work: decode_graphs._Capture(device)(work),  # memory of its own: short-lived graphs
         FULL,
     )

@@ -24,12 +24,15 @@ from radixcache.runtime import model as model_module
 class _Replay:
     """Stands in for `decode_graphs._Capture`."""
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass
+
     def __call__(self, compute: Work) -> Work:
         from tests.kernels import fake_flashinfer
 
-        for argument in getattr(compute, "args", ()):
-            if hasattr(argument, "spare_page"):
-                fake_flashinfer.SPARE_PAGES.add(argument.spare_page)
+        owner = getattr(getattr(compute, "func", None), "__self__", None)
+        if isinstance(owner, decode_graphs.DecodeGraphs):
+            fake_flashinfer.SPARE_PAGES.add(owner._pool.spare_page)
         result = compute().clone()
 
         @torch.inference_mode()

@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from radixcache import SamplingParams
+from radixcache import PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime import decode_graphs, engine
 from radixcache.runtime.decode_graphs import DecodeGraphs, batch_sizes, pad
 from radixcache.runtime.model import PagedModel
+from radixcache.runtime.scheduler import Scheduler
 from tests import engines
 from tests.engines import generated, plain_greedy, run
 from tests.kernels import fake_flashinfer
@@ -55,18 +56,21 @@ def load(path: Path) -> PagedModel:
 
 
 class FakeCapture:
-    """Runs the captured computation again, into the tensor that the capture returned."""
+    """Runs the captured computation again."""
 
     replays: list[int] = []  # noqa: RUF012
 
+    def __init__(self, device):
+        pass
+
     def __call__(self, compute):
-        pool = compute.args[0]
-        fake_flashinfer.SPARE_PAGES.add(pool.spare_page)
-        result = compute().clone()
+        fake_flashinfer.SPARE_PAGES.add(compute.func.__self__._pool.spare_page)
+        compute()
 
         def replay():
+            result = compute()
             self.replays.append(len(result))
-            return result.copy_(compute())
+            return result
 
         return replay
 
@@ -185,3 +189,50 @@ def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> N
         np.ones(3, np.int32), 4,
     )  # fmt: skip
     assert narrow.run(np.arange(3, dtype=np.int32), three) is None  # three pages and a spare one
+
+
+def test_without_a_graph_decodes_run_all_the_same(folders, monkeypatch, caplog) -> None:
+    """A capture that fails, for want of memory say, is told once and not tried again."""
+    tries = []
+
+    def fail(self, compute):
+        tries.append(1)
+        raise RuntimeError("out of memory\nmore lines")
+
+    monkeypatch.setattr(FakeCapture, "__call__", fail)
+    prompt = [1, 2, 3, 4]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(engines.make_engine(folders["llama"]), [prompt], params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], prompt)]]
+    (record,) = caplog.records
+    assert len(tries) == 1 and record.getMessage().endswith("without a CUDA graph: out of memory")
+
+
+def test_two_engines_may_take_turns_on_one_model(folders) -> None:
+    model = load(folders["llama"])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[1, 2, 3], [7, 8, 9, 10, 11]]
+    made = []
+    for _ in prompts:
+        cache = engines.CACHES["radix"](PagePool(64, 16))
+        scheduler = Scheduler(cache, 2048, 4)
+        made.append(engine.Engine(model, model.allocate(64, 16), cache, scheduler))
+    requests = [e.add_request(p, params) for e, p in zip(made, prompts, strict=True)]
+    while any(e.has_work for e in made):
+        for e in made:
+            if e.has_work:
+                e.step()
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
+    with pytest.raises(ValueError, match="room was made for fewer"):
+        DecodeGraphs(model, model.allocate(1000, 1), 64)
+
+
+def test_inference_mode_around_some_calls_does_not_matter(folders, monkeypatch) -> None:
+    monkeypatch.setattr(
+        engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 2, 4)
+    )
+    made = engines.make_engine(folders["llama"], page_size=4)
+    params = SamplingParams(temperature=0, n=4, max_tokens=6, ignore_eos=True)
+    with torch.inference_mode():
+        first = run(made, [[1, 2, 3, 4, 5, 6]], params)
+    assert generated(run(made, [[1, 2, 3, 4, 5, 6]], params)) == generated(first)
