@@ -25,18 +25,18 @@ stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each chec
 	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)
 
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
-	@$(BIN)/python -m bench.ttft $(ARGS)
+	@$(BIN)/python -m radixcache.bench.ttft $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
 	@$(MAKE) -s $(VLLM)/.stamp || true
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.index $(ARGS)
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.peers.index $(ARGS)
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
-	@$(BIN)/python -m bench.trimming $(ARGS)
+	@$(BIN)/python -m radixcache.bench.trimming $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
-	@$(VLLM)/bin/python -m bench.conformance $(ARGS)
+	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting and types
 	@$(BIN)/ruff check .
@@ -55,14 +55,14 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
 
-$(VLLM)/.stamp: bench/conformance-requirements.txt
+$(VLLM)/.stamp: bench/peers/conformance-requirements.txt
 	@echo "Installing vLLM's cache code into $(VLLM); the first time takes some minutes and 2 GB ..."
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "vLLM 0.33.0 could not be installed into $(VLLM); it needs PyPI, Linux and Python 3.11 or newer"; exit 1; }
 	@touch $@
 
-$(SGLANG)/.stamp: bench/sglang-requirements.txt
+$(SGLANG)/.stamp: bench/peers/sglang-requirements.txt
 	@echo "Installing SGLang's index into $(SGLANG); the first time takes some minutes and 2.5 GB ..."
 	@$(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python -m pip install -qq -c constraints.txt torch numpy && $(SGLANG)/bin/python -m pip install -qq --no-deps -r $< \
