@@ -1,8 +1,8 @@
-"""What no scheme can beat, and what LRU gives at every size of memory, without replaying anything.
+"""What no scheme can beat, and what LRU gives at every size of memory, without a replay.
 
-All of it is computed on the trie of the workload, with one request after the other in their order of
-arrival. A replay has many in flight and takes memory in pages, so it is near these figures rather
-than on them, and may even be a little better where it orders requests otherwise.
+All of it is computed on the trie of the workload, with one request after the other in their order
+of arrival. A replay has many in flight and takes memory in pages, so it is near these figures
+rather than on them, and may even be a little better where it orders requests otherwise.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def optimal_hits(trie: Trie, memory: int) -> int:
             resident[segment] = trie.lengths[segment]
             next_use[segment] = -1  # in use: what the heap says of it is out of date
         while held > memory:
-            use, start, segment = farthest[0]
+            use, _, segment = farthest[0]
             if next_use[segment] != -use or not resident[segment]:
                 heapq.heappop(farthest)
                 continue
@@ -185,8 +185,12 @@ class LRUCurve:
 
 
 def lru_curve(trie: Trie) -> LRUCurve:
-    """Exact for a token-exact tree at page size 1, one request at a time; with the trie of blocks,
-    for block caches but for the pages that are not full. O(segments of all paths x log requests)."""
+    """The curve of a workload. O(segments of all paths x log requests).
+
+    Exact for a token-exact tree at page size 1, one request at a time; with the trie of blocks, for
+    block caches but for their pages that are not full. Says nothing of memories that are smaller
+    than the longest request.
+    """
     last_use = [-1] * len(trie.lengths)
     used = _Sums(len(trie.paths))
     before, lengths = [], []

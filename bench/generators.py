@@ -129,7 +129,7 @@ def tree_search(
     for _ in range(problems):
         leaves: list[tuple[list[Tokens], int | None]] = [([common, write.about(problem)], None)]
         for level in range(depth):
-            grown = []
+            grown: list[tuple[list[Tokens], int | None]] = []
             for path, after in leaves:
                 for _ in range(branch):
                     said = write.about(thought)

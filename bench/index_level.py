@@ -25,7 +25,7 @@ class Serving:
             only if requests come at given times.
     """
 
-    arrivals: Arrivals = Arrivals(concurrency=32)
+    arrivals: Arrivals
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     schedule: Policy = "fcfs"

@@ -30,8 +30,8 @@ def load_mooncake(
 
     Each hash id stands for `hash_block` tokens (512 in Mooncake's own traces, 64 or less in others)
     that are the same wherever the id is the same, and random otherwise. So two prompts agree in
-    whole blocks only, and what is generated agrees with nothing: the trace does not tell. Timestamps
-    are milliseconds.
+    whole blocks only, and what is generated agrees with nothing: the trace does not tell.
+    Timestamps are milliseconds.
 
     Raises:
         InvalidRequest: a line is no such record.

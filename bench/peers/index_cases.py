@@ -1,4 +1,4 @@
-"""What `bench.peers.index` measures: each case sets an index up and then gives one round at a time."""
+"""What `bench.peers.index` measures: each case sets an index up, then gives round by round."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found"
 """vLLM's `KVCacheManager`, as vLLM's scheduler drives it.
 
-Runs in an environment of its own, with `bench/peers/conformance-requirements.txt`. One full-attention
-group, sha256 hashes, its defaults. Tokens are Python lists, as vLLM's requests hold them. Hashing
-a prompt is part of a look-up: vLLM does it once per request.
+Runs in an environment of its own, with `bench/peers/conformance-requirements.txt`. One
+full-attention group, sha256 hashes, its defaults. Tokens are Python lists, as vLLM's
+requests hold them. Hashing a prompt is part of a look-up: vLLM does it once per request.
 """
 
 from __future__ import annotations
