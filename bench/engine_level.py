@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixcache.bench.figures import EngineFigures, Figures, Spread, summarise
+from radixcache.bench.figures import EngineFigures, Figures, Overhead, Spread, summarise
 from radixcache.bench.index_level import Serving
 from radixcache.bench.modes import Mode
 from radixcache.bench.replay import Outcome, WallClock, play
@@ -139,23 +139,6 @@ def _figures(
         ttfts=[time for times in ttfts for time in times],
     )
     return figures
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """What a cache costs where nothing can be hit: pairs of runs, with it and without.
-
-    Attributes:
-        ratios: of each pair, the time with the cache over the time without.
-    """
-
-    mode: str
-    ratios: list[float]
-
-    @property
-    def share(self) -> Spread:
-        """Of the throughput that is lost."""
-        return Spread.of([1 - 1 / ratio for ratio in self.ratios])
 
 
 def measure_overhead(

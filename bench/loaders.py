@@ -103,7 +103,7 @@ def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
         InvalidRequest: the file is no such list.
     """
     try:
-        conversations = json.loads(_read(path))
+        conversations = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"{path}: not JSON: {error.msg} in line {error.lineno}") from None
     if not isinstance(conversations, list):
@@ -159,7 +159,7 @@ def load_prompts(path: Path, encode: Encode, *, limit: int | None = None) -> Wor
     Raises:
         InvalidRequest: the file is empty or no text.
     """
-    lines = [line for line in _read(path).split("\n") if line.strip()]
+    lines = [line for line in read_text(path).split("\n") if line.strip()]
     return _chats(path, [[("user", line)] for line in lines[:limit]], encode)
 
 
@@ -199,7 +199,7 @@ def _not_empty(workload: Workload, path: Path) -> Workload:
 def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Any]]:
     """Each line's place and content."""
     count = 0
-    for number, line in enumerate(_read(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         if count == limit:
@@ -211,8 +211,12 @@ def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Any]]:
             raise InvalidRequest(f"{path}:{number}: not JSON: {error.msg}") from None
 
 
-def _read(path: Path) -> str:
-    """The text of a file, unpacked if it is called .gz."""
+def read_text(path: Path) -> str:
+    """The text of a file, unpacked if it is called .gz.
+
+    Raises:
+        InvalidRequest: it cannot be read.
+    """
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()

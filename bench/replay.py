@@ -93,17 +93,19 @@ class WallClock:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When the requests of a workload come; exactly one of the three is meant.
+    """When the requests of a workload come; exactly one way is meant.
 
     Attributes:
         concurrency: closed loop: a request comes as soon as fewer than this many are in flight, in
             the workload's order, but for those that wait for one before.
         rate: Poisson: this many requests, or bursts, a second, in the workload's order.
-        times: seconds from the start, one for each request: as recorded.
+        as_recorded: at the times that the workload has.
+        times: seconds from the start, one for each request.
     """
 
     concurrency: int | None = None
     rate: float | None = None
+    as_recorded: bool = False
     times: tuple[float, ...] | None = None
     seed: int = 0
 
@@ -111,6 +113,8 @@ class Arrivals:
         """The moment at which each request is due, if it waits for no other."""
         if self.times is not None:
             return list(self.times)
+        if self.as_recorded:
+            return [arrival.at for arrival in workload.arrivals]
         if self.rate is None:
             return [0.0] * len(workload.arrivals)
         rng = np.random.default_rng(self.seed)

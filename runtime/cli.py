@@ -1,4 +1,4 @@
-"""The command line: `radixcache demo`, `radixcache chat`, `radixcache generate`.
+"""The command line: `radixcache demo`, `chat`, `generate`, `bench`.
 
 torch and transformers take seconds to import, so nothing here imports them before a command needs
 a model: help and bad input answer at once.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -276,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_generate(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -321,6 +323,14 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
     _add_sampling(parser, "the model's, or 16")
     _add_engine(parser)
+
+
+def _add_bench(commands: Any) -> None:
+    # By name: the benchmark stands above the runtime, which does not import it.
+    bench = import_module("radixcache.bench.cli")
+    parser = commands.add_parser("bench", help=bench.SUMMARY, description=f"{bench.SUMMARY}.")
+    bench.add_flags(parser)
+    parser.set_defaults(handler=bench.run)
 
 
 def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
