@@ -7,9 +7,17 @@ ARGS ?=
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
 
+# What the bundled model serves in five minutes, at both levels.
+BENCH := chat:conversations=12,turns=6,answer=30 few-shot:tasks=4,questions=20 \
+	best-of-n:questions=12,answer=30 tree-search:problems=3,thought=20 \
+	documents:documents=6,questions=40,document=1200 agents:agents=6,steps=8,action=15 \
+	short:requests=150,answer=10 zero-sharing:requests=60 bursts:bursts=4,answer=8 \
+	--level both --concurrency 8 --modes none hash-16 hash-64 radix-1 radix-16 aligned-16 \
+	--memory 40% 100% --repeats 2 --overhead 6
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test stress bench-ttft bench-index bench-trimming conformance check clean
+.PHONY: help demo test stress bench bench-ttft bench-index bench-trimming conformance check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -23,6 +31,9 @@ test: $(VENV)/.stamp-dev  ## run the tests
 
 stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
 	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)
+
+bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, with a report (5 minutes)
+	@GOMP_SPINCOUNT=1000 $(BIN)/radixcache bench $(BENCH) --report bench-report.html $(ARGS)
 
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 	@$(BIN)/python -m radixcache.bench.ttft $(ARGS)

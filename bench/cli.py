@@ -16,7 +16,7 @@ import numpy as np
 from radixcache import __version__
 from radixcache.bench.generators import GENERATORS, generate
 from radixcache.bench.modes import DEFAULT_MODES, Memory, Mode, parse_memory, parse_mode
-from radixcache.errors import InvalidRequest
+from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from radixcache.bench.index_level import Serving
@@ -207,10 +207,15 @@ def _encoder(args: argparse.Namespace) -> Callable[[str], list[int]]:
 
 
 def _load_model(args: argparse.Namespace) -> PagedModel:
-    from transformers.utils import logging
+    try:
+        from transformers.utils import logging
 
-    from radixcache.runtime.llm import BUNDLED_MODEL
-    from radixcache.runtime.model import load_model
+        from radixcache.runtime.llm import BUNDLED_MODEL
+        from radixcache.runtime.model import load_model
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"a model needs {error.name}: pip install 'radixcache[runtime,bench]'"
+        ) from error
 
     if args.model is None:
         logging.disable_progress_bar()

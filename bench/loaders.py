@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -220,9 +221,9 @@ def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise InvalidRequest(f"cannot read {path}: it is not UTF-8 text") from None
-    except EOFError:
-        raise InvalidRequest(f"cannot read {path}: it ends in the middle") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise InvalidRequest(f"cannot read {path}: it is no whole gzip file") from None
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None

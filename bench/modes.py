@@ -74,7 +74,10 @@ class Memory:
     unit: str
 
     def tokens(self, footprint: int, token_bytes: int, modes: Sequence[Mode]) -> int:
-        """How many tokens it holds, cut to whole pages of every mode: all get the same bytes."""
+        """How many tokens it holds, cut to whole pages of every mode: all get the same bytes.
+
+        At least two of the largest pages, because the hash-block cache never uses its first.
+        """
         per_unit = {"tokens": 1.0, "bytes": 1 / token_bytes, "share": float(footprint)}
         step = math.lcm(*(mode.page_size for mode in modes))
         return max(2, int(self.amount * per_unit[self.unit]) // step) * step

@@ -30,7 +30,7 @@ class Outcome:
         prompt_tokens, turn: as in its `Arrival`.
         hit_tokens: found in the cache when it was first admitted.
         computed_tokens: prompt tokens prefilled, again after a preemption included.
-        step: the engine's steps before it came.
+        step, order: the engine's steps, and the requests, before it came.
         ttft, latency: seconds from when it was due, on the clock of the run; None if it failed.
         error: why it was refused or failed.
     """
@@ -41,6 +41,7 @@ class Outcome:
     computed_tokens: int = 0
     preemptions: int = 0
     step: int = 0
+    order: int = 0
     ttft: float | None = None
     latency: float | None = None
     error: str | None = None
@@ -193,11 +194,13 @@ def play(
     open_requests: dict[Request, tuple[int, float]] = {}
     # A branch in mid-page holds one page twice for a moment, so the runtime keeps one to spare.
     room = (engine.cache.pool.num_pages - 1) * engine.cache.page_size
-    steps = 0
+    steps = come_so_far = 0
 
     def come(index: int, due: float) -> None:
         arrival, outcome = workload.arrivals[index], outcomes[index]
-        outcome.step = steps
+        nonlocal come_so_far
+        outcome.step, outcome.order = steps, come_so_far
+        come_so_far += 1
         if arrival.kv_tokens > room:
             outcome.error = f"{arrival.kv_tokens} tokens do not fit {room}"
             end(index)
