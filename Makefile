@@ -7,10 +7,18 @@ ARGS ?=
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
 
+# What the bundled model serves in five minutes, at both levels.
+BENCH := chat:conversations=12,turns=6,answer=30 few-shot:tasks=4,questions=20 \
+	best-of-n:questions=12,answer=30 tree-search:problems=3,thought=20 \
+	documents:documents=6,questions=40,document=1200 agents:agents=6,steps=8,action=15 \
+	short:requests=150,answer=10 zero-sharing:requests=60 bursts:bursts=4,answer=8 \
+	--level both --concurrency 8 --modes none hash-16 hash-64 radix-1 radix-16 aligned-16 \
+	--memory 40% 100% --repeats 2 --overhead 6
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve test stress bench-ttft bench-index bench-trimming bench-history bench-serve conformance \
-	gpu-check check clean
+.PHONY: help demo serve test stress bench bench-ttft bench-index bench-trimming bench-history bench-serve \
+	conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -25,25 +33,28 @@ test: $(VENV)/.stamp-dev  ## run the tests
 stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
 	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)
 
+bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, with a report (5 minutes)
+	@GOMP_SPINCOUNT=1000 $(BIN)/radixcache bench $(BENCH) --report bench-report.html $(ARGS)
+
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
-	@$(BIN)/python -m bench.ttft $(ARGS)
+	@$(BIN)/python -m radixcache.bench.ttft $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
 	@$(MAKE) -s $(VLLM)/.stamp || true
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.index $(ARGS)
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.peers.index $(ARGS)
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
-	@$(BIN)/python -m bench.trimming $(ARGS)
+	@$(BIN)/python -m radixcache.bench.trimming $(ARGS)
 
 bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
-	@$(BIN)/python -m bench.history $(ARGS)
+	@$(BIN)/python -m radixcache.bench.history $(ARGS)
 
 gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (8 minutes)
 	@$(BIN)/python -m bench.gpu_check $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
-	@$(VLLM)/bin/python -m bench.conformance $(ARGS)
+	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting and types
 	@$(BIN)/ruff check .
@@ -58,7 +69,7 @@ serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled mode
 	@$(BIN)/radixcache serve $(ARGS)
 
 bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
-	@$(BIN)/python -m bench.serve_load $(ARGS)
+	@$(BIN)/python -m radixcache.bench.serve_load $(ARGS)
 
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
@@ -69,14 +80,14 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
 
-$(VLLM)/.stamp: bench/conformance-requirements.txt
+$(VLLM)/.stamp: bench/peers/conformance-requirements.txt
 	@echo "Installing vLLM's cache code into $(VLLM); the first time takes some minutes and 2 GB ..."
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "vLLM 0.33.0 could not be installed into $(VLLM); it needs PyPI, Linux and Python 3.11 or newer"; exit 1; }
 	@touch $@
 
-$(SGLANG)/.stamp: bench/sglang-requirements.txt
+$(SGLANG)/.stamp: bench/peers/sglang-requirements.txt
 	@echo "Installing SGLang's index into $(SGLANG); the first time takes some minutes and 2.5 GB ..."
 	@$(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python -m pip install -qq -c constraints.txt torch numpy && $(SGLANG)/bin/python -m pip install -qq --no-deps -r $< \

@@ -22,8 +22,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bench.gpu.place import Place
-    from bench.gpu.report import Report
+    from radixcache.bench.gpu.place import Place
+    from radixcache.bench.gpu.report import Report
 
 SECTIONS = {
     "ceilings": 15,
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     mend_links()
-    from bench.gpu.report import DeviceLost, Report
+    from radixcache.bench.gpu.report import DeviceLost, Report
 
     logging.basicConfig(format="%(levelname)s %(message)s")
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, place: Place, report: Report, model: Callable[[], Any]) -> None:
-    section: Any = importlib.import_module(f"bench.gpu.{name}")
+    section: Any = importlib.import_module(f"radixcache.bench.gpu.{name}")
     if name in NEED_MODEL:
         section.run(place, report, model())
     else:
@@ -88,16 +88,16 @@ def _run(name: str, place: Place, report: Report, model: Callable[[], Any]) -> N
 
 def _place(rehearse: bool, stack: ExitStack) -> Place:
     if rehearse:
-        from bench.gpu.rehearsal import rehearsal_place
+        from radixcache.bench.gpu.rehearsal import rehearsal_place
 
         return stack.enter_context(rehearsal_place())
-    from bench.gpu.place import gpu_place
+    from radixcache.bench.gpu.place import gpu_place
 
     return gpu_place()
 
 
 def _big_model(place: Place) -> Any:
-    from bench.gpu.models import random_llama
+    from radixcache.bench.gpu.models import random_llama
 
     return random_llama(place, place.sizes.big)
 
@@ -133,15 +133,15 @@ def _summary(report: Report) -> str:
 
 
 def mend_links() -> None:
-    """Make radixcache.runtime and radixcache.kernels importable where their links were lost.
+    """Make radixcache.bench, .kernels and .runtime importable where their links were lost.
 
-    Both are links to folders at the top. A copy of the tree may have left them out, or made files
+    They are links to folders at the top. A copy of the tree may have left them out, or made files
     of them; then the packages are made here, over the folders.
     """
     import radixcache
 
     package = Path(radixcache.__file__).resolve().parent
-    for name in ("kernels", "runtime"):
+    for name in ("bench", "kernels", "runtime"):
         link, folder = package / name, package.parent / name
         if link.is_dir():
             continue

@@ -13,9 +13,9 @@ import statistics
 import time
 from pathlib import Path
 
-from bench.byte_level_bpe import train_byte_level_bpe
 from radixcache import PagePool, RadixCache
 from radixcache.base import CacheStats
+from radixcache.bench.byte_level_bpe import train_byte_level_bpe
 from radixcache.runtime.history import TokenHistory
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.tokenizer import Tokenizer

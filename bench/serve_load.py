@@ -216,7 +216,14 @@ def main() -> None:
     if args.serve:
         run_server(args.kv_memory)
         return
-    command = [sys.executable, "-m", "bench.serve_load", "--serve", "--kv-memory", args.kv_memory]
+    command = [
+        sys.executable,
+        "-m",
+        "radixcache.bench.serve_load",
+        "--serve",
+        "--kv-memory",
+        args.kv_memory,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         url = ""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.random_llama import save_random_llama
 from radixcache import LLM, SamplingParams
+from radixcache.bench.random_llama import save_random_llama
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1)
 

@@ -1,4 +1,4 @@
-"""The command line: `radixcache demo`, `chat`, `generate` and `serve`.
+"""The command line: `radixcache demo`, `chat`, `generate`, `serve` and `bench`.
 
 torch and transformers take seconds to import, so nothing here imports them before a command needs
 a model: help and bad input answer at once.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -299,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_generate(commands)
     _add_serve(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -399,6 +401,14 @@ def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
 
     parse.__name__ = getattr(kind, "__name__", "number")  # what argparse calls a bad value
     return parse
+
+
+def _add_bench(commands: Any) -> None:
+    # By name: the benchmark stands above the runtime, which does not import it.
+    bench = import_module("radixcache.bench.cli")
+    parser = commands.add_parser("bench", help=bench.SUMMARY, description=f"{bench.SUMMARY}.")
+    bench.add_flags(parser)
+    parser.set_defaults(handler=bench.run)
 
 
 def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:

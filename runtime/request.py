@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
@@ -15,6 +15,9 @@ from radixcache.runtime.explain import Miss
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.sampling import SamplingParams
+
+if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
+    import torch
 
 
 class Sequence:

@@ -119,7 +119,9 @@ class Scheduler:
         self, sequence: Sequence, budget: int, chunks: list[Chunk]
     ) -> Chunk | None:
         assert sequence.lease is not None
-        is_prefill = len(sequence.pending) > 1
+        # Also where a prompt's last token is left alone for a step of its own.
+        is_prefill = sequence.num_computed < len(sequence.request.prompt_token_ids)
+        is_prefill |= len(sequence.pending) > 1
         while True:
             try:
                 return self._take(sequence, budget, is_prefill)

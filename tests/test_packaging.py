@@ -25,7 +25,9 @@ PACKAGES = {
     "radixcache": "radixcache",
     "runtime": "radixcache.runtime",
     "kernels": "radixcache.kernels",
+    "bench": "radixcache.bench",
 }
+NOT_INSTALLED = Path("bench/peers")
 GPU_ONLY = {"flashinfer", "triton"}
 
 IMPORT_EACH = f"""
@@ -56,7 +58,7 @@ def files_below(folder: str) -> list[Path]:
     for parent, folders, names in os.walk(ROOT / folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
         found += [Path(parent, name).relative_to(ROOT) for name in names]
-    return sorted(path for path in found if path.suffix != ".pyc")
+    return sorted(p for p in found if p.suffix != ".pyc" and NOT_INSTALLED not in p.parents)
 
 
 def installed_path(path: Path) -> Path:
@@ -158,7 +160,7 @@ def test_an_editable_install_imports_from_outside_the_repository(
 # What a name means.
 
 
-@pytest.mark.parametrize("folder", ["kernels", "runtime"])
+@pytest.mark.parametrize("folder", ["kernels", "runtime", "bench"])
 def test_the_folders_at_the_top_are_no_packages(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
@@ -259,9 +261,15 @@ def test_kernels_know_neither_the_tree_nor_the_runtime(path: Path) -> None:
             assert imported.is_below("radixcache.kernels") or imported.is_below("radixcache.errors")
 
 
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[0] == "runtime"], ids=str)
+def test_the_runtime_does_not_know_the_benchmark(path: Path) -> None:
+    for imported in imports(path):  # its command is found by name, when the command line is built
+        assert not imported.is_below("radixcache.bench")
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_the_package_imports_only_what_it_declares(path: Path, installed: Path) -> None:
-    # So neither bench nor tests, and no `kernels.x` where `radixcache.kernels.x` is meant.
+    # So neither bench/peers nor tests, and no `kernels.x` where `radixcache.kernels.x` is meant.
     declared = {canonicalize_name(r.name) for r in requirements(installed)}
     for imported in imports(path):
         if imported.top not in {"radixcache", *sys.stdlib_module_names}:

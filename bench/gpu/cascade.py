@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bench.gpu.decode import decode_steps, graph_seconds
-from bench.gpu.models import engine_on, random_tokens
-from bench.gpu.place import Place, Work
-from bench.gpu.report import Figure, Report
-from bench.gpu.steps import make_batch
-from bench.gpu.where import kernels
+from radixcache.bench.gpu.decode import decode_steps, graph_seconds
+from radixcache.bench.gpu.models import engine_on, random_tokens
+from radixcache.bench.gpu.place import Place, Work
+from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.steps import make_batch
+from radixcache.bench.gpu.where import kernels
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import LayerKind
 from radixcache.runtime import engine as engine_module

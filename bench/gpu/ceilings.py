@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bench.gpu.place import Place
-from bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Figure, Report
 
 
 def run(place: Place, report: Report) -> None:

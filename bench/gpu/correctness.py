@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.place import Place
-from bench.gpu.report import Report
-from bench.gpu.steps import (
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Report
+from radixcache.bench.gpu.steps import (
     TOLERANCE,
     Lens,
     Step,

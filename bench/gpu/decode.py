@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedModel
 
-from bench.gpu.floors import floor_seconds, flops, weight_bytes
-from bench.gpu.models import engine_on, greedy, random_tokens, remember
-from bench.gpu.place import Place
-from bench.gpu.report import Figure, Report
-from bench.gpu.where import kernels, phases, tell_phases
 from radixcache.base import Tokens
+from radixcache.bench.gpu.floors import floor_seconds, flops, weight_bytes
+from radixcache.bench.gpu.models import engine_on, greedy, random_tokens, remember
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.where import kernels, phases, tell_phases
 from radixcache.runtime.engine import Engine
 
 AIM = 1.3

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bench.gpu.models import Cache, engine_on, generated, random_llama, run_all
-from bench.gpu.place import Place
-from bench.gpu.report import Report
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache
 from radixcache.base import Tokens
+from radixcache.bench.gpu.models import Cache, engine_on, generated, random_llama, run_all
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Report
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime import engine as engine_module
 from radixcache.runtime.engine import Engine

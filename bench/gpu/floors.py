@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench.gpu.report import NotRun, Report
+from radixcache.bench.gpu.report import NotRun, Report
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from bench.gpu.place import Place
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.base import PrefixCache, Tokens
+from radixcache.bench.gpu.place import Place
 from radixcache.runtime.engine import Engine
 from radixcache.runtime.model import PagedModel
 from radixcache.runtime.request import Request

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.place import Place, Work
-from bench.gpu.report import Figure, NotRun, Report
-from bench.gpu.steps import error, make_batch
+from radixcache.bench.gpu.place import Place, Work
+from radixcache.bench.gpu.report import Figure, NotRun, Report
+from radixcache.bench.gpu.steps import error, make_batch
 from radixcache.kernels import torch_backend
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend

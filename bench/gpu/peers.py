@@ -14,11 +14,11 @@ import numpy as np
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
-from bench.gpu.models import free_memory
-from bench.gpu.place import Place
-from bench.gpu.report import Figure, NotRun, Report
-from bench.gpu.reuse import prompts_of_two_turns
 from radixcache.base import Tokens
+from radixcache.bench.gpu.models import free_memory
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Figure, NotRun, Report
+from radixcache.bench.gpu.reuse import prompts_of_two_turns
 
 
 def run(place: Place, report: Report, model: PreTrainedModel) -> None:

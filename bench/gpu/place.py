@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.gpu.sizes import Sizes
+from radixcache.bench.gpu.sizes import Sizes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 
 Work = Callable[[], Any]
@@ -104,7 +104,7 @@ def gpu_place() -> Place:
         raise RuntimeError("no CUDA device is visible; `--rehearse` runs without one")
     import flashinfer
 
-    from bench.gpu.sizes import FULL
+    from radixcache.bench.gpu.sizes import FULL
     from radixcache.kernels import flashinfer_backend
     from radixcache.runtime import decode_graphs
 

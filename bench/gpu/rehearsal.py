@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import torch
 
-from bench.gpu.place import Place, Work
-from bench.gpu.sizes import SMALL
+from radixcache.bench.gpu.place import Place, Work
+from radixcache.bench.gpu.sizes import SMALL
 from radixcache.kernels import cascade
 from radixcache.runtime import decode_graphs
 from radixcache.runtime import engine as engine_module

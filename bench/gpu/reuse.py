@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedModel
 
-from bench.gpu.models import Cache, engine_on, generated, run_all
-from bench.gpu.place import Place
-from bench.gpu.report import Figure, Report
 from radixcache import HashBlockCache, NoCache, RadixCache
 from radixcache.base import Tokens
+from radixcache.bench.gpu.models import Cache, engine_on, generated, run_all
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Figure, Report
 from radixcache.runtime.engine import Engine
 from radixcache.runtime.request import Request
 

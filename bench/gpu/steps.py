@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bench.gpu.place import Place
+from radixcache.bench.gpu.place import Place
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.torch_backend import TorchBackend
 

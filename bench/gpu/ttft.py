@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedModel
 
-from bench.gpu.floors import floor_seconds, flops, weight_bytes
-from bench.gpu.models import engine_on, finish, greedy, random_tokens
-from bench.gpu.place import Place
-from bench.gpu.report import Figure, Report
-from bench.gpu.where import kernels, phases, tell_phases
+from radixcache.bench.gpu.floors import floor_seconds, flops, weight_bytes
+from radixcache.bench.gpu.models import engine_on, finish, greedy, random_tokens
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.where import kernels, phases, tell_phases
 
 AIM = 1.3
 """Times the floor, plus `AIM_SECONDS`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.place import Place, Work
+from radixcache.bench.gpu.place import Place, Work
 from radixcache.runtime import engine as engine_module
 from radixcache.runtime.engine import Engine
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.trace_t import Replayed, Request
+from bench.peers.trace_t import Replayed, Request
 
 Tokens = NDArray[np.int32]
 

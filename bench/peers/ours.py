@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from bench.peers.base import Stopwatch, Tokens
-from bench.trace_t import Request
+from bench.peers.trace_t import Request
 from radixcache import Lease, PagePool, RadixCache
 
 Decoding = Literal["ahead", "token"]

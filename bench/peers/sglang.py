@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, misc"
 """SGLang's `UnifiedRadixCache` on the CPU, as SGLang's scheduler drives it.
 
-Runs in an environment of its own, with `bench/sglang-requirements.txt`. What surrounds the index in
-SGLang (its real `Req`, tensors for the GPU, request metrics) is left out, which favours SGLang.
-Tokens are `array("q")`, as SGLang 0.5.23 keeps them.
+Runs in an environment of its own, with `bench/peers/sglang-requirements.txt`. What surrounds the
+index in SGLang (its real `Req`, tensors for the GPU, request metrics) is left out, which favours
+SGLang. Tokens are `array("q")`, as SGLang 0.5.23 keeps them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bench.peers.base import Stopwatch, Tokens
-from bench.trace_t import Request
+from bench.peers.trace_t import Request
 
 
 class _Empty(ModuleType):

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found"
 """vLLM's `KVCacheManager`, as vLLM's scheduler drives it.
 
-Runs in an environment of its own, with `bench/conformance-requirements.txt`. One full-attention
-group, sha256 hashes, its defaults. Tokens are Python lists, as vLLM's requests hold them. Hashing
-a prompt is part of a look-up: vLLM does it once per request.
+Runs in an environment of its own, with `bench/peers/conformance-requirements.txt`. One
+full-attention group, sha256 hashes, its defaults. Tokens are Python lists, as vLLM's
+requests hold them. Hashing a prompt is part of a look-up: vLLM does it once per request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
 from bench.peers.base import Stopwatch, Tokens
-from bench.trace_t import Request
+from bench.peers.trace_t import Request
 
 MAX_LENGTH = 1 << 18
 

@@ -13,10 +13,10 @@ from shutil import copytree, ignore_patterns
 import pytest
 import torch
 
-from bench import gpu_check
-from bench.gpu import report as report_module
-from bench.gpu.report import DeviceLost, Figure, NotRun, Report
-from bench.gpu.sizes import FULL, SMALL
+from radixcache.bench import gpu_check
+from radixcache.bench.gpu import report as report_module
+from radixcache.bench.gpu.report import DeviceLost, Figure, NotRun, Report
+from radixcache.bench.gpu.sizes import FULL, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 

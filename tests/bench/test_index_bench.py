@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 
-from bench import index
-from bench.index_cases import CASES
+from bench.peers import index
+from bench.peers.index_cases import CASES
 from bench.peers.ours import Ours
-from bench.trace_t import TraceT, arrivals, replay_all
-from bench.trace_t_lru import TokenLRU
+from bench.peers.trace_t import TraceT, arrivals, replay_all
+from bench.peers.trace_t_lru import TokenLRU
 
 SMALL = [
     ("match", {"length": 300, "node": 64}),

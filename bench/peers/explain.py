@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
-from bench.trace_t import Request, Tokens, TraceT, replay
+from bench.peers.trace_t import Request, Tokens, TraceT, replay
 from radixcache import HashBlockCache, Lease, PagePool, PrefixCache, RadixCache
 from radixcache.runtime.explain import Explainer
 

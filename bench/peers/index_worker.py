@@ -1,6 +1,6 @@
-"""One library's side of `bench.index`: reads a request per line, answers with a line of JSON.
+"""One library's side of `bench.peers.index`: reads a request per line, answers with a line of JSON.
 
-    python -m bench.index_worker sglang-rust
+    python -m bench.peers.index_worker sglang-rust
 
 `{"case": "match", ...}` sets a case up, `{}` asks for its next round. It runs in the library's own
 environment, in which neither torch nor our dependencies need to be those of the others.
@@ -15,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
-from bench.index_cases import CASES, Make, Round
+from bench.peers.index_cases import CASES, Make, Round
 
 PACKAGES = {"ours": "radixcache", "sglang": "sglang", "vllm": "vllm"}
 

@@ -1,4 +1,4 @@
-"""What `bench.index` measures: each case sets an index up and then gives one round at a time."""
+"""What `bench.peers.index` measures: each case sets an index up, then gives round by round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench.peers.base import Index, Nothing, Tokens
-from bench.trace_t import TraceT, replay, replay_all
+from bench.peers.trace_t import TraceT, replay, replay_all
 
 VOCABULARY = 128_000
 LEAF = 16

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.trace_t import TraceT, replay_all
-from bench.trace_t_lru import TokenLRU
+from bench.peers.trace_t import TraceT, replay_all
+from bench.peers.trace_t_lru import TokenLRU
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 LIBRARIES = {"ours": ".venv", "sglang": ".venv-sglang", "vllm": ".venv-vllm"}
 
@@ -99,7 +99,7 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GOMP_SPINCOUNT": "1000"}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (the process outlives this call)
         self.process = subprocess.Popen(
-            [*command, "-m", "bench.index_worker", contender],
+            [*command, "-m", "bench.peers.index_worker", contender],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from bench.trace_t import Request, TraceT
+from bench.peers.trace_t import Request, TraceT
 
 
 class TokenLRU:
-    """A `bench.trace_t.Replayed` that counts instead of caching.
+    """A `bench.peers.trace_t.Replayed` that counts instead of caching.
 
     The system prompt belongs to owner -1, everything after it to its conversation. A token is used
     when a request that ran over it finishes; it can go while no running request uses it and all

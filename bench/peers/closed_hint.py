@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bench.peers.ours import Ours
-from bench.trace_t import Request, TraceT, replay_all
+from bench.peers.trace_t import Request, TraceT, replay_all
 
 
 class Hinted(Ours):

@@ -1,0 +1,183 @@
+"""`radixcache bench`: its flags, its tables, its JSON and its pages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from radixcache.bench.figures import Figures, Overhead
+from radixcache.bench.modes import DEFAULT_MODES, Memory, parse_memory, parse_mode
+from radixcache.bench.report import Report, WorkloadReport, verdicts
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.cli import main
+
+SMALL = ["bench", "best-of-n:questions=4,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
+
+
+def figures(mode, computed, *, level="index", memory="30%", refused=0, hits=()):
+    return Figures(
+        level=level,
+        workload="w",
+        mode=mode,
+        page_size=16,
+        memory=memory,
+        memory_tokens=1000,
+        requests=2,
+        refused=refused,
+        prompt_tokens=10_000,
+        hit_tokens=10_000 - computed,
+        computed_tokens=computed,
+        preemptions=0,
+        evicted_tokens=0,
+        computed_by_turn=[1.0],
+        seconds=1.0,
+        hits=list(hits),
+    )
+
+
+def workload(*rows):
+    return WorkloadReport("w", "shape", 2, 10_000, 100, 5000, 9000, rows=list(rows))
+
+
+@pytest.mark.parametrize(
+    ("block", "tree", "said"),
+    [
+        (1000, 1100, "hash-block wins: hash-16 prefills 9.1% less than radix-16"),
+        (1000, 1010, "a tie: hash-16 prefills 1.0% less than radix-16"),
+        (1010, 1000, "a tie: hash-16 prefills 1.0% more than radix-16"),
+        (1800, 1000, "radix wins: hash-16 prefills 1.80x the tokens of radix-16"),
+    ],
+)
+def test_the_verdict_names_the_winner_whoever_it_is(block, tree, said):
+    rows = [figures("none", 9000), figures("hash-16", block), figures("radix-16", tree)]
+    assert verdicts(workload(*rows)) == [f"w, 30%: {said}"]
+
+
+def test_the_best_of_each_side_is_compared_and_those_that_refused_are_not():
+    rows = [
+        figures("hash-16", 1000),
+        figures("hash-256", 10, refused=1),
+        figures("hash-32", 900),
+        figures("radix-1", 800),
+        figures("radix-16", 950),
+        figures("aligned-16", 1),
+    ]
+    (said,) = verdicts(workload(*rows))
+    assert "hash-32 prefills 1.12x the tokens of radix-1" in said
+
+
+def test_levels_that_differ_are_reported():
+    index, engine = figures("radix-1", 5, hits=[1, 2]), figures("radix-1", 5, level="engine")
+    assert workload(index).disagreements is None
+    engine.hits = [1, 2]
+    assert workload(index, engine).disagreements == 0
+    engine.hits = [3, 2]
+    assert workload(index, engine).disagreements == 1
+
+
+def test_overhead_is_a_share_of_throughput():
+    assert Overhead("radix-16", [1.25, 1.0, 2.0]).share.median == pytest.approx(0.2)
+
+
+def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
+    page, data = tmp_path / "r.html", tmp_path / "r.json"
+    modes = ["--modes", "none", "hash-16", "radix-1"]
+    assert main([*SMALL, *modes, "--report", str(page), "--json", str(data)]) == 0
+    said = capsys.readouterr().out
+    assert "best-of-n:questions=4,n=3" in said and "radix wins" in said
+    found = json.loads(data.read_text())
+    assert found["settings"]["level"] == "index"
+    assert [len(w["rows"]) for w in found["workloads"]] == [6, 6]
+    row = found["workloads"][0]["rows"][5]
+    assert (
+        row["mode"] == "radix-1"
+        and row["hit_tokens"] + row["computed_tokens"] == (found["workloads"][0]["prompt_tokens"])
+    )
+    html = page.read_text()
+    assert html.count("data:image/png;base64,") == 3  # two hit rates, one by turn
+    assert "<script" not in html and 'src="http' not in html
+    assert "prefill tokens by turn" in html and row["mode"] in html
+
+
+def test_a_markdown_page_has_its_figures_beside_it(tmp_path, capsys):
+    page = tmp_path / "r.md"
+    assert main([SMALL[0], SMALL[1], "--modes", "radix-1", "--report", str(page)]) == 0
+    capsys.readouterr()
+    assert "![best-of-n:questions=4,n=3: hit rate over memory](r-1.png)" in page.read_text()
+    assert (tmp_path / "r-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_levels_agree_in_the_command_and_overheads_are_shown(capsys):
+    spec = "short:requests=6,answer=2"
+    flags = "--level both --modes none radix-16 --repeats 1 --overhead 1 --json -".split()
+    assert main(["bench", spec, *flags, "--memory", "2000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workloads"][0]["disagreements"] == 0
+    engine = [row for row in found["workloads"][0]["rows"] if row["level"] == "engine"]
+    assert [row["mode"] for row in engine] == ["none", "radix-16"]
+    assert all(row["engine"]["ttft_p99"]["median"] > 0 for row in engine)
+    assert [o["mode"] for o in found["overheads"]] == ["radix-16"]
+
+
+def test_a_file_is_replayed(tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_text("the same words at first, then one\nthe same words at first, then two\n" * 3)
+    flags = ["--format", "prompts", "--modes", "radix-1", "--memory", "100%", "--json", "-"]
+    assert main(["bench", "--file", str(path), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)["workloads"][0]
+    assert found["requests"] == 6 and found["rows"][0]["hit_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--modes", "radix"], "no mode 'radix'; say none, hash-16"),
+        (["--modes", "none-16"], "no mode 'none-16'"),
+        (["--memory", "0%"], "not an amount of memory: '0%'"),
+        (["--memory", "lots"], "not an amount of memory: 'lots'"),
+        (["--concurrency", "0"], "--concurrency must be more than 0, not 0"),
+        (["--file", "x"], "--file and --format go together"),
+        (["--arrivals", "poisson"], "needs a --rate"),
+        (["--arrivals", "trace"], "needs a file with times"),
+        (["--report", "x.pdf"], "a report ends in .html or .md"),
+        (["nothing"], "no workload 'nothing'"),
+        (["--file", "/nowhere", "--format", "mooncake"], "cannot read /nowhere"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_sentence(flags, complaint, capsys):
+    assert main(["bench", *flags]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and said.count("\n") == 1
+
+
+def test_every_default_mode_is_one():
+    assert [parse_mode(name).name for name in DEFAULT_MODES] == list(DEFAULT_MODES)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("50%", 512), ("600", 512), ("4096B", 512), ("8KiB", 512), ("8.2kB", 512), ("1%", 512)],
+)
+def test_memory_is_cut_to_whole_pages_of_every_mode(text, tokens):
+    modes = [parse_mode("hash-256"), parse_mode("radix-1"), parse_mode("hash-16")]
+    memory = parse_memory(text)
+    assert isinstance(memory, Memory)
+    assert memory.tokens(1100, 16, modes) == tokens
+
+
+def test_nothing_can_be_written_where_there_is_no_folder(tmp_path, capsys):
+    flags = ["--modes", "radix-1", "--json", str(tmp_path / "no" / "where.json")]
+    assert main([SMALL[0], SMALL[1], *flags]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_report_without_workloads_is_empty_but_whole():
+    assert json.loads(Report({"seed": 0}).to_json())["workloads"] == []
+
+
+def test_a_report_refuses_other_endings(tmp_path):
+    from radixcache.bench.report import write_report
+
+    with pytest.raises(InvalidRequest):
+        write_report(Report({}), tmp_path / "r.txt")
