@@ -15,7 +15,7 @@ from radixcache.bench.modes import Mode
 from radixcache.bench.replay import Outcome, WallClock, play
 from radixcache.bench.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine import Engine
+from radixcache.runtime.engine import Engine, _Launched
 from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
 from radixcache.runtime.request import Request
@@ -38,6 +38,7 @@ class ScriptedEngine(Engine):
         )
         super().__init__(model, kv_pool, cache, scheduler)
         self._answers: dict[Request, Tokens] = {}
+        self._runs_ahead = False  # a script is read token by token
 
     def add(self, prompt: Tokens, answer: Tokens) -> Request:
         params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
@@ -46,7 +47,7 @@ class ScriptedEngine(Engine):
         return request
 
     @torch.inference_mode()
-    def _sample(self, sequences: list[RequestSequence], logits: torch.Tensor) -> list[Request]:
+    def _sample(self, sequences: list[RequestSequence], logits: torch.Tensor) -> _Launched:
         if sequences:
             script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
             logits[torch.arange(len(script)), torch.tensor(script)] = torch.inf

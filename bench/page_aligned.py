@@ -12,6 +12,7 @@ from radixcache.errors import LeaseError
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache, RadixLease
+from radixcache.snapshot import CachedNode
 
 _NOTHING: Tokens = np.empty(0, np.int32)
 
@@ -46,6 +47,8 @@ class PageAlignedRadixCache(PrefixCache):
         self.events = self.tree.events
         self._pins = self.tree._pins
         self._weights = _odd_weights(pool.page_size)
+        self.granularity = pool.page_size
+        self.pin_budget = self.tree.pin_budget
         self._in_flight: dict[PageLease, Tokens] = {}
         """Leases that publish in the step being scheduled, and their tails before it."""
 
@@ -75,6 +78,12 @@ class PageAlignedRadixCache(PrefixCache):
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.tree.match(self._query(tokens), namespace) * self.page_size
+
+    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        return self.tree.cached_length(self._symbols(as_tokens(tokens)), namespace) * self.page_size
+
+    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+        raise NotImplementedError("its tree has hashes of pages, not tokens")
 
     def acquire(
         self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
