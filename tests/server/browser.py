@@ -101,8 +101,7 @@ class Page:
     def requests(self) -> list[str]:
         """The address of every request to a host since the last look."""
         messages = [
-            json.loads(entry["message"])["message"]
-            for entry in self.driver.get_log("performance")
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
         ]
         urls = [
             message["params"]["request"]["url"]
