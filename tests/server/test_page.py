@@ -337,6 +337,8 @@ def test_everything_has_a_name_and_fits_the_width(page: Page, width: int):
         c.get_attribute("id") for c in controls if c.is_displayed() and not c.accessible_name
     ]
     assert set(nameless) <= {"refused", "trouble", "gone"}  # these are messages
+    fields = "[...document.querySelectorAll('input, textarea')]"  # a placeholder is no label
+    assert page.run(f"return {fields}.filter((e) => !e.labels.length && !e.ariaLabel).length") == 0
     too_wide, inner = page.run(
         "const e = document.documentElement; return [e.scrollWidth, innerWidth]"
     )
@@ -352,6 +354,8 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Page):
         "document.dispatchEvent(new Event('visibilitychange'))"
     )
     page.until(lambda: page.run(idle))
+    page.ask(QUESTION)  # which looks once, and then no more
+    page.until(lambda: page.all(".node.idle") and page.run(idle))
     page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     assert not page.run(idle)
 

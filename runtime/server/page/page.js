@@ -316,7 +316,7 @@ function layOut() {
   const nodes = [];
   let rows = 0;
   const walk = (node, parent, namespace, level) => {
-    const box = { node, parent, level, key: `${namespace ?? ""}/${node.id}`, row: rows, children: [] };
+    const box = { node, parent, level, namespace, key: `${namespace ?? ""}/${node.id}`, row: rows, children: [] };
     if (level) nodes.push(box);
     const left = ghosts.filter((ghost) => ghost.namespace === namespace && ghost.anchor === node.id);
     const below = [...node.children, ...(node.gone ? [] : left.map((ghost) => ghost.node))];
@@ -405,11 +405,12 @@ const ordinals = new Intl.PluralRules("en", { type: "ordinal" });
 const ordinal = (n) => n + { one: "st", two: "nd", few: "rd", other: "th" }[ordinals.select(n)];
 
 /** What there is to know about a node, but for its text. */
-function facts({ node, rank }) {
+function facts({ node, rank, namespace }) {
   const { page_size } = view.stats;
   const end = node.start + node.num_tokens;
   const pages = Math.ceil(end / page_size) - Math.floor(node.start / page_size);
   const parts = [`${count(node.num_tokens, "token")} from ${format.format(node.start)} on`, count(pages, "page")];
+  if (namespace) parts.push(`salt ${namespace}`);
   if (node.gone) return [...parts, "no longer cached"].join(", ");
   parts.push(node.leases ? `in use by ${count(node.leases, "request")}` : `${rank ? `${ordinal(rank + 1)} ` : ""}most recently used`);
   if (node.pins.length) parts.push(`pinned as ${node.pins.join(", ")}`);
@@ -458,9 +459,11 @@ $("tree").addEventListener("keydown", (event) => {
 
 function showStatistics() {
   const { stats, recent } = view;
-  const cached = view.namespaces.reduce((sum, { tree }) => sum + tokensBelow(tree), 0);
+  const nodes = view.namespaces.flatMap(({ tree }) => nodesOf(tree));
+  const cached = nodes.reduce((sum, node) => sum + node.num_tokens, 0);
   const used = `${format.format(stats.pages - stats.free_pages)} of ${count(stats.pages, "page")} in use`;
-  $("pages").textContent = `${count(cached, "token")}; ${used}; ${format.format(stats.evicted_tokens)} evicted`;
+  const whole = !nodes.some((node) => node.num_hidden);
+  $("pages").textContent = `${whole ? "" : "more than "}${count(cached, "token")}; ${used}; ${format.format(stats.evicted_tokens)} evicted`;
   const hits = recent.map((request) => request.cached_tokens / request.prompt_tokens);
   drawChart($("hits"), hits, 1, percent, {
     title: "Hit rate",
@@ -474,7 +477,7 @@ function showStatistics() {
   });
 }
 
-const tokensBelow = (node) => node.children.reduce((sum, child) => sum + tokensBelow(child), node.num_tokens);
+const nodesOf = (node) => [node, ...node.children.flatMap(nodesOf)];
 
 /** A bar for each value, the newest on the right, from 0 to `top`; `label` gives a value its unit. */
 function drawChart(figure, values, top, label, { title, summary }) {
