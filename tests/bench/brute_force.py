@@ -222,3 +222,39 @@ class BruteUnits(BruteForce):
             self.clock += 1
             for prefix in self.prefixes(lease.tokens):
                 self.units[prefix].last_use = self.clock
+
+
+class BruteTokens(BruteForce):
+    """A token-exact tree over pages in memory without end: every token stays.
+
+    A hit may end anywhere, but only a whole page of what the step being scheduled will write can
+    be shared: a copy of a part of it would run too early.
+    """
+
+    def __init__(self, num_tokens: int, page_size: int) -> None:
+        super().__init__(num_tokens, page_size)
+        self.written: dict[Prefix, bool] = {}
+
+    def find(self, lease: Hold, tokens: list[int]) -> None:
+        length = done = 0
+        while length < len(tokens) - 1 and tuple(tokens[: length + 1]) in self.written:
+            length += 1
+            if done == length - 1 and self.written[tuple(tokens[:length])]:
+                done = length
+        if done < length:
+            length = max(done, length - length % self.page_size)
+        lease.tokens = tokens[:length]
+
+    def reserve(self, lease: Hold, num_tokens: int) -> None:
+        lease.capacity = max(lease.capacity, num_tokens)
+
+    def store(self, lease: Hold, tokens: list[int], written: bool) -> None:
+        for token in tokens:
+            lease.tokens.append(token)
+            self.written.setdefault(tuple(lease.tokens), written)
+
+    def leave(self, lease: Hold) -> None:
+        pass
+
+    def commit(self) -> None:
+        self.written = dict.fromkeys(self.written, True)

@@ -13,7 +13,7 @@ from radixcache.bench.modes import parse_mode
 from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.workload import Workload
 from radixcache.runtime.scheduler import Scheduler
-from tests.bench.test_replay import random_workload
+from tests.bench.test_replay import distinct_prompts, random_workload
 
 SEEDS = range(8)
 
@@ -38,26 +38,6 @@ def test_footprint_and_unlimited_hits_are_those_of_a_set_of_prefixes(seed, block
     trie = build_trie(workload, block)
     assert trie.footprint == block * len(known), f"seed {seed}"
     assert unlimited_hits(trie) == hits, f"seed {seed}"
-
-
-def distinct_prompts(seed: int) -> Workload:
-    """Chats in which nobody asks what was asked before: such a prompt needs a page twice."""
-    rng = Random(f"distinct {seed}")
-    words = iter(range(1_000_000))
-    workload = Workload("distinct", "")
-    fresh = lambda most: np.array(  # noqa: E731
-        [next(words) for _ in range(rng.randint(1, most))], np.int32
-    )
-    chats = [[fresh(20)] for _ in range(6)]
-    for _ in range(50):
-        parts = rng.choice(chats)
-        parts.append(fresh(8))
-        answer = fresh(6)
-        workload.add(parts, answer)
-        parts.append(answer)
-        if sum(map(len, parts)) > 90:
-            del parts[1:]
-    return workload
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -7,12 +7,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from radixcache import RadixCache
+from radixcache import PagePool, RadixCache
+from radixcache.bench.generators import generate
 from radixcache.bench.modes import parse_mode
 from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.workload import Workload
 from radixcache.runtime.scheduler import Scheduler
-from tests.bench.brute_force import BruteForce, BruteHashBlock, BruteNone, BruteUnits
+from tests.bench.brute_force import BruteForce, BruteHashBlock, BruteNone, BruteTokens, BruteUnits
 
 BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
 
@@ -46,6 +47,26 @@ def random_workload(seed: int) -> Workload:
         chats[at] = ([*parts, answer], index)
         if sum(map(len, parts)) > 150:
             del chats[at]
+    return workload
+
+
+def distinct_prompts(seed: int) -> Workload:
+    """Chats in which nobody asks what was asked before: such a prompt needs a page twice."""
+    rng = Random(f"distinct {seed}")
+    words = iter(range(1_000_000))
+    workload = Workload("distinct", "")
+    fresh = lambda most: np.array(  # noqa: E731
+        [next(words) for _ in range(rng.randint(1, most))], np.int32
+    )
+    chats = [[fresh(20)] for _ in range(6)]
+    for _ in range(50):
+        parts = rng.choice(chats)
+        parts.append(fresh(8))
+        answer = fresh(6)
+        workload.add(parts, answer)
+        parts.append(answer)
+        if sum(map(len, parts)) > 90:
+            del parts[1:]
     return workload
 
 
@@ -94,3 +115,74 @@ def test_hits_are_those_of_a_brute_force_simulation(seed, mode, memory):
     expected = outcomes(run(workload, brute, concurrency=concurrency, checked=lambda: None))
     found = outcomes(run(workload, exact(mode.make(memory)), concurrency=concurrency))
     assert found == expected, f"seed {seed}, {mode.name}, {memory} tokens"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_token_exact_hits_over_pages_are_those_of_a_set_of_prefixes(seed, page_size):
+    workload = random_workload(seed)
+    settings = {"concurrency": 1 + seed, "budget": (24, 64, 500)[seed % 3]}
+    brute = BruteTokens(1 << 16, page_size)
+    expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
+    found = outcomes(run(workload, RadixCache(PagePool(1 << 14, page_size)), **settings))
+    assert found == expected, f"seed {seed}, page size {page_size}"
+
+
+def in_whole_pages(workload: Workload, page_size: int) -> Workload:
+    """The same requests with every token repeated for a page, so that paths part at page ends."""
+    grown = Workload("pages", workload.shape)
+    for arrival in workload.arrivals:
+        prompt = np.repeat(arrival.prompt(), page_size)
+        # One more token, so that what is hit ends with a page, and so does all that gets KV.
+        answer = np.append(np.repeat(arrival.answer(), page_size), prompt[:1])
+        grown.add([prompt], answer, after=arrival.after, together=arrival.together)
+    return grown
+
+
+@pytest.mark.parametrize("memory", [50, 100, 400])
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_of_a_token_exact_tree_go_as_in_a_brute_force_lru(seed, memory):
+    """Prompts that nobody asked before: else a hit ends before the last token, in mid-page."""
+    workload = in_whole_pages(distinct_prompts(seed), 4)
+    settings = {"concurrency": 1 + seed % 3, "budget": 64}
+    brute = BruteUnits(4 * memory, 4)
+    expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
+    found = outcomes(run(workload, exact(parse_mode("radix-4").make(4 * memory)), **settings))
+    assert found == expected, f"seed {seed}, {memory} pages"
+    assert brute.evicted or memory == 400
+
+
+def test_a_closed_loop_has_as_many_in_flight_as_it_may():
+    workload = generate("short:requests=40", 0, 1000)
+    engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 4096, 64, "fcfs"))
+    most, step = [], engine.step
+    engine.step = lambda: (most.append(len(engine._answers)), step())[1]
+    play(workload, Arrivals(concurrency=7), engine, StepClock(1.0))
+    assert max(most) == 7 and most[0] == 7
+
+
+def test_a_burst_comes_at_one_moment_and_rates_are_kept():
+    workload = generate("bursts:bursts=400,size=3", 0, 5000)
+    due = Arrivals(rate=10.0, seed=5).due(workload)
+    assert all(len(set(due[start : start + 3])) == 1 for start in range(0, 1200, 3))
+    assert due == sorted(due) and 30 < due[-1] < 50  # 400 bursts at 10 a second
+
+
+def test_a_turn_waits_for_the_turn_before_it():
+    workload = generate("chat:conversations=3,turns=5", 0, 1000)
+    engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 512, 64, "fcfs"))
+    found = play(workload, Arrivals(rate=1e6), engine, StepClock(1.0))
+    for arrival, outcome in zip(workload.arrivals, found, strict=True):
+        if arrival.after is not None:
+            before = found[arrival.after]
+            assert outcome.step >= before.step + workload.arrivals[arrival.after].answer_tokens
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on():
+    workload = Workload("large", "")
+    large = workload.add([np.arange(500, dtype=np.int32)], np.arange(3, dtype=np.int32))
+    workload.add([np.arange(50, dtype=np.int32)], np.arange(3, dtype=np.int32), after=large)
+    for name in MODES:
+        refused, served = run(workload, parse_mode(name).make(256))
+        assert "502 tokens do not fit" in refused.error and refused.ttft is None
+        assert served.error is None and served.computed_tokens == 50
