@@ -57,6 +57,7 @@ class DecodeGraphs:
             (self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device
         )
 
+    @torch.inference_mode()
     def run(self, token_ids: Tokens | torch.Tensor, batch: PagedBatch) -> torch.Tensor | None:
         """Logits [B, vocab] of a batch of decodes, or None if it takes no graph.
 

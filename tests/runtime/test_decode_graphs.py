@@ -236,3 +236,32 @@ def test_inference_mode_around_some_calls_does_not_matter(folders, monkeypatch) 
     with torch.inference_mode():
         first = run(made, [[1, 2, 3, 4, 5, 6]], params)
     assert generated(run(made, [[1, 2, 3, 4, 5, 6]], params)) == generated(first)
+
+
+@pytest.mark.parametrize("cascades", [False, True])
+def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
+    folders, monkeypatch, cascades
+) -> None:
+    """As on a GPU: the next step's tokens never leave the device."""
+    if cascades:
+        monkeypatch.setattr(
+            engine,
+            "group_by_prefix",
+            lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16),
+        )
+    rng = np.random.default_rng(2)
+    stem = rng.integers(0, 256, 40).tolist()
+    prompts = [stem + rng.integers(0, 256, 1 + i).tolist() for i in range(6)]
+    params = [SamplingParams(temperature=0, max_tokens=5 + i, ignore_eos=True) for i in range(6)]
+    made = engines.make_engine(folders["llama"], page_size=4)
+    made._runs_ahead = True
+    requests = [made.add_request(p, one) for p, one in zip(prompts, params, strict=True)]
+    ahead = 0
+    while made.has_work:
+        made.step()
+        made.cache.check()
+        ahead += made._ahead is not None
+    expected = [plain_greedy_all(folders["llama"], p)[: 5 + i] for i, p in enumerate(prompts)]
+    assert [tokens for (tokens,) in generated(requests)] == expected
+    assert ahead > 5 and FakeCapture.replays
+    assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
