@@ -263,5 +263,5 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
         ahead += made._ahead is not None
     expected = [plain_greedy_all(folders["llama"], p)[: 5 + i] for i, p in enumerate(prompts)]
     assert [tokens for (tokens,) in generated(requests)] == expected
-    assert ahead > 5 and FakeCapture.replays
+    assert ahead > 3 and FakeCapture.replays
     assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
