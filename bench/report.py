@@ -100,7 +100,9 @@ class Report:
 
 
 def verdicts(workload: WorkloadReport) -> list[str]:
-    """For each memory: which of the best hash-block and the best radix mode computes less."""
+    """For each memory: which of the best hash-block and the best radix mode computes less, and
+    where hash-block is no worse, or wastes less memory, with pages of the same size.
+    """
     found = []
     rows = workload.level("index") or workload.level("engine")
     for memory in dict.fromkeys(row.memory for row in rows):
@@ -119,7 +121,27 @@ def verdicts(workload: WorkloadReport) -> list[str]:
         else:
             word = f"radix wins: {block.mode} prefills {ratio:.2f}x the tokens of {tree.mode}"
         found.append(f"{workload.name}, {memory}: {word}")
+        found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
     return found
+
+
+def _page_for_page(rows: list[Figures]) -> Iterator[str]:
+    """Where hash-block is at least as good as the tree over pages of the same size."""
+    by_mode = {row.mode: row for row in rows}
+    for tree in rows:
+        block = by_mode.get(f"hash-{tree.page_size}")
+        if tree.mode != f"radix-{tree.page_size}" or block is None:
+            continue
+        ratio = block.computed_tokens / tree.computed_tokens
+        if ratio <= 1 + TIE:
+            yield f"{block.mode} prefills {ratio:.3f}x the tokens of {tree.mode}"
+        if block.empty_share is not None and tree.empty_share is not None:
+            more = tree.empty_share - block.empty_share
+            if more > TIE:
+                yield (
+                    f"{block.mode} leaves {block.empty_share:.1%} of its slots empty, "
+                    f"{tree.mode} {tree.empty_share:.1%}"
+                )
 
 
 # Tables: a header and rows of text, shown by rich, Markdown or HTML alike.
