@@ -10,7 +10,7 @@ from radixcache.bench.engine_level import ScriptedEngine, measure_overhead, run_
 from radixcache.bench.generators import generate
 from radixcache.bench.index_level import Serving, run_index
 from radixcache.bench.modes import parse_mode
-from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, WallClock, play
+from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.scheduler import Scheduler
 from tests.engines import paged_model
@@ -52,15 +52,10 @@ def test_levels_agree_where_requests_come_at_random_too(model):
     mode, memory = parse_mode("radix-16"), 320
     pool = model.allocate(memory // 16, 16)
     engine = ScriptedEngine(model, pool, mode, SERVING)
-    found = play(workload, Arrivals(rate=60.0, seed=1), engine, WallClock())
-    order = sorted(range(len(found)), key=lambda i: (found[i].step, found[i].order))
-    times = [0.0] * len(found)
-    for place, index in enumerate(order):
-        times[index] = found[index].step + place / (2 * len(found))
+    arrivals = Arrivals(rate=60.0, seed=1)
+    found = play(workload, arrivals, engine, StepClock(0.02))
     scheduler = Scheduler(mode.make(memory), 64, 4, "fcfs")
-    clock = StepClock(1.0)
-    clock.wait_until(0.5)
-    again = play(workload, Arrivals(times=tuple(times)), IndexEngine(scheduler), clock)
+    again = play(workload, arrivals, IndexEngine(scheduler), StepClock(0.02))
     assert [o.hit_tokens for o in again] == [o.hit_tokens for o in found]
 
 
