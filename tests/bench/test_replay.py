@@ -152,18 +152,18 @@ def test_pages_of_a_token_exact_tree_go_as_in_a_brute_force_lru(seed, memory):
     assert brute.evicted or memory == 400
 
 
-def test_a_closed_loop_has_as_many_in_flight_as_it_may(monkeypatch):
+def test_a_closed_loop_has_as_many_in_flight_as_it_may():
     workload = generate("short:requests=40", 0, 1000)
     engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 4096, 64, "fcfs"))
-    most, step = [], engine.step
+    in_flight = []
 
-    def counting():
-        most.append(len(engine._answers))
-        return step()
+    class Counting(StepClock):
+        def tick(self):
+            in_flight.append(len(engine._answers))
+            super().tick()
 
-    monkeypatch.setattr(engine, "step", counting)
-    play(workload, Arrivals(concurrency=7), engine, StepClock(1.0))
-    assert max(most) == 7 and most[0] == 7
+    play(workload, Arrivals(concurrency=7), engine, Counting(1.0))
+    assert max(in_flight) == in_flight[0] == 7
 
 
 def test_a_burst_comes_at_one_moment_and_rates_are_kept():
@@ -181,6 +181,9 @@ def test_a_turn_waits_for_the_turn_before_it():
         if arrival.after is not None:
             before = found[arrival.after]
             assert outcome.step >= before.step + workload.arrivals[arrival.after].answer_tokens
+            assert (
+                outcome.ttft is not None and outcome.ttft < 20
+            )  # from when it could come, not from the first turn's time
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on():
