@@ -72,8 +72,17 @@ def test_tokens_are_the_same_as_step_by_step(path, cache, page_size, num_pages, 
         for a, b in zip(mine.sequences, yours.sequences, strict=True):
             assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
             assert a.logprobs == pytest.approx(b.logprobs) if not a.logprobs else True
-    if num_pages == 24:
-        assert any(s.preemptions for request in other for s in request.sequences)
+
+
+def test_sequences_that_are_put_back_for_want_of_pages_go_on_with_the_same_tokens(path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [[10 * i + j for j in range(20)] for i in range(5)]  # 13 pages each in the end
+    roomy = engines.run(make_engine(path, ahead=False, page_size=4), prompts, params)
+    engine = make_engine(path, ahead=True, page_size=4, num_pages=24)
+    requests = engines.run(engine, prompts, params)
+    assert any(sequence.preemptions for request in requests for sequence in request.sequences)
+    assert generated(requests) == generated(roomy)
+    assert_no_page_is_lost(engine)
 
 
 def test_decodes_run_ahead_and_prefills_do_not(path) -> None:
