@@ -185,6 +185,7 @@ def test_sampled_frequencies_follow_the_filtered_distribution() -> None:
         ({"temperature": 0.5}, [p * p / 0.285 for p in probs.tolist()]),
         ({"top_p": 1e-6}, [1, 0, 0, 0, 0]),
         ({"temperature": 1e-30}, [1, 0, 0, 0, 0]),
+        ({"temperature": 1e-300}, [1, 0, 0, 0, 0]),
     ]
     generator = torch.Generator().manual_seed(SEED)
     for options, wanted in cases:
