@@ -197,7 +197,8 @@ function showUsage(answer, { usage, ttft, explanation }) {
   $("reasons").replaceChildren(...misses.map(describeMiss));
 }
 
-/** A prompt from its first token to its last; what is in none of `misses` was cached. */
+/** A prompt from its first token to its last, which is always computed; what else is in none of
+ *  `misses` was cached. */
 function strip(misses, length) {
   const parts = make("div", { className: "strip" });
   const add = (name, tokens) => {
@@ -212,7 +213,8 @@ function strip(misses, length) {
     add("miss", end - start);
     position = end;
   }
-  add("hit", length - position);
+  add("hit", length - 1 - position);
+  add("miss", Math.min(1, length - position));
   return parts;
 }
 
