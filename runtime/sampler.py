@@ -42,7 +42,8 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tenso
 
     vocab = logits.shape[-1]
     # Scaled in float64: a tiny temperature must not overflow, nor be 0 in float32.
-    scaled = (logits.double() / column([max(p.temperature, 1e-30) for p in params])).softmax(-1).float()
+    temperatures = column([max(p.temperature, 1e-30) for p in params])
+    scaled = (logits.double() / temperatures).softmax(-1).float()
     probs, order = scaled.sort(dim=-1, descending=True)
     before = probs.cumsum(-1) - probs
     rank = torch.arange(vocab, device=logits.device)
