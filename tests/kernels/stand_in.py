@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -47,3 +48,16 @@ def load_backend() -> ModuleType:
     module.HEAD_DIMS = (16, 64, 128, 256)  # type: ignore[attr-defined]
     module.Fence = FakeFence  # type: ignore[attr-defined]
     return module
+
+
+def what_a_graph_keeps(step: Any) -> list[object]:
+    """Addresses and wrappers of a captured step; the wrappers have buffers of their own."""
+    kept = [None if step.in_group is None else step.in_group.data_ptr()]
+    for part in [*step.parts, *([] if step.shared is None else [step.shared])]:
+        kept += [part.rows, *map(id, part.wrappers.values())]
+        assert all(wrapper._graph for wrapper in part.wrappers.values())  # buffers of its own
+    for part in step.parts:
+        tables = part.tables
+        appended = (tables.sequence, tables.position, tables.kv_indptr, tables.indices)
+        kept += [array.device.data_ptr() for array in appended]
+    return kept

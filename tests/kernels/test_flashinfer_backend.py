@@ -12,7 +12,7 @@ from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.upload import Upload
 from tests.kernels import fake_flashinfer
 from tests.kernels.reference import Step, make_batch, make_step, naive_attention
-from tests.kernels.stand_in import load_backend
+from tests.kernels.stand_in import load_backend, what_a_graph_keeps
 from tests.kernels.test_torch_backend import SHAPES, error
 
 HEADS = {"mha": (4, 4), "gqa 2": (4, 2), "gqa 4": (8, 2), "gqa 8": (8, 1)}
@@ -183,19 +183,6 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
         assert error(step, out, scale=0.3) < 2e-5
         assert ids.tolist() == list(range(size)) and positions.tolist() == [n for _, n in lens]
     assert len(captured) == 4
-
-
-def what_a_graph_keeps(step) -> list[object]:
-    """Addresses and wrappers of a captured step; the wrappers have buffers of their own."""
-    kept = [None if step.in_group is None else step.in_group.data_ptr()]
-    for part in [*step.parts, *([] if step.shared is None else [step.shared])]:
-        kept += [part.rows, *map(id, part.wrappers.values())]
-        assert all(wrapper._graph for wrapper in part.wrappers.values())  # buffers of its own
-    for part in step.parts:
-        tables = part.tables
-        appended = (tables.sequence, tables.position, tables.kv_indptr, tables.indices)
-        kept += [array.device.data_ptr() for array in appended]
-    return kept
 
 
 def test_the_pinned_buffers_are_not_overwritten_while_they_are_read() -> None:

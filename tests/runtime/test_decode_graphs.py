@@ -23,7 +23,7 @@ from radixcache.runtime.scheduler import Scheduler
 from tests import engines
 from tests.engines import generated, plain_greedy, run
 from tests.kernels import fake_flashinfer
-from tests.kernels.stand_in import load_backend
+from tests.kernels.stand_in import load_backend, what_a_graph_keeps
 from tests.models import tiny_model
 
 BACKEND = load_backend()
@@ -64,10 +64,14 @@ class FakeCapture:
         pass
 
     def __call__(self, compute):
-        fake_flashinfer.SPARE_PAGES.add(compute.func.__self__._pool.spare_page)
+        graphs = compute.func.__self__
+        fake_flashinfer.SPARE_PAGES.add(graphs._pool.spare_page)
         compute()
+        attention = graphs._model.attention
+        kept = what_a_graph_keeps(attention._step)
 
         def replay():
+            assert what_a_graph_keeps(attention._step) == kept, "a graph would read elsewhere"
             result = compute()
             self.replays.append(len(result))
             return result
@@ -265,3 +269,12 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
     assert [tokens for (tokens,) in generated(requests)] == expected
     assert ahead > 3 and FakeCapture.replays
     assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
+
+
+def test_a_prefill_chunk_of_one_token_is_no_decode(folders) -> None:
+    """Its logits are not wanted; with a step's budget of two, there are such chunks."""
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13]]
+    made = engines.make_engine(folders["llama"], max_num_batched_tokens=2)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(made, prompts, params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
