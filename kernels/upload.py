@@ -30,7 +30,7 @@ class Upload:
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 12) -> None:
-        self._device_type = device
+        self._place = device
         self._grow(capacity)
 
     def __call__(self, arrays: Sequence[NDArray[np.integer]]) -> list[Staged]:
@@ -53,10 +53,10 @@ class Upload:
         ]
 
     def _grow(self, capacity: int) -> None:
-        on_gpu = self._device_type.type == "cuda"
+        on_gpu = self._place.type == "cuda"
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu)
         self._view = self._host.numpy()
-        self._device = torch.zeros(capacity, dtype=torch.int32, device=self._device_type)
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
 
 
 class Fence:

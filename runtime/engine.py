@@ -172,9 +172,10 @@ class Engine:
         device. A sequence that ends with a token of `step` gets one more, which nobody reads; by
         the order on the device, it is written before anybody else may write to that page.
         """
+        if not self._runs_ahead or self.scheduler.may_admit:
+            return None
         alive = [s for s in step.sequences if s.finish_reason is None]
-        others = len(alive) < len(self.scheduler.running)
-        if not self._runs_ahead or self.scheduler.may_admit or others:
+        if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
         for sequence in going_on:
