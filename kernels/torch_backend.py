@@ -7,6 +7,10 @@ A step is cut into tiles, each one gather and one scaled-dot-product call:
 - a *narrow* tile is the single query rows (decodes) of several sequences of similar length, their
   keys padded to the longest. The query heads that share a KV head become its query rows.
 
+On a CPU, a long prefix that stands in consecutive pages is not gathered but read where it is, and
+once for all decodes that share it, in a call of its own; the two results are merged by their
+log-sum-exps (as in Hydragen and FlashInfer's cascade inference).
+
 torch's `is_causal` is aligned at the top left, which is wrong for suffixes: masks are explicit.
 What a row may see depends only on the distance from the last key, so one matrix, sliced from its
 bottom-right corner, masks every wide tile of every step.
@@ -24,11 +28,27 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.cascade import group_by_prefix
 
 # Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache
 # (measured), or keeps a GPU busy (a guess).
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
+
+# Tokens from which a prefix is read apart from the rest (measured): one that is shared, and one
+# that would otherwise be copied.
+_MIN_SHARED = 256
+_MIN_IN_PLACE = 512
+
+
+class _Prefix(NamedTuple):
+    """Leading pages of a sequence that are read apart: whole, and seen by every query."""
+
+    page: int  # first entry of kv_indices, of the first sequence that has it
+    num_pages: int
+
+
+_NO_PREFIX = _Prefix(0, 0)
 
 
 class _Span(NamedTuple):
@@ -36,8 +56,9 @@ class _Span(NamedTuple):
 
     row: int  # first row in the flat batch
     queries: int
-    page: int  # first entry of kv_indices
+    page: int  # first entry of kv_indices, after the prefix
     keys: int  # tokens from that page's first slot to the last query's own
+    prefix: _Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,7 @@ class _Tile:
     pages: torch.Tensor  # [spans * pages_per_span] int64; padding repeats the span's first page
     unwritten: torch.Tensor  # gathered slots below `keys` that hold no token of the span
     mask: torch.Tensor | None  # additive; [queries, keys], or [spans, 1, 1, keys]
+    prefix: slice | torch.Tensor | None  # its pages; a slice if they are consecutive
 
 
 class TorchBackend(AttentionBackend):
@@ -67,7 +89,7 @@ class TorchBackend(AttentionBackend):
         self._block, self._narrow_bytes = limits
         self._batch: PagedBatch | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
-        self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
+        self._tiles: dict[tuple[int, torch.dtype, int, bool], list[_Tile]] = {}
         self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
@@ -96,28 +118,50 @@ class TorchBackend(AttentionBackend):
             raise RuntimeError("run() before plan()")
         k_pages.flatten(0, 1).index_copy_(0, self._slots, key)
         v_pages.flatten(0, 1).index_copy_(0, self._slots, value)
-        kv_heads = key.shape[1]
+        kv_heads, dim = key.shape[1:]
         out = query.new_empty((*query.shape[:2], value.shape[2]))
-        key_bytes = kv_heads * key.shape[2] * key.element_size()
-        for tile in self._plan_tiles(self._batch, window, query.dtype, key_bytes):
-            keys = self._gather("key", tile, k_pages)
-            values = self._gather("value", tile, v_pages)
-            mask = tile.mask
+        # Only this kernel tells the log-sum-exps by which two results can be merged.
+        merges = self.device.type == "cpu" and softcap is None and dim == value.shape[2]
+        key_bytes = kv_heads * dim * key.element_size()
+        for tile in self._plan_tiles(self._batch, window, query.dtype, key_bytes, merges):
             rows = query[tile.rows].unflatten(1, (kv_heads, -1))  # [rows, Hkv, group, D]
-            group = rows.shape[2]
-            if tile.queries > 1:  # [group, Hkv, queries, D]: the keys are shared, not copied
-                rows = rows.permute(2, 1, 0, 3)
-                keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
-            elif mask is not None:
-                mask = mask.expand(-1, -1, group, -1)
-            if softcap is None:
-                result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
-            else:
-                result = _softcapped_attention(rows, keys, values, mask, scale, softcap)
-            if tile.queries > 1:
-                result = result.permute(2, 1, 0, 3)
+            result, weight = self._attend(tile, rows, k_pages, v_pages, scale, softcap)
+            if weight is not None:
+                pages = k_pages[tile.prefix], v_pages[tile.prefix]
+                over_prefix, more = _attention_over_pages(rows, *pages, scale)
+                share = torch.sigmoid(more - weight).unsqueeze(-1)
+                result = torch.lerp(result, over_prefix, share.to(result.dtype))
             out[tile.rows] = result.flatten(1, 2)
         return out
+
+    def _attend(
+        self,
+        tile: _Tile,
+        rows: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of the rows [rows, kv_heads, group, dim] but for the prefix, in that shape, and
+        if there is a prefix, the log-sum-exps of the scores."""
+        keys, values = self._gather("key", tile, k_pages), self._gather("value", tile, v_pages)
+        mask, group, weight = tile.mask, rows.shape[2], None
+        if tile.queries > 1:  # [group, Hkv, queries, D]: the keys are shared, not copied
+            rows = rows.permute(2, 1, 0, 3)
+            keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
+        elif mask is not None:
+            mask = mask.expand(-1, -1, group, -1)
+        if tile.prefix is not None:
+            result, weight = _weighted_attention(rows, keys, values, mask, scale)
+        elif softcap is None:
+            result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+        else:
+            result = _softcapped_attention(rows, keys, values, mask, scale, softcap)
+        if tile.queries > 1:
+            result = result.permute(2, 1, 0, 3)
+            weight = None if weight is None else weight.permute(2, 1, 0)
+        return result, weight
 
     def _gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
         """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory."""
@@ -134,19 +178,31 @@ class TorchBackend(AttentionBackend):
         return flat.view(tile.spans, -1, heads, dim)[:, : tile.keys].transpose(1, 2)
 
     def _plan_tiles(
-        self, batch: PagedBatch, window: int | None, dtype: torch.dtype, key_bytes: int
+        self,
+        batch: PagedBatch,
+        window: int | None,
+        dtype: torch.dtype,
+        key_bytes: int,
+        merges: bool,
     ) -> list[_Tile]:
-        """The step's tiles for layers of this window, dtype and size of a token's keys."""
+        """The step's tiles for layers of this window, dtype and size of a token's keys.
+
+        Args:
+            merges: whether prefixes may be read apart.
+        """
         longest = int(batch.kv_lens.max(initial=1))
         reach = longest if window is None else min(window, longest)  # longest: sees everything
-        if (reach, dtype, key_bytes) not in self._tiles:
-            spans = list(_spans(batch, self._block, reach))
+        key = (reach, dtype, key_bytes, merges)
+        if key not in self._tiles:
+            prefixes = _prefixes(batch) if merges and reach == longest else {}
+            spans = list(_spans(batch, self._block, reach, prefixes))
             groups = [[span] for span in spans if span.queries > 1]
             narrow = [span for span in spans if span.queries == 1]
-            groups += _similar(narrow, self._narrow_bytes // key_bytes)
-            tiles = [self._tile(batch, group, reach, dtype) for group in groups]
-            self._tiles[reach, dtype, key_bytes] = tiles
-        return self._tiles[reach, dtype, key_bytes]
+            for prefix in dict.fromkeys(span.prefix for span in narrow):
+                alike = [span for span in narrow if span.prefix == prefix]
+                groups += _similar(alike, self._narrow_bytes // key_bytes)
+            self._tiles[key] = [self._tile(batch, group, reach, dtype) for group in groups]
+        return self._tiles[key]
 
     def _tile(self, batch: PagedBatch, spans: list[_Span], reach: int, dtype: torch.dtype) -> _Tile:
         page_size = batch.page_size
@@ -177,7 +233,17 @@ class TorchBackend(AttentionBackend):
             pages=self._upload(pages.astype(np.int64).ravel()),
             unwritten=self._upload(np.flatnonzero(unwritten)),
             mask=mask,
+            prefix=self._prefix_pages(batch, spans[0].prefix),
         )
+
+    def _prefix_pages(self, batch: PagedBatch, prefix: _Prefix) -> slice | torch.Tensor | None:
+        if not prefix.num_pages:
+            return None
+        pages = batch.kv_indices[prefix.page : prefix.page + prefix.num_pages]
+        first, last = int(pages[0]), int(pages[-1])
+        if last - first + 1 == len(pages) and (np.diff(pages) == 1).all():
+            return slice(first, last + 1)
+        return self._upload(pages.astype(np.int64))
 
     def _causal_mask(self, queries: int, keys: int, reach: int, dtype: torch.dtype) -> torch.Tensor:
         """[queries, keys]: each row sees `reach` keys up to its own; the last row owns the last."""
@@ -197,21 +263,45 @@ class TorchBackend(AttentionBackend):
         return torch.from_numpy(array).to(self.device)
 
 
-def _spans(batch: PagedBatch, block: int, reach: int) -> Iterator[_Span]:
+def _prefixes(batch: PagedBatch) -> dict[int, _Prefix]:
+    """What each sequence reads apart, by its number: pages that decodes share, or else consecutive
+    ones, which need no copy."""
+    size, starts, counts = batch.page_size, batch.kv_indptr, np.diff(batch.kv_indptr)
+    prefixes: dict[int, _Prefix] = {}
+    tables = [batch.kv_indices[starts[i] : starts[i + 1]] for i in range(batch.num_decodes)]
+    order, groups = group_by_prefix(tables, size, 2, _MIN_SHARED)
+    for first, members, num_pages in groups:
+        rows = order[first : first + members]
+        prefixes.update(dict.fromkeys(rows, _Prefix(int(starts[rows[0]]), num_pages)))
+    jumps = np.append(np.flatnonzero(np.diff(batch.kv_indices) != 1) + 1, starts[-1])
+    runs = np.minimum(jumps[np.searchsorted(jumps, starts[:-1], "right")] - starts[:-1], counts)
+    for i in np.flatnonzero(runs * size >= _MIN_IN_PLACE).tolist():
+        prefixes.setdefault(i, _Prefix(int(starts[i]), int(runs[i])))
+    return prefixes
+
+
+def _spans(
+    batch: PagedBatch, block: int, reach: int, prefixes: dict[int, _Prefix]
+) -> Iterator[_Span]:
     """Cut every sequence's new tokens into spans of at most `block` rows that see `reach` keys.
 
-    The cuts are at multiples of `block` from the sequence's start, so that a token is computed over
-    the same keys wherever the step's new tokens begin; on a CPU, to the same bits (measured).
+    The cuts are at multiples of `block` from the sequence's start, wherever the new tokens begin.
     """
     size = batch.page_size
     sequences = zip(batch.qo_indptr, batch.query_lens, batch.kv_indptr, batch.kv_lens, strict=False)
-    for row, queries, page, length in (map(int, sequence) for sequence in sequences):
+    for i, sequence in enumerate(sequences):
+        row, queries, page, length = map(int, sequence)
         start = length - queries
         row -= start
+        whole = prefixes.get(i, _NO_PREFIX)
         while start < length:
             end = min(length, (start // block + 1) * block)
-            skipped = max(0, start + 1 - reach) // size  # pages that no query of the span sees
-            yield _Span(row + start, end - start, page + skipped, end - skipped * size)
+            prefix = whole._replace(num_pages=min(whole.num_pages, start // size))
+            if not prefix.num_pages:
+                prefix = _NO_PREFIX
+            # Pages read apart, or that no query of the span sees.
+            skipped = prefix.num_pages or max(0, start + 1 - reach) // size
+            yield _Span(row + start, end - start, page + skipped, end - skipped * size, prefix)
             start = end
 
 
@@ -241,3 +331,32 @@ def _softcapped_attention(
     if mask is not None:
         scores += mask
     return torch.matmul(scores.softmax(-1), value.float()).to(query.dtype)
+
+
+def _weighted_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scaled-dot-product attention on a CPU, and the log-sum-exps [..., queries] of the scores."""
+    out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=mask, scale=scale
+    )
+    return out, weight
+
+
+def _attention_over_pages(
+    rows: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row [rows, kv_heads, group, dim] over all slots of the pages, in that shape, and the
+    log-sum-exps of the scores."""
+    shape = (len(rows), rows.shape[2])
+    query = rows.transpose(0, 1).flatten(1, 2)[None]
+    keys, values = (pages.flatten(0, 1).transpose(0, 1)[None] for pages in (k_pages, v_pages))
+    out, weight = (
+        t[0].unflatten(1, shape).transpose(0, 1)
+        for t in _weighted_attention(query, keys, values, None, scale)
+    )
+    return out, weight

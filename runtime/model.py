@@ -27,6 +27,7 @@ from radixcache.kernels.choice import choose_backend
 from radixcache.runtime import conformance
 from radixcache.runtime.conformance import AttentionCall
 from radixcache.runtime.kv_pool import KVPool, LayerShape, bytes_per_token
+from radixcache.runtime.packed_linear import pack_linears
 
 _NAME = "radixcache"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -255,7 +256,9 @@ def load_model(
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
         )
-    paged = PagedModel(model.to(place).eval(), attention)
+    model = model.to(place).eval()
+    pack_linears(model)
+    paged = PagedModel(model, attention)
     if config.model_type not in conformance.VERIFIED:
         conformance.check_logits(paged)
     return paged

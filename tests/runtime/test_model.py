@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime import conformance
+from radixcache.runtime import conformance, packed_linear
 from radixcache.runtime.model import PagedModel, load_model
 from tests.models import EOS, FAMILIES, VOCAB_SIZE, tiny_model
 
@@ -97,8 +97,13 @@ def random_sequences(seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(family, tmp_path) -> None:
+def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
+    monkeypatch, family, packed, tmp_path
+) -> None:
+    if packed:  # tiny layers, too
+        monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
     folder = tiny_model(family, tmp_path, tokenizer=False)
     sequences = random_sequences()
     plain = plain_logits(folder, sequences)
