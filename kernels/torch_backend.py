@@ -35,8 +35,8 @@ from radixcache.kernels.cascade import group_by_prefix
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
 
-# Tokens from which a prefix is read apart from the rest (measured): one that is shared, and one
-# that would otherwise be copied.
+# Tokens from which a prefix is read apart (measured): one that decodes share, and one that a longer
+# suffix would else copy.
 _MIN_SHARED = 256
 _MIN_IN_PLACE = 512
 
@@ -70,7 +70,7 @@ class _Tile:
     queries: int
     keys: int
     pages: torch.Tensor  # [spans * pages_per_span] int64; padding repeats the span's first page
-    unwritten: torch.Tensor  # gathered slots below `keys` that hold no token of the span
+    unwritten: torch.Tensor | None  # gathered slots below `keys` that hold no token of the span
     mask: torch.Tensor | None  # additive; [queries, keys], or [spans, 1, 1, keys]
     prefix: slice | torch.Tensor | None  # its pages; a slice if they are consecutive
 
@@ -88,6 +88,7 @@ class TorchBackend(AttentionBackend):
         limits = _CPU_LIMITS if self.device.type == "cpu" else _GPU_LIMITS
         self._block, self._narrow_bytes = limits
         self._batch: PagedBatch | None = None
+        self._longest = 0
         self._slots = torch.empty(0, dtype=torch.int64)
         self._tiles: dict[tuple[int, torch.dtype, int, bool], list[_Tile]] = {}
         self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
@@ -97,11 +98,11 @@ class TorchBackend(AttentionBackend):
         if (batch.query_lens > batch.kv_lens).any():
             raise ValueError("a sequence has more new tokens than its pages hold")
         self._batch = batch
+        self._longest = int(batch.kv_lens.max(initial=1))
         self._slots = self._upload(batch.slots())
         self._tiles.clear()  # built by the first layer that needs them
         return [self._upload(array.astype(np.int64)) for array in arrays]
 
-    @torch.inference_mode()
     def run(
         self,
         query: torch.Tensor,
@@ -166,14 +167,15 @@ class TorchBackend(AttentionBackend):
     def _gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
         """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory."""
         _, page_size, heads, dim = pages.shape
-        size = len(tile.pages) * page_size * heads * dim
+        num_pages = tile.pages.numel()
+        size = num_pages * page_size * heads * dim
         scratch = self._scratch.get((name, pages.dtype))
-        if scratch is None or len(scratch) < size:
+        if scratch is None or scratch.numel() < size:
             scratch = pages.new_empty(size)
             self._scratch[name, pages.dtype] = scratch
-        flat = scratch[:size].view(len(tile.pages), -1)
+        flat = scratch[:size].view(num_pages, -1)
         torch.index_select(pages.flatten(1), 0, tile.pages, out=flat)
-        if len(tile.unwritten):  # masked scores do not help against NaN: 0 * NaN is NaN
+        if tile.unwritten is not None:  # masked scores do not help against NaN: 0 * NaN is NaN
             flat.view(-1, heads * dim).index_fill_(0, tile.unwritten, 0)
         return flat.view(tile.spans, -1, heads, dim)[:, : tile.keys].transpose(1, 2)
 
@@ -190,19 +192,21 @@ class TorchBackend(AttentionBackend):
         Args:
             merges: whether prefixes may be read apart.
         """
-        longest = int(batch.kv_lens.max(initial=1))
+        longest = self._longest
         reach = longest if window is None else min(window, longest)  # longest: sees everything
         key = (reach, dtype, key_bytes, merges)
-        if key not in self._tiles:
-            prefixes = _prefixes(batch) if merges and reach == longest else {}
+        tiles = self._tiles.get(key)
+        if tiles is None:
+            most = self._narrow_bytes // key_bytes
+            prefixes = _prefixes(batch, most // 2) if merges and reach == longest else {}
             spans = list(_spans(batch, self._block, reach, prefixes))
             groups = [[span] for span in spans if span.queries > 1]
             narrow = [span for span in spans if span.queries == 1]
             for prefix in dict.fromkeys(span.prefix for span in narrow):
-                alike = [span for span in narrow if span.prefix == prefix]
-                groups += _similar(alike, self._narrow_bytes // key_bytes)
-            self._tiles[key] = [self._tile(batch, group, reach, dtype) for group in groups]
-        return self._tiles[key]
+                groups += _similar([span for span in narrow if span.prefix == prefix], most)
+            tiles = [self._tile(batch, group, reach, dtype) for group in groups]
+            self._tiles[key] = tiles
+        return tiles
 
     def _tile(self, batch: PagedBatch, spans: list[_Span], reach: int, dtype: torch.dtype) -> _Tile:
         page_size = batch.page_size
@@ -219,7 +223,11 @@ class TorchBackend(AttentionBackend):
             rows = slice(spans[0].row, spans[0].row + queries)
             mask = self._causal_mask(queries, keys, reach, dtype)
         else:
-            rows = self._upload(np.array([span.row for span in spans]))
+            numbers = np.array([span.row for span in spans])
+            if (np.diff(numbers) == 1).all():
+                rows = slice(spans[0].row, spans[0].row + len(spans))
+            else:
+                rows = self._upload(numbers)
             hidden = (np.arange(keys) >= lens) | (np.arange(keys) < lens - reach)
             mask = None
             if hidden.any():
@@ -231,7 +239,7 @@ class TorchBackend(AttentionBackend):
             queries=queries,
             keys=keys,
             pages=self._upload(pages.astype(np.int64).ravel()),
-            unwritten=self._upload(np.flatnonzero(unwritten)),
+            unwritten=self._upload(np.flatnonzero(unwritten)) if unwritten.any() else None,
             mask=mask,
             prefix=self._prefix_pages(batch, spans[0].prefix),
         )
@@ -263,9 +271,13 @@ class TorchBackend(AttentionBackend):
         return torch.from_numpy(array).to(self.device)
 
 
-def _prefixes(batch: PagedBatch) -> dict[int, _Prefix]:
+def _prefixes(batch: PagedBatch, min_alone: int) -> dict[int, _Prefix]:
     """What each sequence reads apart, by its number: pages that decodes share, or else consecutive
-    ones, which need no copy."""
+    ones, which need no copy.
+
+    Args:
+        min_alone: tokens from which a decode would have a tile for itself anyway.
+    """
     size, starts, counts = batch.page_size, batch.kv_indptr, np.diff(batch.kv_indptr)
     prefixes: dict[int, _Prefix] = {}
     tables = [batch.kv_indices[starts[i] : starts[i + 1]] for i in range(batch.num_decodes)]
@@ -275,7 +287,8 @@ def _prefixes(batch: PagedBatch) -> dict[int, _Prefix]:
         prefixes.update(dict.fromkeys(rows, _Prefix(int(starts[rows[0]]), num_pages)))
     jumps = np.append(np.flatnonzero(np.diff(batch.kv_indices) != 1) + 1, starts[-1])
     runs = np.minimum(jumps[np.searchsorted(jumps, starts[:-1], "right")] - starts[:-1], counts)
-    for i in np.flatnonzero(runs * size >= _MIN_IN_PLACE).tolist():
+    least = np.where(batch.query_lens == 1, min_alone, _MIN_IN_PLACE)
+    for i in np.flatnonzero(runs * size >= least).tolist():
         prefixes.setdefault(i, _Prefix(int(starts[i]), int(runs[i])))
     return prefixes
 

@@ -119,7 +119,7 @@ def count_calls(monkeypatch, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("lens", [[(1, 700)], [(40, 700)], [(700, 0)], [(300, 900), (1, 620)]])
+@pytest.mark.parametrize("lens", [[(1, 8200)], [(40, 700)], [(700, 0)], [(1, 8200), (300, 900)]])
 def test_a_long_prefix_in_consecutive_pages_is_read_in_place(monkeypatch, lens, page_size) -> None:
     step = make_step(14, lens, page_size=page_size, heads=(4, 2), consecutive=True)
     prefixes = count_calls(monkeypatch, "_attention_over_pages")
