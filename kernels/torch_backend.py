@@ -35,10 +35,10 @@ from radixcache.kernels.cascade import group_by_prefix
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
 
-# Tokens from which a prefix is read apart (measured): one that decodes share, and one that a longer
-# suffix would else copy.
+# Tokens from which a prefix is read apart (measured): one that decodes share, and one that a suffix
+# or a lone decode would else copy.
 _MIN_SHARED = 256
-_MIN_IN_PLACE = 512
+_MIN_IN_PLACE = 1024
 
 
 class _Prefix(NamedTuple):
@@ -276,7 +276,7 @@ def _prefixes(batch: PagedBatch, min_alone: int) -> dict[int, _Prefix]:
     ones, which need no copy.
 
     Args:
-        min_alone: tokens from which a decode would have a tile for itself anyway.
+        min_alone: tokens from which one of several decodes has a tile for itself anyway.
     """
     size, starts, counts = batch.page_size, batch.kv_indptr, np.diff(batch.kv_indptr)
     prefixes: dict[int, _Prefix] = {}
@@ -287,7 +287,8 @@ def _prefixes(batch: PagedBatch, min_alone: int) -> dict[int, _Prefix]:
         prefixes.update(dict.fromkeys(rows, _Prefix(int(starts[rows[0]]), num_pages)))
     jumps = np.append(np.flatnonzero(np.diff(batch.kv_indices) != 1) + 1, starts[-1])
     runs = np.minimum(jumps[np.searchsorted(jumps, starts[:-1], "right")] - starts[:-1], counts)
-    least = np.where(batch.query_lens == 1, min_alone, _MIN_IN_PLACE)
+    in_company = (batch.query_lens == 1) & (batch.num_decodes > 1)
+    least = np.where(in_company, min_alone, _MIN_IN_PLACE)
     for i in np.flatnonzero(runs * size >= least).tolist():
         prefixes.setdefault(i, _Prefix(int(starts[i]), int(runs[i])))
     return prefixes
