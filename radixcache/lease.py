@@ -41,6 +41,7 @@ class Lease:
         "cached_tokens",
         "capacity",
         "namespace",
+        "next_step_tokens",
         "num_tokens",
         "priority",
         "query_tokens",
@@ -58,6 +59,9 @@ class Lease:
         self.cached_tokens = 0
         """Tokens found instead of computed: the hit of `acquire`. Lower it before the first publish
         if some of them are computed all the same, so that the statistics do not count those."""
+        self.next_step_tokens = 0
+        """How much longer the hit of `acquire` would be once the step being scheduled has run: the
+        tokens in flight in a half-filled page, which nobody may copy before."""
         self.capacity = 0
         """Tokens that the lease may hold without another `reserve`."""
         self.query_tokens = query_tokens

@@ -99,9 +99,17 @@ class PagePool:
 
     def drop(self, pages: Pages) -> int:
         """Take one holder from each of `pages` (distinct); returns how many became free. O(len)."""
-        left = self.refs[pages] - 1
-        self.refs[pages] = left
-        freed = pages[left == 0] if left.any() else pages
+        refs, freed = self.refs, pages
+        if len(pages) == 1:  # often, and numpy takes as long for one page as for a hundred
+            page = pages.item()
+            left = refs[page] = refs.item(page) - 1
+            if left:
+                return 0
+        else:
+            lefts = refs.take(pages) - 1
+            refs[pages] = lefts
+            if np.count_nonzero(lefts):
+                freed = pages[lefts == 0]
         self.free.put(freed)
         return len(freed)
 

@@ -108,10 +108,11 @@ class RadixCache(PrefixCache):
         node, position = self._tree.descend(root, 0, as_tokens(tokens))
         return position, self._tree.continuation(node, position, count)
 
-    def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int]:
-        """The cursor of the longest usable prefix, and how much of that prefix is written."""
+    def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int, int]:
+        """The cursor of the longest usable prefix, how much of that prefix is written, and how many
+        tokens longer it will be when what is in flight has been written."""
         node, position = self._tree.descend(node, position, tokens)
-        written = position
+        written = longest = position
         at = node
         while (start := self._tree.written(at)) < min(written, at.end):
             written = start
@@ -122,7 +123,7 @@ class RadixCache(PrefixCache):
             whole_pages = position // self.page_size * self.page_size
             position = max(written, whole_pages)
             node = self._tree.climb(node, position)
-        return node, position, written
+        return node, position, written, longest - position
 
     # -- the life of a lease -------------------------------------------------------------------
 
@@ -131,8 +132,9 @@ class RadixCache(PrefixCache):
     ) -> RadixLease:
         tokens = as_tokens(tokens)
         root = self._tree.root(namespace)
-        node, position, written = self._find(root, 0, tokens[:-1])
+        node, position, written, unusable = self._find(root, 0, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
+        lease.next_step_tokens = unusable
         self._leases[lease] = None
         if position:
             self._order.discard(node)

@@ -40,6 +40,8 @@ class Sequence:
         self.cached_tokens = 0
         self.preemptions = 0
         self.passed_over = 0
+        self.has_waited = False
+        """It was left waiting for a step once, because it would hit more then."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, float]] = []

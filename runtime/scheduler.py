@@ -2,7 +2,8 @@
 
 Decodes come first, one token each; what is left of the step's token budget goes to prefill chunks,
 of running sequences before waiting ones. A prefill chunk is published while it is being scheduled,
-so that the next sequence in the same step can already use it.
+so that the next sequence in the same step can already use it. One of which another computes most of
+what it lacks, in a page that cannot be shared before it is written, waits for the next step, once.
 """
 
 from __future__ import annotations
@@ -147,6 +148,11 @@ class Scheduler:
             )
             if sequence.scoring is not None:  # what has KV but no scores is computed again
                 lease.cached_tokens = min(lease.cached_tokens, sequence.scoring.recall())
+            missing = len(sequence) - lease.cached_tokens
+            if 2 * lease.next_step_tokens > missing and not sequence.has_waited:
+                sequence.has_waited = True
+                self._release(sequence)
+                continue
             hit = sequence.num_computed = lease.cached_tokens
             try:
                 chunk = self._take(sequence, budget, is_prefill=True)

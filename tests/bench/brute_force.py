@@ -31,6 +31,7 @@ class Hold:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    next_step_tokens: int = 0
     capacity: int = 0
     used: bool = False
     own_from: int = 0
@@ -228,7 +229,7 @@ class BruteTokens(BruteForce):
     """A token-exact tree over pages in memory without end: every token stays.
 
     A hit may end anywhere, but only a whole page of what the step being scheduled will write can
-    be shared: a copy of a part of it would run too early.
+    be shared: a copy of a part of it would run too early. A step later all of it can be.
     """
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
@@ -241,9 +242,9 @@ class BruteTokens(BruteForce):
             length += 1
             if done == length - 1 and self.written[tuple(tokens[:length])]:
                 done = length
-        if done < length:
-            length = max(done, length - length % self.page_size)
-        lease.tokens = tokens[:length]
+        usable = length if done == length else max(done, length - length % self.page_size)
+        lease.tokens = tokens[:usable]
+        lease.next_step_tokens = length - usable
 
     def reserve(self, lease: Hold, num_tokens: int) -> None:
         lease.capacity = max(lease.capacity, num_tokens)

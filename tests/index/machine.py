@@ -134,6 +134,8 @@ class Machine:
         free = self.pool.num_free
         lease = self.cache.acquire(np.asarray(tokens, dtype=np.int32), namespace, resumed=resumed)
         assert lease.num_tokens == lease.cached_tokens == expected, "acquire differs from match"
+        longest = self.reference.cached_length(chain_of(namespace, tokens[:-1]))
+        assert lease.next_step_tokens == longest - expected, "what a step later would hit"
         assert len(lease.page_table) == self._pages(expected), "the table covers the hit"
         assert self.pool.num_free == free, "acquire takes or frees pages"
         assert lease.namespace == namespace and not lease.released

@@ -469,11 +469,11 @@ def test_a_request_that_is_put_back_or_whose_step_fails_is_explained_once(
 def test_a_burst_whose_stem_ends_in_mid_page_waits_for_that_page_only(path: Path) -> None:
     llm = LLM(path, page_size=16, kv_memory="1MiB", schedule="fcfs")
     stem = [7] * 20
-    requests = [llm.engine.add_request([*stem, end, end], GREEDY) for end in (1, 2)]
+    requests = [llm.engine.add_request(stem + 6 * [end], GREEDY) for end in (1, 2)]
     llm.engine.step()
     explanation = requests[1].explanation
     assert explanation is not None
-    assert explanation[0] == Miss("page_not_finished", 16, 20, 22, in_flight=True)
+    assert explanation[0] == Miss("page_not_finished", 16, 20, 26, in_flight=True)
     assert [m.reason for m in explanation] == ["page_not_finished", "diverged"]
     while llm.engine.has_work:
         llm.engine.step()
