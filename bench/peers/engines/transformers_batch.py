@@ -38,10 +38,12 @@ class TransformersBatch:
             ),
         )
         manager.start()
+        self.is_new = True
         return manager
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         start = time.perf_counter()
+        self.is_new = False
         names = self.manager.add_requests(
             [request.tokens for request in requests],
             max_new_tokens=max_tokens,
@@ -65,6 +67,8 @@ class TransformersBatch:
 
     def forget(self) -> None:
         """A new loop with an empty cache."""
+        if self.is_new:
+            return
         self.manager.stop(block=True)
         self.manager.destroy()
         self.manager = self._start()
