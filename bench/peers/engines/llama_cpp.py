@@ -48,7 +48,7 @@ class LlamaCpp:
         params.n_seq_max = MAX_SEQUENCES
         params.n_threads = params.n_threads_batch = THREADS
         params.type_k = params.type_v = api.GGML_TYPE_F32
-        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # slower over float32 KV
         params.kv_unified = True
         self.context = api.llama_init_from_model(model, params)
         if not self.context:
