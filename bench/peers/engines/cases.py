@@ -1,0 +1,202 @@
+"""The requests that every engine is sent, and what is measured of them.
+
+A workload asks one engine and takes its times. Tokens are random, from a seed; answers are greedy
+and always `Sizes.answer` tokens long. An engine starts each workload with nothing cached.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+VOCAB = 16_384
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and what a cache that is kept by hand may know of it.
+
+    Attributes:
+        shared: how many of its first tokens other requests have, too.
+        conversation: its number, if it is a turn: it begins with the turn before and its answer.
+    """
+
+    tokens: list[int]
+    shared: int = 0
+    conversation: int | None = None
+
+
+class Answer(NamedTuple):
+    """What an engine made of a request.
+
+    Attributes:
+        ttft: seconds from the call to the first token.
+        tokens: the generated ones.
+        cached: prompt tokens that were not computed, if the engine tells.
+    """
+
+    ttft: float
+    tokens: list[int]
+    cached: int | None
+
+
+class Engine(Protocol):
+    """A model that was loaded from a folder, with whatever it caches."""
+
+    version: str
+
+    def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
+        """Answer requests that come at once; greedy, no end token counts."""
+
+    def forget(self) -> None:
+        """Drop what is cached."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything. Lengths are in tokens."""
+
+    document: int = 3000
+    question: int = 30
+    questions: int = 20
+    system: int = 1000
+    user: int = 32
+    conversations: int = 6
+    turns: int = 6
+    prefix: int = 1500
+    own: int = 30
+    at_once: int = 16
+    unrelated: int = 256
+    prompts: int = 12
+    answer: int = 16
+
+
+SIZES = {
+    "full": Sizes(),
+    # Whatever an engine does once, it does here: same lengths, fewer requests.
+    "warm-up": Sizes(questions=3, conversations=2, turns=2, prompts=3),
+    "quick": Sizes(
+        document=200,
+        questions=3,
+        system=60,
+        user=8,
+        conversations=2,
+        turns=3,
+        prefix=100,
+        at_once=4,
+        unrelated=40,
+        prompts=2,
+        answer=6,
+    ),
+}
+
+
+@dataclass
+class Outcome:
+    """Figures in seconds, by name, and every answer in the order of asking."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    answers: list[list[int]] = field(default_factory=list)
+    cached: list[int | None] = field(default_factory=list)
+
+
+class Asked:
+    """Sends requests to an engine and writes down the times and the answers."""
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        self.outcome = Outcome()
+        self._engine = engine
+        self._max_tokens = max_tokens
+
+    def __call__(self, *requests: Request) -> tuple[float, list[Answer]]:
+        """Seconds until the last of them was answered, and the answers."""
+        start = time.perf_counter()
+        answers = self._engine.generate(list(requests), self._max_tokens)
+        seconds = time.perf_counter() - start
+        for answer in answers:
+            if len(answer.tokens) != self._max_tokens:
+                raise RuntimeError(f"it generated {len(answer.tokens)} tokens")
+            self.outcome.answers.append(list(answer.tokens))
+            self.outcome.cached.append(answer.cached)
+        return seconds, answers
+
+
+def document(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+    """W1: questions about a document, one at a time."""
+    text = _tokens(rng, sizes.document)
+    times = []
+    for _ in range(sizes.questions):
+        question = _tokens(rng, sizes.question)
+        seconds, (answer,) = ask(Request(text + question, shared=len(text)))
+        times.append((answer.ttft, seconds))
+    hits = times[1:]
+    return {
+        "first TTFT": times[0][0],
+        "TTFT of a hit": statistics.median(ttft for ttft, _ in hits),
+        "a token after": statistics.median((s - ttft) / (sizes.answer - 1) for ttft, s in hits),
+        "all": sum(seconds for _, seconds in times),
+    }
+
+
+def conversations(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+    """W2: conversations on one system prompt, turn by turn; a turn holds the answers before it."""
+    system = _tokens(rng, sizes.system)
+    histories = [list(system) for _ in range(sizes.conversations)]
+    total, later = 0.0, []
+    for turn in range(sizes.turns):
+        for number, history in enumerate(histories):
+            history += _tokens(rng, sizes.user)
+            request = Request(list(history), shared=len(system), conversation=number)
+            seconds, (answer,) = ask(request)
+            history += answer.tokens
+            total += seconds
+            if turn:
+                later.append(answer.ttft)
+    return {"all": total, "TTFT from turn 2": statistics.median(later)}
+
+
+def burst(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+    """W3: requests at once on one prefix, then as many others on the same."""
+    prefix = _tokens(rng, sizes.prefix)
+    cold, warm = (
+        ask(
+            *(
+                Request(prefix + _tokens(rng, sizes.own), shared=len(prefix))
+                for _ in range(sizes.at_once)
+            )
+        )[0]
+        for _ in range(2)
+    )
+    return {"cold": cold, "warm": warm}
+
+
+def unrelated(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+    """W4: prompts that share nothing, one at a time."""
+    times = [ask(Request(_tokens(rng, sizes.unrelated)))[0] for _ in range(sizes.prompts)]
+    return {"a request": statistics.median(times)}
+
+
+WORKLOADS: dict[str, Callable[[Asked, Sizes, np.random.Generator], dict[str, float]]] = {
+    "W1": document,
+    "W2": conversations,
+    "W3": burst,
+    "W4": unrelated,
+}
+
+
+def run(workload: str, engine: Engine, sizes: Sizes, seed: int) -> Outcome:
+    """One workload, from an empty cache; the same tokens for every engine."""
+    engine.forget()
+    ask = Asked(engine, sizes.answer)
+    rng = np.random.default_rng([seed, list(WORKLOADS).index(workload)])
+    ask.outcome.figures = WORKLOADS[workload](ask, sizes, rng)
+    return ask.outcome
+
+
+def _tokens(rng: np.random.Generator, count: int) -> list[int]:
+    return [int(token) for token in rng.integers(0, VOCAB, count)]

@@ -1,0 +1,89 @@
+# mypy: disable-error-code="import-not-found"
+"""A Llama of transformers as a float32 GGUF file without a tokenizer, for llama.cpp.
+
+python -m bench.peers.engines.gguf_model FOLDER    # writes FOLDER/model.gguf
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def interleave(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """The rows of a query or key projection, [heads * D, hidden], in llama.cpp's order.
+
+    transformers rotates dimension i of a head with i + D / 2, llama.cpp 2 i with 2 i + 1: so row i
+    of each head goes to 2 i, and row i + D / 2 to 2 i + 1. Scores stay what they are.
+    """
+    halves = weight.reshape(heads, 2, -1, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def convert(folder: Path) -> Path:
+    """Write the model in `folder` there; without an output layer, the embedding is that, too."""
+    import gguf
+    from safetensors.numpy import load_file
+
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("none")
+    for name, weight in load_file(folder / "model.safetensors").items():
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if projection in heads:
+            weight = interleave(weight, heads[projection])
+        writer.add_tensor(gguf_name(name), weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp calls a weight of transformers' Llama."""
+    outer = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in outer:
+        return outer[name]
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]))
