@@ -51,8 +51,9 @@ def can_pack(dtype: torch.dtype) -> bool:
 def pack_linears(model: nn.Module) -> None:
     """Replace the model's big linear layers on a CPU, where that makes them faster.
 
-    The old weights go, layer by layer, unless something else has them, as an embedding may.
+    The old weights go, unless something else has them, as an embedding may.
     """
+    packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is not nn.Linear or child.weight.numel() < _MIN_WEIGHTS:
@@ -60,3 +61,7 @@ def pack_linears(model: nn.Module) -> None:
             weight = child.weight
             if weight.device.type == "cpu" and weight.dtype in _DTYPES and can_pack(weight.dtype):
                 setattr(module, name, PackedLinear(child))
+                packed += 1
+    if packed:  # a checkpoint's file stays in memory while one tensor is a view of it
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
