@@ -13,6 +13,8 @@ import platform
 import torch
 from torch import nn
 
+from radixcache.runtime.huge_pages import use_huge_pages
+
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _MIN_WEIGHTS = 1 << 18
@@ -32,6 +34,12 @@ class PackedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """[out_features, in_features] row-major, made anew: for modelling code that looks."""
         return self._packed.to_dense()
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Address and bytes of the packed weights."""
+        operators = torch.ops.mkldnn
+        return operators.data_ptr(self._packed), operators._nbytes(self._packed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -53,15 +61,16 @@ def pack_linears(model: nn.Module) -> None:
 
     The old weights go, unless something else has them, as an embedding may.
     """
-    packed = 0
+    packed = []
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is not nn.Linear or child.weight.numel() < _MIN_WEIGHTS:
                 continue
             weight = child.weight
             if weight.device.type == "cpu" and weight.dtype in _DTYPES and can_pack(weight.dtype):
-                setattr(module, name, PackedLinear(child))
-                packed += 1
+                packed.append(PackedLinear(child))
+                setattr(module, name, packed[-1])
+    use_huge_pages(linear.block for linear in packed)
     if packed:  # a checkpoint's file stays in memory while one tensor is a view of it
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
