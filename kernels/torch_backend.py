@@ -35,9 +35,9 @@ from radixcache.kernels.cascade import group_by_prefix
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
 
-# Tokens from which a prefix is read apart (measured): one that decodes share, and one that a suffix
-# or a lone decode would else copy.
-_MIN_SHARED = 256
+# Tokens that would else be copied, from which a prefix is read apart (measured): by all decodes that
+# share it, and by a suffix or a lone decode.
+_MIN_SHARED = 3072
 _MIN_IN_PLACE = 1024
 
 
@@ -281,10 +281,11 @@ def _prefixes(batch: PagedBatch, min_alone: int) -> dict[int, _Prefix]:
     size, starts, counts = batch.page_size, batch.kv_indptr, np.diff(batch.kv_indptr)
     prefixes: dict[int, _Prefix] = {}
     tables = [batch.kv_indices[starts[i] : starts[i + 1]] for i in range(batch.num_decodes)]
-    order, groups = group_by_prefix(tables, size, 2, _MIN_SHARED)
+    order, groups = group_by_prefix(tables, size, 2, _MIN_SHARED // max(len(tables), 2))
     for first, members, num_pages in groups:
-        rows = order[first : first + members]
-        prefixes.update(dict.fromkeys(rows, _Prefix(int(starts[rows[0]]), num_pages)))
+        if members * num_pages * size >= _MIN_SHARED:
+            rows = order[first : first + members]
+            prefixes.update(dict.fromkeys(rows, _Prefix(int(starts[rows[0]]), num_pages)))
     jumps = np.append(np.flatnonzero(np.diff(batch.kv_indices) != 1) + 1, starts[-1])
     runs = np.minimum(jumps[np.searchsorted(jumps, starts[:-1], "right")] - starts[:-1], counts)
     in_company = (batch.query_lens == 1) & (batch.num_decodes > 1)

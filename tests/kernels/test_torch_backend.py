@@ -134,11 +134,14 @@ def test_a_long_prefix_in_consecutive_pages_is_read_in_place(monkeypatch, lens, 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_decodes_read_a_shared_prefix_once(monkeypatch, consecutive, page_size) -> None:
-    share = 272 // page_size
-    lens = [(1, 272 + 7 * i + 1) for i in range(5)] + [(1, 300), (3, 280)]
+    share = 640 // page_size  # six times that is enough to be worth a call
+    lens = [(1, 640 + 7 * i + 1) for i in range(5)] + [(1, 700), (3, 680)]
     step = make_step(15, lens, page_size=page_size, share=share, consecutive=consecutive)
     prefixes = count_calls(monkeypatch, "_attention_over_pages")
     assert error(step, run(step, scale=0.3), scale=0.3) < 2e-5
+    assert prefixes[0] == 1
+    few = make_step(15, lens[:4], page_size=page_size, share=share, consecutive=consecutive)
+    assert error(few, run(few, scale=0.3), scale=0.3) < 2e-5
     assert prefixes[0] == 1
 
 
