@@ -35,8 +35,8 @@ from radixcache.kernels.cascade import group_by_prefix
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
 
-# Tokens that would else be copied, from which a prefix is read apart (measured): by all decodes that
-# share it, and by a suffix or a lone decode.
+# Tokens that would else be copied, from which a prefix is read apart (measured): by all decodes
+# that share it, and by a suffix or a lone decode.
 _MIN_SHARED = 3072
 _MIN_IN_PLACE = 1024
 
