@@ -180,22 +180,16 @@ def test_with_the_root_on_the_path_kernels_is_still_the_hugging_face_package(
 # What importing costs.
 
 
-def test_importing_the_index_is_fast_and_brings_no_model_library(tmp_path: Path) -> None:
-    # Processor time, and the best of three: other work on the machine does not count.
+def test_importing_the_index_brings_its_two_dependencies_and_no_more(tmp_path: Path) -> None:
     code = """
-import sys, time
-start = time.process_time()
+import sys
+before = set(sys.modules)
 import radixcache
-print(time.process_time() - start)
-print(*{"torch", "transformers", "rich", "tqdm"} & set(sys.modules))
+names = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(names - sys.stdlib_module_names))
 """
-    seconds = []
-    for _ in range(3):
-        output = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
-        taken, heavy = output.split("\n")[:2]
-        assert not heavy
-        seconds.append(float(taken))
-    assert min(seconds) < 0.2
+    output = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert output.split() == ["numpy", "radixcache", "sortedcontainers"]
 
 
 # Which way the arrows run.

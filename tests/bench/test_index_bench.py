@@ -34,7 +34,8 @@ def test_every_case_gives_rounds_of_our_index(case, params, page_size):
     for _ in range(2):
         found = next(rounds)
         times = found.get("ns") or list(found["phases"].values())
-        assert times and all(time > -1000 for time in times)  # less the clock's own cost
+        # Less the clock's own cost, which a busy machine may misjudge for a phase, not for all.
+        assert sum(times) > 0
 
 
 def test_a_library_that_is_not_installed_is_named_in_one_sentence(monkeypatch, capsys):

@@ -44,7 +44,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_imports_nothing_heavy():
     done = python("""
-import sys, time
+import sys
 from radixcache.runtime.cli import main
 for argv in [], ["demo"], ["chat"], ["generate"], ["serve"]:
     try:
@@ -54,7 +54,6 @@ for argv in [], ["demo"], ["chat"], ["generate"], ["serve"]:
 heavy = {"torch", "transformers", "tokenizers", "rich", "tqdm", "fastapi", "pydantic", "uvicorn"}
 heavy &= set(sys.modules)
 assert not heavy, heavy
-assert time.process_time() < 1.0, time.process_time()
 """)
     assert done.returncode == 0, done.stderr
     assert "--kv-memory" in done.stdout
