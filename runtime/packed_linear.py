@@ -2,8 +2,8 @@
 
 On a CPU, most of a forward pass is products of a few rows with big weights. torch's own call for
 them hands row-major weights to MKL; oneDNN on weights that were reordered once, as Inductor does
-when it freezes a model, takes a quarter to a half of the time for up to 64 rows and four fifths for
-a thousand (float32, AVX-512).
+when it freezes a model, takes a quarter to two thirds of the time for up to 64 rows, and four
+fifths for a thousand (float32, AVX-512).
 """
 
 from __future__ import annotations
