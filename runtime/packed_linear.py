@@ -15,8 +15,6 @@ from torch import nn
 
 from radixcache.runtime.huge_pages import use_huge_pages
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 _MIN_WEIGHTS = 1 << 18
 """Weights of a layer from which a call gets faster (measured): one costs 15 µs more to begin."""
 
@@ -52,7 +50,9 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
-    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
 
 
 @torch.inference_mode()
@@ -67,7 +67,7 @@ def pack_linears(model: nn.Module) -> None:
             if type(child) is not nn.Linear or child.weight.numel() < _MIN_WEIGHTS:
                 continue
             weight = child.weight
-            if weight.device.type == "cpu" and weight.dtype in _DTYPES and can_pack(weight.dtype):
+            if weight.device.type == "cpu" and can_pack(weight.dtype):
                 packed.append(PackedLinear(child))
                 setattr(module, name, packed[-1])
     use_huge_pages(linear.block for linear in packed)

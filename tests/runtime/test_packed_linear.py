@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from radixcache.runtime import packed_linear
+from radixcache.runtime.model import load_model
 from radixcache.runtime.packed_linear import PackedLinear, can_pack, pack_linears
+from tests.models import tiny_model
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
 
@@ -65,6 +69,17 @@ def test_big_plain_layers_are_packed_and_nothing_else() -> None:
     assert torch.equal(embedding, before)
     head = model["head"]
     assert isinstance(head, PackedLinear) and torch.equal(head.weight, before)
+
+
+@needs_packing
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux only")
+def test_the_checkpoint_does_not_stay_in_memory_beside_the_packed_weights(
+    monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
+    model = load_model(tiny_model("llama", tmp_path, tokenizer=False), device="cpu")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert model.vocab_size
 
 
 def test_nothing_is_packed_where_it_cannot_be(monkeypatch) -> None:
