@@ -4,7 +4,7 @@ Checks each path against plain torch in float32 and the engine's greedy tokens a
 transformers, then measures a random-weight model of Llama-3.1-8B's shape, made on the device.
 Prints as it goes; writes JSON after every section. Exits with 1 if anything is wrong.
 
-`--rehearse` runs all of it on the CPU, tiny, over the tests' stand-in for FlashInfer.
+`--rehearse` runs all of it on a CPU, tiny, on the tests' pretended GPU and FlashInfer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="run these alone: " + ", ".join(SECTIONS))  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="JSON to write")
     parser.add_argument("--seconds", type=float, default=460, help="start nothing after this (460)")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, over a stand-in")
+    parser.add_argument("--rehearse", action="store_true", help="on a pretended GPU")
     parser.add_argument("--plant", action="store_true", help="give the backend wrong pages: FAIL")
     args = parser.parse_args(arguments)
 
@@ -107,16 +107,11 @@ def _facts(place: Place) -> dict[str, Any]:
     import torch
     import transformers
 
-    facts: dict[str, Any] = {"device": "a CPU, rehearsing: no time here means anything"}
-    if place.on_gpu:
-        device = torch.cuda.get_device_properties(place.device)
-        facts = {
-            "device": device.name,
-            "memory": f"{device.total_memory / 2**30:.0f} GiB",
-            "SMs": device.multi_processor_count,
-        }
+    device = torch.cuda.get_device_properties(place.device)
     return {
-        **facts,
+        "device": device.name,
+        "memory": f"{device.total_memory / 2**30:.0f} GiB",
+        "SMs": device.multi_processor_count,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -142,7 +142,8 @@ class AttentionBackend(ABC):
         Args:
             query: [T, num_qo_heads, head_dim], RoPE applied, contiguous.
             key, value: [T, num_kv_heads, head_dim], the new tokens' K/V, contiguous; written before
-                attending. Values may have another head_dim than keys.
+                attending. Values may have another head_dim than keys. Sequences that compute the
+                same token may write one slot: whichever comes last is right, but for rounding.
             k_pages, v_pages: the layer's pages, updated in place.
             scale: factor on the scores.
             window: a query at position p sees keys at positions > p - window (transformers' rule).

@@ -19,16 +19,19 @@ bottom-right corner, masks every wide tile of every step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.cascade import group_by_prefix
+from radixcache.kernels.upload import send
 
 # Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache
 # (measured), or keeps a GPU busy (a guess).
@@ -99,9 +102,9 @@ class TorchBackend(AttentionBackend):
             raise ValueError("a sequence has more new tokens than its pages hold")
         self._batch = batch
         self._longest = int(batch.kv_lens.max(initial=1))
-        self._slots = self._upload(batch.slots())
+        self._slots = send(batch.slots(), self.device)
         self._tiles.clear()  # built by the first layer that needs them
-        return [self._upload(array.astype(np.int64)) for array in arrays]
+        return [send(array, self.device, torch.int64) for array in arrays]
 
     def run(
         self,
@@ -156,7 +159,8 @@ class TorchBackend(AttentionBackend):
         if tile.prefix is not None:
             result, weight = _weighted_attention(rows, keys, values, mask, scale)
         elif softcap is None:
-            result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+            with _no_cudnn(self.device):
+                result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
         else:
             result = _softcapped_attention(rows, keys, values, mask, scale, softcap)
         if tile.queries > 1:
@@ -227,19 +231,19 @@ class TorchBackend(AttentionBackend):
             if (np.diff(numbers) == 1).all():
                 rows = slice(spans[0].row, spans[0].row + len(spans))
             else:
-                rows = self._upload(numbers)
+                rows = send(numbers, self.device)
             hidden = (np.arange(keys) >= lens) | (np.arange(keys) < lens - reach)
             mask = None
             if hidden.any():
                 mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-                mask = mask.masked_fill_(self._upload(hidden), -torch.inf)[:, None, None]
+                mask = mask.masked_fill_(send(hidden, self.device), -torch.inf)[:, None, None]
         return _Tile(
             rows=rows,
             spans=len(spans),
             queries=queries,
             keys=keys,
-            pages=self._upload(pages.astype(np.int64).ravel()),
-            unwritten=self._upload(np.flatnonzero(unwritten)) if unwritten.any() else None,
+            pages=send(pages.ravel(), self.device, torch.int64),
+            unwritten=send(np.flatnonzero(unwritten), self.device) if unwritten.any() else None,
             mask=mask,
             prefix=self._prefix_pages(batch, spans[0].prefix),
         )
@@ -251,7 +255,7 @@ class TorchBackend(AttentionBackend):
         first, last = int(pages[0]), int(pages[-1])
         if last - first + 1 == len(pages) and (np.diff(pages) == 1).all():
             return slice(first, last + 1)
-        return self._upload(pages.astype(np.int64))
+        return send(pages, self.device, torch.int64)
 
     def _causal_mask(self, queries: int, keys: int, reach: int, dtype: torch.dtype) -> torch.Tensor:
         """[queries, keys]: each row sees `reach` keys up to its own; the last row owns the last."""
@@ -265,10 +269,16 @@ class TorchBackend(AttentionBackend):
             if window is not None:
                 causal += hidden.tril_(own - window)
             self._causal[window, dtype] = causal
-        return causal[-queries:, -keys:]
+        mask = causal[-queries:, -keys:]
+        # It starts anywhere in a row, but the kernels of a GPU read 16 bytes at a time.
+        return mask if self.device.type == "cpu" else mask.contiguous()
 
-    def _upload(self, array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+
+def _no_cudnn(device: torch.device) -> AbstractContextManager[None]:
+    """Without cuDNN's kernel, which makes a plan of its own for every shape that it meets."""
+    if device.type == "cpu":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _prefixes(batch: PagedBatch, min_alone: int) -> dict[int, _Prefix]:

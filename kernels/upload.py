@@ -1,4 +1,4 @@
-"""Moves a step's index arrays to the device in one transfer."""
+"""Moves numbers to the device and back without waiting: a step's index arrays in one transfer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _ALIGN = 4  # int32s: 16 bytes
 
@@ -59,6 +59,18 @@ class Upload:
         self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
 
 
+def send(values: ArrayLike, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Some numbers on the device, for which nobody waits.
+
+    `torch.tensor(values, device=...)` and an index that is a list wait until a GPU has done all
+    that it was given before.
+    """
+    on_host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
 class Fence:
     """Lets the host wait until the device has passed a point; nothing to wait for on a CPU."""
 
@@ -74,3 +86,20 @@ class Fence:
         """Until the last recorded point."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class Fetch:
+    """Numbers on their way to the host.
+
+    Whoever reads them waits until the device has come to this point, not until it has done what it
+    is given from now on.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._on_host = numbers.to("cpu", non_blocking=True)  # to pinned memory
+        self._fence = Fence(numbers.device)
+        self._fence.record()
+
+    def tolist(self) -> list[int]:
+        self._fence.wait()
+        return self._on_host.tolist()

@@ -62,7 +62,7 @@ class DecodeGraphs:
         """Logits [B, vocab] of a batch of decodes, or None if it takes no graph.
 
         `token_ids` [B] are on the host as an array, or on the device as a tensor.
-        The logits are valid until the next call.
+        The logits are valid until the next call, whatever its batch.
         """
         count = len(token_ids)
         size = next((size for size in self._sizes if size >= count), 0)
@@ -140,6 +140,7 @@ class _Capture:
             ):
                 result = compute()
         except Exception:
+            torch.cuda.set_stream(main)  # a capture that broke leaves its own
             self._memory = torch.cuda.graph_pool_handle()  # nothing may be left in the old one
             raise
 

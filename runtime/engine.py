@@ -13,6 +13,7 @@ from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
+from radixcache.kernels.upload import Fetch, send
 from radixcache.runtime.decode_graphs import DecodeGraphs
 from radixcache.runtime.kv_pool import KVPool
 from radixcache.runtime.model import PagedModel
@@ -27,8 +28,9 @@ class _Launched(NamedTuple):
     """A step that is enqueued on the device, and the sequences that get a token from it."""
 
     sequences: list[Sequence]
-    logits: torch.Tensor
+    logits: torch.Tensor  # valid until the next launch
     tokens: torch.Tensor
+    fetched: Fetch  # the tokens
 
 
 class Engine:
@@ -177,11 +179,12 @@ class Engine:
         alive = [s for s in step.sequences if s.finish_reason is None]
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
+        if any(s.request.params.logprobs is not None for s in alive):  # the logits are needed
+            return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
         for sequence in going_on:
             assert sequence.lease is not None
-            full = sequence.num_computed >= sequence.lease.capacity
-            if full or sequence.request.params.logprobs is not None:
+            if sequence.num_computed >= sequence.lease.capacity:
                 return None
         if not going_on:
             return None
@@ -191,7 +194,7 @@ class Engine:
         chunks, batch = self._batch([Chunk(sequence, 1) for sequence in going_on])
         rows = [row[chunk.sequence] for chunk in chunks]
         same = rows == list(range(len(step.sequences)))
-        tokens = step.tokens if same else step.tokens[rows]
+        tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
         logits = self._compute(tokens, batch, np.arange(len(chunks)))
         return self._sample([chunk.sequence for chunk in chunks], logits)
 
@@ -265,13 +268,13 @@ class Engine:
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
         params = [sequence.request.params for sequence in sequences]
         tokens = sample(logits, params, [sequence.generator for sequence in sequences])
-        return _Launched(sequences, logits, tokens)
+        return _Launched(sequences, logits, tokens, Fetch(tokens))
 
     def _finish(self, step: _Launched) -> list[Request]:
         """Read the tokens of a step; returns the requests that got one."""
         sequences = []
         for row, (sequence, token) in enumerate(
-            zip(step.sequences, step.tokens.tolist(), strict=True)
+            zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
             if sequence.finish_reason is not None:  # since the step was launched
                 continue

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from radixcache.errors import InvalidRequest
+from radixcache.kernels.upload import send
 
 _UNITS = {unit: 1000**i for i, unit in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{unit}i": 1024**i for i, unit in enumerate(["", "k", "m", "g", "t"]) if unit}
@@ -53,6 +54,7 @@ class KVPool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.spare_page = num_pages
+        self._device = device
         inner = [(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
         self._stacks = {
             shape: _zeros((count, num_pages + 1, page_size, *shape), dtype, device)
@@ -70,9 +72,8 @@ class KVPool:
             copies: (source, target, n) triples; all sources are read before any target is written.
         """
         slots = [self.page_size * np.array(c[:2])[:, None] + np.arange(c[2]) for c in copies]
-        both = torch.from_numpy(np.concatenate(slots, axis=1).astype(np.int64))
+        sources, targets = send(np.concatenate(slots, axis=1), self._device)
         for stack in self._stacks.values():
-            sources, targets = both.to(stack.device)
             flat = stack.flatten(1, 2)
             flat.index_copy_(1, targets, flat.index_select(1, sources))
 

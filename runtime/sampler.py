@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 
+from radixcache.kernels.upload import send
 from radixcache.runtime.sampling import SamplingParams
 
 
@@ -20,14 +23,16 @@ def sample(
         generators: each row's source of noise, on the logits' device; greedy rows use none.
     """
     tokens = logits.argmax(-1)
-    rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if rows:
-        noise = torch.stack(
-            [torch.empty_like(logits[row]).exponential_(generator=generators[row]) for row in rows]
-        )
-        chosen = _draw(logits[rows], [params[row] for row in rows], noise)
-        tokens[rows] = chosen
-    return tokens
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+    if not drawn:
+        return tokens
+    rows = send(drawn, logits.device)
+    noise = logits.new_empty(len(drawn), logits.shape[1])
+    end = 0
+    for generator, group in groupby(drawn, key=lambda row: generators[row]):
+        start, end = end, end + len(list(group))
+        noise[start:end].exponential_(generator=generator)
+    return tokens.index_copy_(0, rows, _draw(logits[rows], [params[row] for row in drawn], noise))
 
 
 def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tensor) -> torch.Tensor:
@@ -36,20 +41,19 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tenso
     The largest of probability / noise is a draw from the probabilities (exponential races), so
     every row needs only its own noise, whatever the other rows are.
     """
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
-
     vocab = logits.shape[-1]
+    settings = [
+        (max(p.temperature, 1e-30), p.top_k if p.top_k > 0 else vocab, p.top_p, p.min_p)
+        for p in params
+    ]
+    table = send(settings, logits.device, torch.float64)
+    temperature, top_k, top_p, min_p = table[:, :, None].unbind(1)  # [R, 1] each
     # Scaled in float64: a tiny temperature must not overflow, nor be 0 in float32.
-    temperatures = column([max(p.temperature, 1e-30) for p in params])
-    scaled = (logits.double() / temperatures).softmax(-1).float()
+    scaled = (logits.double() / temperature).softmax(-1).float()
     probs, order = scaled.sort(dim=-1, descending=True)
     before = probs.cumsum(-1) - probs
     rank = torch.arange(vocab, device=logits.device)
-    dropped = rank >= column([p.top_k if p.top_k > 0 else vocab for p in params])
-    dropped |= before >= column([p.top_p for p in params])
-    dropped |= probs < probs[:, :1] * column([p.min_p for p in params])
+    dropped = (rank >= top_k) | (before >= top_p.float()) | (probs < probs[:, :1] * min_p.float())
     dropped[:, 0] = False
     winner = (probs.masked_fill(dropped, 0.0) / noise).argmax(-1, keepdim=True)
     return order.gather(-1, winner)[:, 0]

@@ -299,6 +299,7 @@ def main() -> None:
             arguments = (options, f"{folder}/meeting")
             torch.multiprocessing.spawn(train_replica, arguments, nprocs=options.workers)
     else:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape of a batch
         Run(0, options).train()
 
 

@@ -19,7 +19,7 @@ from radixcache.bench.gpu.decode import decode_steps, graph_seconds
 from radixcache.bench.gpu.models import engine_on, random_tokens
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import Figure, Report
-from radixcache.bench.gpu.steps import make_batch
+from radixcache.bench.gpu.steps import layers_of_pages, make_batch
 from radixcache.bench.gpu.where import kernels
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import LayerKind
@@ -62,12 +62,8 @@ def _attention(
     kind = LayerKind(*heads, sizes.head_dim, sizes.head_dim, sizes.head_dim**-0.5)
     lens = [(1, shared + sizes.own) for _ in range(rows)]
     batch = make_batch(np.random.default_rng(rows), lens, page_size, shared)
-    num_pages = int(batch.kv_indices.max()) + 1
     inputs = [place.randn(rows, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])]
-    layers = [
-        [place.randn(num_pages, page_size, heads[1], sizes.head_dim) for _ in range(2)]
-        for _ in range(sizes.layers)
-    ]
+    layers = layers_of_pages(place, batch, heads[1], sizes.head_dim)
     seconds, works = {}, {}
     for name, one in (("flat", replace(batch, shared=())), ("cascade", batch)):
         backend = place.make_backend(kind)
@@ -80,7 +76,7 @@ def _attention(
     def explain() -> list[str]:
         lines = []
         for name, each in works.items():
-            lines += [f"{name}:", *kernels(place, partial(_all, each), 5)]
+            lines += [f"{name}:", *kernels(partial(_all, each), 5)]
         return lines
 
     turned_on = rows >= cascade.MIN_ROWS and shared >= cascade.MIN_TOKENS

@@ -46,7 +46,7 @@ def _step(
         )
 
         def explain() -> list[str]:
-            return [*tell_phases(seen), *kernels(place, engine.step)]
+            return [*tell_phases(seen), *kernels(engine.step)]
 
         where = f"decode, batch {batch} x {context}, page {page_size}"
         limit = AIM if batch <= 64 else None

@@ -83,13 +83,12 @@ def engine_on(
         pool.layers.clear()
         pool._stacks.clear()
         del engine, pool, paged
-        free_memory(place)
+        free_memory()
 
 
-def free_memory(place: Place) -> None:
+def free_memory() -> None:
     gc.collect()
-    if place.on_gpu:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def remember(engine: Engine, tokens: Tokens) -> None:

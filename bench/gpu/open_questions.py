@@ -16,7 +16,7 @@ import torch
 
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import Figure, NotRun, Report
-from radixcache.bench.gpu.steps import error, make_batch
+from radixcache.bench.gpu.steps import error, layers_of_pages, make_batch
 from radixcache.kernels import torch_backend
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
@@ -34,15 +34,6 @@ def run(place: Place, report: Report) -> None:
     report.measure("fa3 for a fresh prompt", partial(_fa3, place))
     for rows, num_bytes in sizes.tile_limits:
         report.measure("tiles of the torch backend", partial(_tiles, place, rows, num_bytes))
-
-
-def _pages(place: Place, batch: PagedBatch, kv_heads: int) -> list[list[torch.Tensor]]:
-    """Pages for several layers, so that no layer finds its own in the L2 cache."""
-    count, dim = int(batch.kv_indices.max()) + 1, place.sizes.head_dim
-    return [
-        [place.randn(count, batch.page_size, kv_heads, dim) for _ in range(2)]
-        for _ in range(place.sizes.layers)
-    ]
 
 
 @cache
@@ -94,7 +85,7 @@ def _plan_ragged(place: Place, lens: Sequence[int], heads: tuple[int, int], kern
 
 def _settled(place: Place, wrapper: Any) -> Any:
     """Once planned; the pinned arrays may go."""
-    place.synchronize()
+    torch.cuda.synchronize()
     return wrapper
 
 
@@ -104,7 +95,7 @@ def _suffix(place: Place, new: int, cached: int) -> Figure:
     sizes, heads, page_size = place.sizes, place.sizes.heads[0], 16
     batch = make_batch(np.random.default_rng(1), [(new, cached)], page_size)
     q, k, v = (place.randn(new, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1]))
-    layers = _pages(place, batch, heads[1])
+    layers = layers_of_pages(place, batch, heads[1], place.sizes.head_dim)
     backend = place.make_backend(LayerKind(*heads, sizes.head_dim, sizes.head_dim, 1.0))
     backend.plan(batch)
     for pages in layers:  # append the new tokens
@@ -155,7 +146,7 @@ def _tensor_cores(place: Place, group: int, rows: int) -> Figure:
     heads = group * kv_heads, kv_heads
     context = sizes.shared[-1] // 4
     batch = make_batch(np.random.default_rng(2), [(1, context)] * rows, 16)
-    layers = _pages(place, batch, kv_heads)
+    layers = layers_of_pages(place, batch, kv_heads, place.sizes.head_dim)
     q = place.randn(rows, heads[0], sizes.head_dim)
     out = torch.empty_like(q)
     seconds = []
@@ -191,11 +182,11 @@ def _mixed(place: Place) -> Figure:
     q, k, v = (
         place.randn(tokens, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])
     )
-    layers = _pages(place, batch, heads[1])
+    layers = layers_of_pages(place, batch, heads[1], place.sizes.head_dim)
     scale = sizes.head_dim**-0.5
     backend = place.make_backend(LayerKind(*heads, sizes.head_dim, sizes.head_dim, scale))
     backend.plan(batch)
-    place.synchronize()
+    torch.cuda.synchronize()
     right = backend.run(q, k, v, *layers[0], scale=scale).float().clone()
     one, out = _plan_prefill(place, batch, heads), torch.empty_like(q)
     one.run(q, tuple(layers[0]), out=out)
@@ -249,7 +240,7 @@ def _tiles(place: Place, rows: int, num_bytes: int) -> list[Figure]:
         q, k, v = (
             place.randn(tokens, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])
         )
-        pages = _pages(place, batch, heads[1])[0]
+        pages = layers_of_pages(place, batch, heads[1], place.sizes.head_dim)[0]
         backend = TorchBackend(place.device)
         backend._block, backend._narrow_bytes = rows, num_bytes
         backend.plan(batch)

@@ -28,7 +28,7 @@ def run(place: Place, report: Report, model: PreTrainedModel) -> None:
 def _peer(place: Place, model: PreTrainedModel) -> Iterator[Figure]:
     """transformers' own continuous batching; two calls, so its cache starts empty in each."""
     sizes = place.sizes
-    free_memory(place)
+    free_memory()
     first, more = prompts_of_two_turns(place, sizes.big["vocab_size"])
     before = model.config._attn_implementation
     config = GenerationConfig(max_new_tokens=sizes.answer, do_sample=False, eos_token_id=-1)
@@ -73,7 +73,7 @@ def _peer(place: Place, model: PreTrainedModel) -> Iterator[Figure]:
         raise NotRun(f"{type(error).__name__}: {error}") from error
     finally:
         model.set_attn_implementation(before)
-        free_memory(place)
+        free_memory()
     yield Figure(
         f"transformers {transformers.__version__}: two turns of {len(first)} requests",
         (one + two) * 1e3,

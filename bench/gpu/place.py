@@ -1,4 +1,4 @@
-"""Where the check runs: an NVIDIA GPU, or in a rehearsal the CPU with a stand-in for FlashInfer."""
+"""Where the check runs: an NVIDIA GPU, or in a rehearsal a pretended one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.bench.gpu.sizes import Sizes
+from radixcache.bench.gpu.sizes import FULL, Sizes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.runtime import decode_graphs
 
 Work = Callable[[], Any]
 
@@ -26,7 +27,6 @@ class Place:
     Attributes:
         backend: the module that holds `FlashInferBackend`.
         flashinfer: the package that it uses, or the stand-in.
-        capture: makes a replay of a computation, as `DecodeGraphs` does.
         planted: give every backend a wrong page, to show that the checks see it.
     """
 
@@ -34,13 +34,8 @@ class Place:
     dtype: torch.dtype
     backend: ModuleType
     flashinfer: ModuleType
-    capture: Callable[[Work], Work]
     sizes: Sizes
     planted: bool = False
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
 
     def make_backend(self, *kinds: LayerKind) -> AttentionBackend:
         backend: AttentionBackend = self.backend.FlashInferBackend(self.device, self.dtype, kinds)
@@ -51,29 +46,28 @@ class Place:
 
     def host(self, values: Sequence[int] | NDArray[np.integer]) -> torch.Tensor:
         """An int32 array on the host that the device can copy without waiting."""
-        array = torch.from_numpy(np.asarray(values, dtype=np.int32).copy())
-        return array.pin_memory() if self.on_gpu else array
+        return torch.from_numpy(np.asarray(values, dtype=np.int32).copy()).pin_memory()
 
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
+    def capture(self, work: Work) -> Work:
+        """A replay of `work`, from memory of its own."""
+        return decode_graphs._Capture(self.device)(work)
 
     def wall_seconds(self, work: Work, repeat: int = 5) -> float:
         """Median seconds of `work`, from the call until the device is idle."""
         taken = []
         for _ in range(repeat + 1):
-            self.synchronize()
+            torch.cuda.synchronize()
             start = time.perf_counter()
             work()
-            self.synchronize()
+            torch.cuda.synchronize()
             taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
     def gpu_seconds(self, works: Sequence[Work], repeat: int = 7) -> float:
         """Seconds of one work on the device alone, as a median; the host's launches do not count.
 
-        All works are captured into one graph. Let them touch different memory, several times the
-        L2 cache together, as a model's layers do.
+        All works are captured into one graph. Let them touch different memory, more than the L2
+        cache together, as a model's layers do.
         """
 
         def all_works() -> torch.Tensor:
@@ -85,8 +79,6 @@ class Place:
 
     def replay_seconds(self, replay: Work, repeat: int = 7) -> float:
         """Median seconds of `replay` on the device."""
-        if not self.on_gpu:
-            return self.wall_seconds(replay, repeat)
         taken = []
         for _ in range(repeat + 2):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -104,17 +96,9 @@ def gpu_place() -> Place:
         raise RuntimeError("no CUDA device is visible; `--rehearse` runs without one")
     import flashinfer
 
-    from radixcache.bench.gpu.sizes import FULL
     from radixcache.kernels import flashinfer_backend
-    from radixcache.runtime import decode_graphs
 
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
+    torch.backends.cuda.enable_cudnn_sdp(False)  # in transformers: it makes a plan for every shape
     device = torch.device("cuda", torch.cuda.current_device())
-    return Place(
-        device,
-        torch.bfloat16,
-        flashinfer_backend,
-        flashinfer,
-        lambda work: decode_graphs._Capture(device)(work),  # memory of its own: short-lived graphs
-        FULL,
-    )
+    return Place(device, torch.bfloat16, flashinfer_backend, flashinfer, FULL)

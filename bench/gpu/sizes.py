@@ -47,7 +47,7 @@ class Sizes:
     rows: tuple[int, ...]
     shared: tuple[int, ...]
     own: int
-    layers: int  # with pages of their own
+    beyond_l2: int  # bytes of pages in all layers together
     # Cascade, in the engine
     shared_in_engine: tuple[int, ...]
     shared_rows: int
@@ -93,7 +93,7 @@ FULL = Sizes(
     rows=(4, 8, 16, 64),
     shared=(256, 512, 1024, 2048, 8192),
     own=128,
-    layers=8,
+    beyond_l2=200 << 20,
     shared_in_engine=(2048, 8192),
     shared_rows=64,
     documents=8,
@@ -138,7 +138,7 @@ SMALL = Sizes(
     rows=(4,),
     shared=(32, 64),
     own=8,
-    layers=2,
+    beyond_l2=1 << 12,
     shared_in_engine=(64,),
     shared_rows=4,
     documents=2,

@@ -59,7 +59,7 @@ def _ttft(
         def explain() -> list[str]:
             with phases(engine) as seen:
                 ask()
-            return [*tell_phases(seen), *kernels(place, ask)]
+            return [*tell_phases(seen), *kernels(ask)]
 
         where = f"TTFT of {question} tokens on {cached} cached, page {page_size}"
         yield Figure(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from radixcache.bench.gpu.place import Place, Work
+from radixcache.bench.gpu.place import Work
 from radixcache.runtime import engine as engine_module
 from radixcache.runtime.engine import Engine
 
@@ -20,7 +20,7 @@ from radixcache.runtime.engine import Engine
 def phases(engine: Engine) -> Iterator[dict[str, list[float]]]:
     """Seconds of each call of what a step consists of, measured from outside.
 
-    "sample" waits for the device, so it holds the time that nothing else hides.
+    "read tokens" waits for the device, so it holds the time that nothing else hides.
     """
     seen: dict[str, list[float]] = defaultdict(list)
     attention: Any = engine.model.attention
@@ -28,8 +28,9 @@ def phases(engine: Engine) -> Iterator[dict[str, list[float]]]:
         _timed(engine.scheduler, "schedule", "schedule", seen),
         _timed(engine, "_batch", "page tables and groups", seen),
         _timed(attention, "_plan", "plan and upload", seen),
-        _timed(engine, "_run", "run, planning included", seen),
-        _timed(engine_module, "sample", "sample, waiting included", seen),
+        _timed(engine, "_compute", "launch, planning included", seen),
+        _timed(engine_module, "sample", "sample", seen),
+        _timed(engine, "_finish", "read tokens, waiting included, and end sequences", seen),
         _timed(engine.cache, "commit", "commit", seen),
     ):
         yield seen
@@ -65,23 +66,19 @@ def _timed(owner: Any, name: str, label: str, seen: dict[str, list[float]]) -> I
             delattr(owner, name)
 
 
-def kernels(place: Place, work: Work, count: int = 8) -> list[str]:
+def kernels(work: Work, count: int = 8) -> list[str]:
     """The longest kernels of one run of `work`, and how long the device was busy."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if place.on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    place.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:
         start = time.perf_counter()
         work()
-        place.synchronize()
+        torch.cuda.synchronize()
         wall = time.perf_counter() - start
-    kind = "CUDA" if place.on_gpu else "CPU"
-    field = "self_device_time_total" if place.on_gpu else "self_cpu_time_total"
     rows = [
-        (getattr(row, field), row.count, row.key)
+        (row.self_device_time_total, row.count, row.key)
         for row in profile.key_averages()
-        if str(row.device_type).endswith(kind) and getattr(row, field) > 0
+        if str(row.device_type).endswith("CUDA") and row.self_device_time_total > 0
     ]
     rows.sort(reverse=True)
     busy = sum(row[0] for row in rows)  # µs

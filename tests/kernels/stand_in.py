@@ -1,63 +1,109 @@
-"""The FlashInfer backend as a module of its own that runs on the stand-in for the package."""
+"""A pretended GPU on which the stand-in for FlashInfer runs, and the backend over it."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.kernels import fake_flashinfer
+from tests.pretend_cuda import Device, DeviceTensor, pretend_cuda, unwrap
+
+_BACKEND = "radixcache.kernels.flashinfer_backend"
 
 
-class FakeFence:
-    """As `Fence` on a GPU, with the stand-in's events."""
+class Gpu(NamedTuple):
+    """A pretended device, the stand-in for FlashInfer there, and the backend's module over it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = fake_flashinfer.Event()
-
-    def record(self) -> None:
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
+    device: Device
+    flashinfer: ModuleType
+    backend: ModuleType
 
 
-def load_backend() -> ModuleType:
-    """A fresh copy of the module, which takes float32 and heads of any size.
+@contextmanager
+def pretend_gpu(any_dtype: bool = True) -> Iterator[Gpu]:
+    """A GPU with FlashInfer, which whoever imports the backend by its name gets.
 
-    The module that is imported by its name, if any, stays on the real package.
+    With `any_dtype` it takes float32 and heads of 16, too, which the real kernels do not.
     """
-    found = importlib.util.find_spec("radixcache.kernels.flashinfer_backend")
+    with pretend_cuda() as device:
+        fake_flashinfer.reset()
+        fake_flashinfer.ALLOW_FLOAT32 = fake_flashinfer.ALLOW_ANY_HEAD_DIM = any_dtype
+        flashinfer = flashinfer_on(device)
+        with patch.dict(sys.modules, {"flashinfer": flashinfer}):
+            backend = _fresh_copy(_BACKEND)
+        if any_dtype:
+            backend.DTYPES = (*backend.DTYPES, torch.float32)  # type: ignore[attr-defined]
+            backend.HEAD_DIMS = (16, *backend.HEAD_DIMS)  # type: ignore[attr-defined]
+        backend._WORKSPACE = 16 << 20  # type: ignore[attr-defined]  # zeroing more takes long
+        with patch.dict(sys.modules, {"flashinfer": flashinfer, _BACKEND: backend}):
+            yield Gpu(device, flashinfer, backend)
+        fake_flashinfer.reset()
+
+
+def _fresh_copy(name: str) -> ModuleType:
+    """The module of that name, executed anew; the one that is imported, if any, stays."""
+    found = importlib.util.find_spec(name)
     assert found is not None and found.origin is not None
-    spec = importlib.util.spec_from_file_location("flashinfer_backend_on_stand_in", found.origin)
+    spec = importlib.util.spec_from_file_location(f"{name}_on_stand_in", found.origin)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    real = sys.modules.get("flashinfer")
-    sys.modules["flashinfer"] = fake_flashinfer
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
+    with patch.dict(sys.modules, {spec.name: module}):  # dataclasses look their module up
         spec.loader.exec_module(module)
-    finally:
-        del sys.modules["flashinfer"], sys.modules[spec.name]
-        if real is not None:
-            sys.modules["flashinfer"] = real
-    module.DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # type: ignore[attr-defined]
-    module.HEAD_DIMS = (16, 64, 128, 256)  # type: ignore[attr-defined]
-    module.Fence = FakeFence  # type: ignore[attr-defined]
     return module
 
 
-def what_a_graph_keeps(step: Any) -> list[object]:
-    """Addresses and wrappers of a captured step; the wrappers have buffers of their own."""
-    kept = [None if step.in_group is None else step.in_group.data_ptr()]
-    for part in [*step.parts, *([] if step.shared is None else [step.shared])]:
-        kept += [part.rows, *map(id, part.wrappers.values())]
-        assert all(wrapper._graph for wrapper in part.wrappers.values())  # buffers of its own
-    for part in step.parts:
-        tables = part.tables
-        appended = (tables.sequence, tables.position, tables.kv_indptr, tables.indices)
-        kept += [array.device.data_ptr() for array in appended]
-    return kept
+def flashinfer_on(device: Device) -> ModuleType:
+    """The stand-in for FlashInfer with its kernels on a pretended device."""
+    module = ModuleType("flashinfer")
+    module.__dict__.update(vars(fake_flashinfer))
+    for name, value in vars(fake_flashinfer).items():
+        if name.startswith("Batch"):
+            setattr(module, name, _wrapper_on(device, value))
+
+    def append(*, kv_indices: torch.Tensor, **arrays: Any) -> None:
+        # A kernel gets the address alone: a graph may read more page numbers than at its capture.
+        length = kv_indices.untyped_storage().nbytes() // 4 - kv_indices.storage_offset()
+        everything = kv_indices.as_strided((length,), (1,))
+        fake_flashinfer.append_paged_kv_cache(kv_indices=everything, **arrays)
+
+    for name, kernel in (
+        ("append_paged_kv_cache", append),
+        ("merge_state_in_place", fake_flashinfer.merge_state_in_place),
+    ):
+        setattr(module, name, functools.partial(device.launch, kernel))
+    return module
+
+
+def _wrapper_on(device: Device, wrapper: type) -> type:
+    class OnDevice(wrapper):
+        def __init__(self, workspace: torch.Tensor, **options: Any) -> None:
+            for name, value in {"the workspace": workspace, **options}.items():
+                assert not isinstance(value, torch.Tensor) or isinstance(value, DeviceTensor), (
+                    f"{name} is not on the device"
+                )
+            with _disable_current_modes():
+                super().__init__(unwrap(workspace), **unwrap(options))
+
+        def plan(self, **arrays: Any) -> None:
+            assert device.capturing is None, "plan() in a capture"
+            for name, value in arrays.items():
+                if isinstance(value, torch.Tensor):
+                    on_device = isinstance(value, DeviceTensor)
+                    assert on_device == name.endswith("indices"), f"{name} is on the wrong side"
+                    assert on_device or device.is_pinned(value), f"{name} is not pinned"
+            with _disable_current_modes():
+                super().plan(**unwrap(arrays))
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            return device.launch(super().run, *args, **kwargs)
+
+    return OnDevice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from radixcache.kernels import choice
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.torch_backend import TorchBackend
 from tests.kernels import fake_flashinfer
-from tests.kernels.stand_in import load_backend
+from tests.kernels.stand_in import Gpu, pretend_gpu
 
 KINDS = [LayerKind(8, 2, 64, 64, 0.125), LayerKind(8, 2, 64, 64, 0.125, window=100)]
 GPU = torch.device("cuda", 0)
@@ -20,28 +21,9 @@ NAME = "radixcache.kernels.flashinfer_backend"
 
 
 @pytest.fixture(autouse=True)
-def clean_stand_in():
-    fake_flashinfer.reset()
-    yield
-    fake_flashinfer.reset()
-
-
-def on_cpu(monkeypatch, module) -> None:
-    """Let the module that would run on a GPU run on the CPU."""
-    real = module.FlashInferBackend
-
-    def make(device, dtype, kinds):
-        return real(torch.device("cpu"), dtype, kinds)
-
-    monkeypatch.setattr(module, "FlashInferBackend", make)
-    monkeypatch.setattr(choice, "TorchBackend", lambda device: TorchBackend("cpu"))
-    tried = choice.try_out
-    monkeypatch.setattr(
-        choice,
-        "try_out",
-        lambda b, device, dtype, kinds: tried(b, torch.device("cpu"), dtype, kinds),
-    )
-    monkeypatch.setitem(sys.modules, NAME, module)
+def gpu() -> Iterator[Gpu]:
+    with pretend_gpu(any_dtype=False) as gpu:
+        yield gpu
 
 
 def test_a_cpu_takes_torch_and_imports_nothing(monkeypatch, caplog) -> None:
@@ -50,8 +32,7 @@ def test_a_cpu_takes_torch_and_imports_nothing(monkeypatch, caplog) -> None:
     assert isinstance(backend, TorchBackend) and not caplog.records
 
 
-def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(monkeypatch, caplog) -> None:
-    on_cpu(monkeypatch, load_backend())
+def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(caplog) -> None:
     caplog.set_level(logging.INFO)
     backend = choice.choose_backend(GPU, torch.bfloat16, KINDS)
     assert backend.name.startswith("FlashInfer 0.")
@@ -64,7 +45,6 @@ def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(monkeypatch, caplog) 
 
 def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, NAME, None)
-    monkeypatch.setattr(choice, "TorchBackend", lambda device: TorchBackend("cpu"))
     backend = choice.choose_backend(GPU, torch.bfloat16, KINDS)
     assert isinstance(backend, TorchBackend)
     (record,) = caplog.records
@@ -76,18 +56,12 @@ def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) ->
     (torch.float64, KINDS, "not torch.float64"),
     (torch.bfloat16, [LayerKind(4, 4, 80, 80, 0.1)], "no kernel for heads of 80/80"),
 ])  # fmt: skip
-def test_what_flashinfer_cannot_do_falls_back_with_the_reason(
-    monkeypatch, caplog, dtype, kinds, reason
-) -> None:
-    on_cpu(monkeypatch, load_backend())
+def test_what_flashinfer_cannot_do_falls_back_with_the_reason(caplog, dtype, kinds, reason) -> None:
     assert isinstance(choice.choose_backend(GPU, dtype, kinds), TorchBackend)
     assert reason in caplog.text
 
 
 def test_kernels_that_fail_or_compute_nonsense_fall_back(monkeypatch, caplog) -> None:
-    module = load_backend()
-    on_cpu(monkeypatch, module)
-
     def fail(*args, **kwargs):
         raise RuntimeError("nvcc not found\nmore lines")
 
@@ -96,7 +70,6 @@ def test_kernels_that_fail_or_compute_nonsense_fall_back(monkeypatch, caplog) ->
     assert "does not run here: nvcc not found" in caplog.text and "more lines" not in caplog.text
     monkeypatch.undo()
     caplog.clear()
-    on_cpu(monkeypatch, load_backend())
     decode = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
 
     def garbage(self, q, pages, *, out, **options):

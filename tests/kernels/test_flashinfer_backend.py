@@ -12,21 +12,18 @@ from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.upload import Upload
 from tests.kernels import fake_flashinfer
 from tests.kernels.reference import Step, make_batch, make_step, naive_attention
-from tests.kernels.stand_in import load_backend, what_a_graph_keeps
-from tests.kernels.test_torch_backend import SHAPES, error
+from tests.kernels.stand_in import Gpu, pretend_gpu
+from tests.kernels.test_torch_backend import SHAPES
+from tests.kernels.test_torch_backend import error as error_on_cpu
+from tests.pretend_cuda import CUDA
 
 HEADS = {"mha": (4, 4), "gqa 2": (4, 2), "gqa 4": (8, 2), "gqa 8": (8, 1)}
 
 
-BACKEND = load_backend()
-
-
 @pytest.fixture(autouse=True)
-def clean_stand_in() -> Iterator[None]:
-    fake_flashinfer.reset()
-    fake_flashinfer.ALLOW_FLOAT32 = fake_flashinfer.ALLOW_ANY_HEAD_DIM = True
-    yield
-    fake_flashinfer.reset()
+def gpu() -> Iterator[Gpu]:
+    with pretend_gpu() as gpu:
+        yield gpu
 
 
 def kind_of(step: Step, scale: float, window: int | None = None, softcap: float | None = None):
@@ -35,7 +32,9 @@ def kind_of(step: Step, scale: float, window: int | None = None, softcap: float 
 
 
 def make_backend(*kinds: LayerKind, dtype: torch.dtype = torch.float32):
-    return BACKEND.FlashInferBackend(torch.device("cpu"), dtype, kinds)
+    from radixcache.kernels.flashinfer_backend import FlashInferBackend  # over the stand-in
+
+    return FlashInferBackend(CUDA, dtype, kinds)
 
 
 def attend(backend, step: Step, batch: PagedBatch | None = None, fixed: bool = False, **options):
@@ -46,7 +45,13 @@ def attend(backend, step: Step, batch: PagedBatch | None = None, fixed: bool = F
 
 def run(backend, step: Step, **options) -> torch.Tensor:
     pages = (step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0))  # the pool starts as zeros
-    return backend.run(step.query, step.key, step.value, *pages, **options)
+    inputs = [t.to(CUDA) for t in (step.query, step.key, step.value, *pages)]
+    return backend.run(*inputs, **options)
+
+
+def error(step: Step, out: torch.Tensor, **options) -> float:
+    assert out.device == CUDA
+    return error_on_cpu(step, out.cpu(), **options)
 
 
 def with_shared(batch: PagedBatch, *groups: tuple[int, int, int]) -> PagedBatch:
@@ -129,7 +134,7 @@ def test_a_new_token_sees_what_another_sequence_of_the_step_writes() -> None:
         step.k_pages[page], step.v_pages[page] = shared.k_pages[number], shared.v_pages[number]
     step.k_pages, step.v_pages = step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0)
     out = attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
-    assert np.abs(out.double().numpy() - naive_attention(step, scale=0.3)).max() < 2e-5
+    assert np.abs(out.cpu().double().numpy() - naive_attention(step, scale=0.3)).max() < 2e-5
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -161,38 +166,45 @@ def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(page_size, t
 
 
 def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
-    """Two graphs of different sizes and a cascade, replayed with other tables in turn."""
-    first = make_step(1, [(1, n) for n in (30, 5, 77)], page_size=4)
-    kind = kind_of(first, 0.3)
-    backend = make_backend(kind)
+    """Graphs of two sizes, flat and with a cascade, replayed with other tables in turn."""
+    backend = make_backend(kind_of(make_step(1, [(1, 30)]), 0.3))
     backend.allocate_fixed(8, 600)
-    captured: dict[tuple[int, bool], list[object]] = {}
-    for seed in range(2, 18):
+    pages = torch.zeros(2, 200, 4, 2, 16, device=CUDA)
+    captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, list, list, torch.Tensor]] = {}
+    for seed in range(2, 26):
         rng = np.random.default_rng(seed)
         size, share = int(rng.choice([3, 8])), int(rng.integers(0, 2)) * 8
         lens = [(1, 4 * share + int(rng.integers(0, 50))) for _ in range(size)]
         step = make_step(seed, lens, page_size=4, share=share)
-        groups = [(0, size, share)]
-        if size == 8 and rng.random() < 0.5:
-            groups = [(0, 4, share), (4, 4, share - 1)]
+        choices = [[(0, size, share)], [(0, 4, share), (4, 4, share - 1)], [(0, 5, share)]]
+        groups = choices[rng.integers(3) if size == 8 else 0]
         batch = with_shared(step.batch, *groups) if share else step.batch
-        ids, positions = backend.plan_fixed(batch, np.arange(size), batch.positions())
-        baked_in = [ids.data_ptr(), positions.data_ptr(), *what_a_graph_keeps(backend._step)]
-        assert captured.setdefault((size, bool(share)), baked_in) == baked_in
-        out = run(backend, step, scale=0.3)
+        given = backend.plan_fixed(batch, np.arange(size), batch.positions())
+        if (size, bool(share)) not in captured:
+            inputs = [torch.zeros(t.shape, device=CUDA) for t in (step.query, step.key, step.value)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = backend.run(*inputs, *pages, scale=0.3)
+            captured[size, bool(share)] = graph, inputs, given, out
+        graph, inputs, (ids, positions), out = captured[size, bool(share)]
+        for fixed, new in zip(inputs, (step.query, step.key, step.value), strict=True):
+            fixed.copy_(new)
+        for side, new in zip(pages, (step.k_pages, step.v_pages), strict=True):
+            side[: len(new)] = new.nan_to_num(0)
+        graph.replay()
         assert error(step, out, scale=0.3) < 2e-5
         assert ids.tolist() == list(range(size)) and positions.tolist() == [n for _, n in lens]
     assert len(captured) == 4
 
 
-def test_the_pinned_buffers_are_not_overwritten_while_they_are_read() -> None:
+def test_the_pinned_buffers_are_not_overwritten_while_they_are_read(monkeypatch) -> None:
     step = make_step(4, SHAPES["mixed"])
     backend = make_backend(kind_of(step, 0.3))
-    attend(backend, step, scale=0.3)
-    attend(backend, step, scale=0.3)
-    names = [call[0] for call in fake_flashinfer.calls]
-    second = len(names) // 2
-    assert "synchronize" in names[second - 1 : second + 2] and names.count("record") == 2
+    for _ in range(3):
+        backend.plan(step.batch)
+    monkeypatch.setattr(backend._fence, "wait", lambda: None)
+    with pytest.raises(AssertionError, match="in flight"):
+        backend.plan(step.batch)
 
 
 def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:
@@ -212,10 +224,12 @@ def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:
 
 
 def test_uploads_keep_their_place_until_they_outgrow_it() -> None:
-    upload = Upload(torch.device("cpu"), 64)
+    upload = Upload(CUDA, 64)
     a, b = upload([np.arange(5), np.arange(3)])
+    torch.cuda.synchronize()
     c, d = upload([np.arange(5) + 1, np.arange(40)])
     assert (a.device.data_ptr(), b.device.data_ptr()) == (c.device.data_ptr(), d.device.data_ptr())
+    torch.cuda.synchronize()
     (e,) = upload([np.arange(1000)])
     assert e.device.tolist() == e.host.tolist() == list(range(1000))
 
@@ -238,10 +252,10 @@ def test_what_flashinfer_cannot_do_is_refused() -> None:
     assert not make_backend(wide).reads_shared_once
 
 
-def test_the_workspace_holds_what_a_wide_group_needs() -> None:
+def test_the_workspace_holds_what_a_wide_group_needs(gpu) -> None:
     # Without graphs, on 132 SMs: Hq * floor(264 / Hkv) * 128 * D * 4 * (1 + 1 / D) bytes.
     for heads, dim in (((32, 8), 128), ((64, 8), 128), ((32, 4), 64)):
         bound = heads[0] * (264 // heads[1]) * 128 * dim * 4 * (1 + 1 / dim)
         bound = max(bound, 256 * (heads[0] // heads[1] + 32) * heads[0] * (dim + 1) * 4)
         kind = LayerKind(*heads, dim, dim, 1.0)
-        assert BACKEND._split_kv_bytes(kind, torch.device("cpu")) == bound
+        assert gpu.backend._split_kv_bytes(kind, CUDA) == bound

@@ -1,32 +1,28 @@
-"""Decodes in graphs, and the whole engine on the FlashInfer backend, over a stand-in for it.
-
-A graph on a CPU is a computation that is run again without planning anew: as on a GPU, a replay
-sees only what `plan_fixed` has written to its buffers.
-"""
+"""Decodes in CUDA graphs, and the engine on a GPU: pretended, with a stand-in for FlashInfer."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache import PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime import decode_graphs, engine
 from radixcache.runtime.decode_graphs import DecodeGraphs, batch_sizes, pad
-from radixcache.runtime.model import PagedModel
+from radixcache.runtime.model import PagedModel, load_model
 from radixcache.runtime.scheduler import Scheduler
 from tests import engines
 from tests.engines import generated, plain_greedy, run
 from tests.kernels import fake_flashinfer
-from tests.kernels.stand_in import load_backend, what_a_graph_keeps
+from tests.kernels.stand_in import Gpu, pretend_gpu
 from tests.models import tiny_model
-
-BACKEND = load_backend()
 
 
 @pytest.fixture(scope="module")
@@ -36,47 +32,23 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    fake_flashinfer.reset()
-    fake_flashinfer.ALLOW_FLOAT32 = fake_flashinfer.ALLOW_ANY_HEAD_DIM = True
-    monkeypatch.setattr(
-        "radixcache.runtime.model.choose_backend",
-        lambda device, dtype, kinds: BACKEND.FlashInferBackend(device, dtype, kinds),
-    )
+def gpu(monkeypatch) -> Iterator[Gpu]:
     monkeypatch.setattr(engines, "paged_model", load)
-    monkeypatch.setattr(decode_graphs, "_Capture", FakeCapture)
-    FakeCapture.replays.clear()
-    yield
-    fake_flashinfer.reset()
+    with pretend_gpu() as gpu:
+        yield gpu
 
 
 def load(path: Path) -> PagedModel:
-    """A model of its own: backends keep state."""
-    return PagedModel(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+    """A model of its own on the GPU: backends keep state."""
+    model = load_model(path, device="cuda", dtype="float32")
+    fake_flashinfer.calls.clear()  # which were to try the kernels out
+    return model
 
 
-class FakeCapture:
-    """Runs the captured computation again."""
-
-    replays: list[int] = []  # noqa: RUF012
-
-    def __init__(self, device):
-        pass
-
-    def __call__(self, compute):
-        graphs = compute.func.__self__
-        fake_flashinfer.SPARE_PAGES.add(graphs._pool.spare_page)
-        compute()
-        attention = graphs._model.attention
-        kept = what_a_graph_keeps(attention._step)
-
-        def replay():
-            assert what_a_graph_keeps(attention._step) == kept, "a graph would read elsewhere"
-            result = compute()
-            self.replays.append(len(result))
-            return result
-
-        return replay
+def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
+    """Batch sizes that were captured, without shared prefixes and with them."""
+    assert made._graphs is not None
+    return {key for key, replay in made._graphs._replays.items() if replay is not None}
 
 
 def test_sizes_grow_and_end_with_the_largest_batch() -> None:
@@ -117,20 +89,30 @@ def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cach
     made = engines.make_engine(folders[family], cache, page_size, max_num_batched_tokens=64)
     requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
-    assert FakeCapture.replays, "no step took a graph"
-    assert not any(
-        layer[0][: made.kv_pool.num_pages].isnan().any() for layer in made.kv_pool.layers
-    )
+    assert graphs_of(made), "no step took a graph"
 
 
 def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
     """12 greedy tokens, whatever they are."""
-    model = engines.plain_model(path)
-    eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
-    try:
-        return plain_greedy(path, prompt, 12)
-    finally:
-        model.generation_config.eos_token_id = eos
+    with _disable_current_modes():
+        model = engines.plain_model(path)
+        eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+        try:
+            return plain_greedy(path, prompt, 12)
+        finally:
+            model.generation_config.eos_token_id = eos
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_without_flashinfer_plain_torch_serves_the_gpu(folders, monkeypatch, family) -> None:
+    monkeypatch.setitem(sys.modules, "radixcache.kernels.flashinfer_backend", None)
+    rng = np.random.default_rng(6)
+    stem = rng.integers(0, 256, 40).tolist()
+    prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 5)]
+    made = engines.make_engine(folders[family], page_size=4, max_num_batched_tokens=64)
+    assert made.model.attention.name.startswith("torch")
+    requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
 
 
 def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, monkeypatch) -> None:
@@ -153,7 +135,7 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, monkey
     assert generated(run(made, prompts, params)) == flat
     assert max(grouped) == 2
     assert [call for call in fake_flashinfer.calls if call[0] == "merge"]
-    assert 16 in FakeCapture.replays  # eleven rows, filled up
+    assert (16, True) in graphs_of(made)  # eleven rows, filled up
 
 
 def test_completions_of_one_prompt_share_it(folders, monkeypatch) -> None:
@@ -195,20 +177,25 @@ def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> N
     assert narrow.run(np.arange(3, dtype=np.int32), three) is None  # three pages and a spare one
 
 
-def test_without_a_graph_decodes_run_all_the_same(folders, monkeypatch, caplog) -> None:
+def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, caplog) -> None:
     """A capture that fails, for want of memory say, is told once and not tried again."""
-    tries = []
+    tries: list[int] = []
 
-    def fail(self, compute):
+    def fail(self, *inputs):
+        if gpu.device.capturing is None:
+            return computes(self, *inputs)
         tries.append(1)
         raise RuntimeError("out of memory\nmore lines")
 
-    monkeypatch.setattr(FakeCapture, "__call__", fail)
+    main = torch.cuda.current_stream()
+    computes = DecodeGraphs._compute
+    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = run(engines.make_engine(folders["llama"]), [prompt], params)
     assert generated(requests) == [[plain_greedy_all(folders["llama"], prompt)]]
     (record,) = caplog.records
+    assert torch.cuda.current_stream() is main
     assert len(tries) == 1 and record.getMessage().endswith("without a CUDA graph: out of memory")
 
 
@@ -258,7 +245,6 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
     prompts = [stem + rng.integers(0, 256, 1 + i).tolist() for i in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=5 + i, ignore_eos=True) for i in range(6)]
     made = engines.make_engine(folders["llama"], page_size=4)
-    made._runs_ahead = True
     requests = [made.add_request(p, one) for p, one in zip(prompts, params, strict=True)]
     ahead = 0
     while made.has_work:
@@ -267,8 +253,56 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
         ahead += made._ahead is not None
     expected = [plain_greedy_all(folders["llama"], p)[: 5 + i] for i, p in enumerate(prompts)]
     assert [tokens for (tokens,) in generated(requests)] == expected
-    assert ahead > 3 and FakeCapture.replays
+    assert ahead > 3 and graphs_of(made)
     assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temperature) -> None:
+    """Also while sequences draw, and end one after the other."""
+    made = engines.make_engine(folders["llama"], page_size=4)
+    rng = np.random.default_rng(4)
+    for length in range(4, 9):
+        params = SamplingParams(
+            temperature=temperature, top_k=9, top_p=0.9, seed=length % 2 or None,
+            max_tokens=length, ignore_eos=True,
+        )  # fmt: skip
+        made.add_request(rng.integers(0, 256, 20).tolist(), params)
+    made.step()  # the prompts
+    while made.has_work:
+        captured = graphs_of(made)
+        gpu.device.waits.clear()
+        runs_ahead = made._ahead is not None
+        made.step()
+        if graphs_of(made) == captured and runs_ahead:
+            # For the plan's pinned buffers, and for tokens: not for the step that follows.
+            assert len(gpu.device.waits) <= 2
+            assert all(gpu.device.waits) or made._ahead is None
+    assert graphs_of(made)
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_logprobs_are_of_the_step_that_gave_the_token(folders, ends_first) -> None:
+    """The next replay overwrites the logits, also if it is for others alone."""
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    long, short = 12, 6
+    params = SamplingParams(
+        temperature=0, logprobs=2, max_tokens=short if ends_first else long, ignore_eos=True
+    )
+    found = []
+    for others in ([], [[2, 7, 1, 8]]):
+        made = engines.make_engine(folders["llama"], page_size=4)
+        request = made.add_request(prompt, params)
+        for other in others:
+            rest = SamplingParams(
+                temperature=0, max_tokens=long if ends_first else short, ignore_eos=True
+            )
+            made.add_request(other, rest)
+        engines.finish(made)
+        assert graphs_of(made)
+        found.append(request.sequences[0].logprobs)
+    for alone, together in zip(*found, strict=True):
+        assert together == pytest.approx(alone, abs=1e-4)
 
 
 def test_a_prefill_chunk_of_one_token_is_no_decode(folders) -> None:
