@@ -15,7 +15,7 @@ from bench.peers.engines.memory import held_bytes
 from bench.peers.engines.report import FIGURES, Results, Turn, agreements, tables, targets
 from bench.peers.engines.transformers_batch import TransformersBatch
 from bench.peers.engines.worker import load
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.models import VOCAB_SIZE, continuous_batching, tiny_model
 
 
 class Recorder:
@@ -108,6 +108,7 @@ def test_an_answer_of_another_length_is_refused():
         cases.run("W1", Stops(), SIZES["quick"], 0)
 
 
+@continuous_batching
 @pytest.mark.parametrize("seed", [0])
 def test_engines_that_run_here_agree_on_every_answer(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "VOCAB", VOCAB_SIZE)

@@ -21,6 +21,7 @@ from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import DeviceLost, Figure, NotRun, Report
 from radixcache.bench.gpu.sizes import FULL, SMALL
 from radixcache.runtime import engine
+from tests.models import continuous_batching
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,6 +103,7 @@ def test_the_same_requests_prefill_least_with_a_radix_tree(rehearsed) -> None:
     assert prefilled["radix, page 16"] < prefilled["hash-block 16"]
 
 
+@continuous_batching
 def test_the_peer_answers() -> None:
     place = Place(torch.device("cpu"), torch.float32, ModuleType("none"), ModuleType("none"), SMALL)
     (figure,) = peers._peer(place, random_llama(place, SMALL.big))
