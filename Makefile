@@ -26,7 +26,7 @@ help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
 
-demo: $(VENV)/.stamp-runtime  ## answer questions over a shared prompt, with the cache and without
+demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
 	@$(BIN)/radixcache demo $(ARGS)
 
 test: $(VENV)/.stamp-dev  ## run the tests

@@ -146,6 +146,9 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest("--arrivals trace needs a file with times: --format mooncake, alone")
     if args.report is not None and args.report.suffix not in (".html", ".md"):
         raise InvalidRequest(f"a report ends in .html or .md, not {args.report.name!r}")
+    for path in (args.report, args.json):  # not after minutes, with nothing to show for them
+        if path is not None and not path.parent.is_dir():
+            raise InvalidRequest(f"cannot write {path}: no such folder")
 
 
 def _serving(args: argparse.Namespace) -> Serving:

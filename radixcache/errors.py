@@ -24,7 +24,7 @@ class PinError(RadixCacheError, ValueError):
 
 
 class InvalidRequest(RadixCacheError, ValueError):
-    """A prompt or a sampling parameter that no engine state could make valid."""
+    """An argument that no state could make valid: a prompt, a sampling parameter, a pool's size."""
 
 
 class ModelError(RadixCacheError, ValueError):

@@ -165,7 +165,7 @@ class HashBlockCache(PrefixCache):
         pin_budget: int | None = None,
     ) -> None:
         if pool.num_free < pool.num_pages:
-            raise ValueError("the hash-block cache needs a pool of its own, with all pages free")
+            raise InvalidRequest("the hash-block cache needs a pool of its own, all pages free")
         if pool.num_pages < 2:
             raise InvalidRequest("hash-block caching never uses page 0: one page is not enough")
         self.pool = pool

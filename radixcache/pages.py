@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.errors import OutOfPages
+from radixcache.errors import InvalidRequest, OutOfPages
 
 Pages = NDArray[np.int32]
 """Page numbers, one-dimensional int32."""
@@ -67,7 +67,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ValueError(
+            raise InvalidRequest(
                 f"a pool needs at least one page of one token, not {num_pages} of {page_size}"
             )
         self.num_pages = num_pages

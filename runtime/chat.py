@@ -42,19 +42,19 @@ class Chat:
         twin.messages = [*self.messages]
         return twin
 
-    def ask(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
+    def ask(self, text: str, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Say `text`; returns the answer, which is part of the conversation from now on."""
-        *_, output = self.stream(text, params)
+        *_, output = self.stream(text, sampling_params)
         return output
 
     def stream(
-        self, text: str, params: SamplingParams | None = None
+        self, text: str, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Say `text`, yielding the answer's state after every token.
 
         A turn that is not read to its end leaves the conversation as it was before it.
         """
-        params = params or self.llm.default_params
+        params = sampling_params or self.llm.default_params
         if params.n != 1:
             raise InvalidRequest("a conversation goes on with one answer: n must be 1")
         messages = [*self.messages, {"role": "user", "content": text}]

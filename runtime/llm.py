@@ -135,7 +135,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prefix: str | None = None,
         cache_salt: str | None = None,
@@ -145,7 +145,7 @@ class LLM:
 
         Args:
             prompts: strings, or dicts with "prompt_token_ids".
-            params: one for all or one for each; by default the model's own generation settings.
+            sampling_params: one for all or one for each; by default the model's own settings.
             prefix: name of a pinned prefix that each prompt goes on from; see `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
@@ -154,12 +154,13 @@ class LLM:
             InvalidRequest: any prompt is unusable; then none is run.
             PinError: no prefix of that name is pinned.
         """
-        return self._run_all(self.add_requests(prompts, params, cache_salt, prefix), use_tqdm)
+        requests = self.add_requests(prompts, sampling_params, cache_salt, prefix)
+        return self._run_all(requests, use_tqdm)
 
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         prefix: str | None = None,
         cache_salt: str | None = None,
@@ -168,7 +169,7 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        return self._stream(self.add_requests(prompt, params, cache_salt, prefix)[0])
+        return self._stream(self.add_requests(prompt, sampling_params, cache_salt, prefix)[0])
 
     def explain(
         self, prompt: Prompt, *, prefix: str | None = None, cache_salt: str | None = None
@@ -218,7 +219,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
@@ -232,7 +233,7 @@ class LLM:
         render = self.history.tokenizer.render_chat
         texts = [self.history.encode(render(one), cache_salt) for one in conversations]
         prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
-        outputs = self.generate(prompts, params, cache_salt=cache_salt, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, sampling_params, cache_salt=cache_salt, use_tqdm=use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
             for completion in output.outputs:
                 self.history.remember(text, completion.token_ids)

@@ -286,11 +286,13 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
     try:
         return read(str(name_or_path), trust_remote_code=False)
     except Exception as error:
-        if not Path(name_or_path).is_dir():
+        reason = _first_line(error)
+        # What transformers does not find is an OSError; so is a model that must be asked for first.
+        absent = isinstance(error, OSError) and "gated repo" not in reason
+        if absent and not Path(name_or_path).is_dir():
             raise ModelError(
                 f"no model at {name_or_path}: no such folder, and no model of that name in reach"
             ) from None
-        reason = _first_line(error)
         raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
 
 

@@ -151,6 +151,6 @@ def _score(logits: torch.Tensor, tokens: Tokens, width: int) -> Scores:
         own = torch.from_numpy(tokens[start : start + step].astype(np.int64)).to(logits.device)
         ids = torch.cat((own[:, None], part.topk(width - 1).indices), dim=1)
         logprobs = part.gather(1, ids) - part.logsumexp(-1, keepdim=True)
-        scores["token"][start : start + step] = ids.cpu()
-        scores["logprob"][start : start + step] = logprobs.cpu()
+        scores["token"][start : start + step] = ids.cpu().numpy()
+        scores["logprob"][start : start + step] = logprobs.cpu().numpy()
     return scores

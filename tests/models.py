@@ -52,6 +52,7 @@ _MIXERS = {"layer_types": ["linear_attention", "full_attention", "linear_attenti
 
 # What a family's config needs beside `_BASE`. Families not listed need nothing.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {},
     "llama": {},
     "qwen2": {},
     "qwen3": {},

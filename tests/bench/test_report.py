@@ -152,6 +152,8 @@ def test_a_file_is_replayed(tmp_path, capsys):
         (["--arrivals", "poisson"], "needs a --rate"),
         (["--arrivals", "trace"], "needs a file with times"),
         (["--report", "x.pdf"], "a report ends in .html or .md"),
+        (["--report", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
+        (["--json", "/nowhere/x"], "cannot write /nowhere/x: no such folder"),
         (["nothing"], "no workload 'nothing'"),
         (["--file", "/nowhere", "--format", "mooncake"], "cannot read /nowhere"),
     ],

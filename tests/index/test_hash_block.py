@@ -677,7 +677,7 @@ def test_misuse_is_refused() -> None:
     cache.release(lease)
     with pytest.raises(LeaseError):
         cache.release(lease)
-    with pytest.raises(ValueError, match="a pool of its own"):
+    with pytest.raises(InvalidRequest, match="a pool of its own"):
         HashBlockCache(cache.pool)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from radixcache import (
+    InvalidRequest,
     Lease,
     LeaseError,
     NoCache,
@@ -831,7 +832,7 @@ def test_a_call_that_makes_no_sense_changes_nothing(
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (-1, 4), (4, 0), (4, -1)])
 def test_a_pool_of_nothing_is_refused(num_pages: int, page_size: int) -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(InvalidRequest, match="at least one"):
         PagePool(num_pages, page_size)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import PagedBatch
@@ -175,6 +175,10 @@ def test_an_unlisted_family_passes_through_conformance(
     assert relative_error(run_steps(model, sequences, STEPS[0], 4), plain) < 1e-4
 
 
+def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> None:
+    assert set(FAMILIES) == conformance.VERIFIED
+
+
 def test_conformance_refuses_logits_that_differ(llama, monkeypatch) -> None:
     model = load_model(llama, device="cpu")
     conformance.check_logits(model)
@@ -249,6 +253,24 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(llama, tmp_path) -> None:
     assert "nonesuch" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "does not load" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("a/b is not a local folder"), "no model at a/b: no such folder"),
+        (OSError("You are trying to access a gated repo.\nMake sure"), "a gated repo"),
+        (ValueError("The repository a/b contains custom code\nmore"), "contains custom code"),
+    ],
+)
+def test_a_model_of_the_hub_that_does_not_load_is_not_called_absent(error, said, monkeypatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=said) as refused:
+        load_model("a/b", device="cpu")
+    assert ("no such folder" in str(refused.value)) == ("no such folder" in said)
 
 
 def test_dtypes_and_devices(llama) -> None:
