@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Detokenizer:
@@ -25,13 +26,14 @@ class Detokenizer:
         self._window = 0
         self._read = 0
         self._emitted = 0
+        self._unreadable = False
         self.text = ""
         self.stopped_by: str | None = None
 
     def append(self, token: int) -> None:
         """Add a token; sets `stopped_by` when the text now holds a stop string."""
         self._ids.append(token)
-        if self._stop_strings:
+        if self._stop_strings or self._unreadable:
             self._catch_up()
 
     def finish(self) -> None:
@@ -41,8 +43,10 @@ class Detokenizer:
 
     def _catch_up(self, *, to_the_end: bool = False) -> None:
         """Decode what is new, up to the last whole character or to the end."""
+        self._unreadable = True  # if `decode` raises
         known = self._decode(self._ids[self._window : self._read])
         text = self._decode(self._ids[self._window :])
+        self._unreadable = False
         if to_the_end or (len(text) > len(known) and not text.endswith("\ufffd")):
             self._window, self._read = self._read, len(self._ids)
             self._add(text[len(known) :])
@@ -59,10 +63,19 @@ class Detokenizer:
             at, self.stopped_by = min(hits)
             self.text = self.text[:at]
 
+    @property
+    def shown(self) -> str:
+        """The text that `take` has given so far."""
+        return self.text[: self._emitted]
+
     def take(self, finished: bool) -> str:
-        """The text since the last call, less a tail that may be the start of a stop string."""
-        if self._read < len(self._ids) and self.stopped_by is None:
-            self._catch_up()
+        """The text since the last call, less a tail that may be the start of a stop string.
+
+        Where `decode` raises, there is no more text; the next `append` or `finish` raises then.
+        """
+        if self._read < len(self._ids) and self.stopped_by is None and not self._unreadable:
+            with suppress(Exception):
+                self._catch_up()
         end = len(self.text)
         if not finished:
             end -= self._held_back()

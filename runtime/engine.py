@@ -67,6 +67,9 @@ class Engine:
         self._runs_ahead = model.device.type != "cpu"
         self.failed_step: list[Sequence] = []
         """What was running when a step failed last: one of them may be the cause."""
+        self._changed: dict[Request, None] = {}
+        """Requests that `step` has yet to tell of: those of a step that failed after it had read
+        some of its tokens."""
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
@@ -77,20 +80,21 @@ class Engine:
         try:
             step = self._ahead or self._launch()
             self._ahead = None
-            changed = self.scheduler.take_failed()
             if step is not None:
                 self._ahead = self._launch_ahead(step)
-                changed += self._finish(step)
+                self._finish(step)
         except BaseException:
             self._ahead = None
             self.failed_step = self.scheduler.recover()
             raise
-        return changed
+        changed = dict.fromkeys(self.scheduler.take_failed()) | self._changed
+        self._changed = {}
+        return [*changed]
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether a request is waiting or running, or has ended and no `step` has said so."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._changed)
 
     def add_request(
         self,
@@ -125,6 +129,7 @@ class Engine:
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, "abort")
         request.note_end()
+        self._changed.pop(request, None)
 
     def _max_tokens(self, tokens: np.ndarray, params: SamplingParams) -> int:
         """How many tokens the request may generate at most."""
@@ -153,7 +158,8 @@ class Engine:
     def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
         if params.seed is None:
             return self._generator
-        return torch.Generator(self.model.device).manual_seed(params.seed + index)
+        seed = (params.seed + index) % (1 << 63)  # any integer is a seed
+        return torch.Generator(self.model.device).manual_seed(seed)
 
     def _launch(self) -> _Launched | None:
         """Schedule a step and enqueue it; None if there is nothing to do."""
@@ -270,29 +276,30 @@ class Engine:
         tokens = sample(logits, params, [sequence.generator for sequence in sequences])
         return _Launched(sequences, logits, tokens, Fetch(tokens))
 
-    def _finish(self, step: _Launched) -> list[Request]:
-        """Read the tokens of a step; returns the requests that got one."""
-        sequences = []
+    def _finish(self, step: _Launched) -> None:
+        """Read the tokens of a step, and note the requests that got one."""
         for row, (sequence, token) in enumerate(
             zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
             if sequence.finish_reason is not None:  # since the step was launched
                 continue
-            sequences.append(sequence)
+            self._changed[sequence.request] = None
             if not sequence.max_tokens:  # the prompt was all
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
-            sequence.append(token)
             count = sequence.request.params.logprobs
-            if count is not None:
-                sequence.logprobs.append(top_logprobs(step.logits[row], token, count))
+            top = None if count is None else top_logprobs(step.logits[row], token, count)
+            sequence.append(token)
+            if top is not None:
+                sequence.logprobs.append(top)
             try:
                 self._finish_if_done(sequence, token)
-            except Exception as error:  # text that cannot be made ends this sequence, no other
+            except BaseException as error:  # text that cannot be made ends this sequence, no other
                 self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
+                if not isinstance(error, Exception):
+                    raise
             sequence.request.note_token()
-        return list(dict.fromkeys(sequence.request for sequence in sequences))
 
     def _finish_if_done(self, sequence: Sequence, token: int) -> None:
         params, detokenizer = sequence.request.params, sequence.detokenizer

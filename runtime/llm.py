@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from radixcache.base import PrefixCache, TokensLike, as_tokens
-from radixcache.errors import InvalidRequest, RadixCacheError
+from radixcache.errors import InvalidRequest
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -169,7 +169,9 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        return self._stream(self.add_requests(prompt, sampling_params, cache_salt, prefix)[0])
+        stream = self._stream(self.add_requests(prompt, sampling_params, cache_salt, prefix)[0])
+        next(stream)  # closing a generator that has not begun would abort nothing
+        return cast(Generator[RequestOutput, None, None], stream)
 
     def explain(
         self, prompt: Prompt, *, prefix: str | None = None, cache_salt: str | None = None
@@ -304,7 +306,7 @@ class LLM:
                 tokens = self._encode_after(prefix, prompt)
                 request = self.engine.add_request(tokens, one, prompt=text, namespace=cache_salt)
                 requests.append(request)
-        except RadixCacheError as error:
+        except BaseException as error:
             for request in requests:
                 self.engine.abort(request)
             if not isinstance(error, InvalidRequest):
@@ -335,10 +337,13 @@ class LLM:
                 self.engine.abort(request)
         return [request.output() for request in requests]
 
-    def _stream(self, request: Request) -> Generator[RequestOutput, None, None]:
+    def _stream(self, request: Request) -> Generator[RequestOutput | None, None, None]:
         try:
-            while not request.finished:
-                if request in self.engine.step():
+            yield None
+            finished = False
+            while not finished:  # also if the request ended in a step that somebody else ran
+                if request.finished or request in self.engine.step():
+                    finished = request.finished
                     yield request.output()
         finally:
             self.engine.abort(request)

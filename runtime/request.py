@@ -39,6 +39,8 @@ class Sequence:
         self.num_computed = 0
         self.cached_tokens = 0
         self.preemptions = 0
+        self.resumes = False
+        """It was put back, and some of what it finds in the cache is its own."""
         self.passed_over = 0
         self.has_waited = False
         """It was left waiting for a step once, because it would hit more then."""
@@ -100,7 +102,7 @@ class Sequence:
             text = detokenizer.take(finished=self.finish_reason is not None)
         return CompletionOutput(
             index=self.index,
-            text=detokenizer.text if detokenizer else "",
+            text=detokenizer.shown if detokenizer else "",
             new_text=text,
             token_ids=self.generated.tolist(),
             finish_reason=self.finish_reason,

@@ -144,7 +144,7 @@ class Scheduler:
             if not budget or len(self.running) >= self.max_num_seqs:
                 return
             lease = sequence.lease = self.cache.acquire(
-                sequence.tokens, sequence.request.namespace, resumed=sequence.preemptions > 0
+                sequence.tokens, sequence.request.namespace, resumed=sequence.resumes
             )
             if sequence.scoring is not None:  # what has KV but no scores is computed again
                 lease.cached_tokens = min(lease.cached_tokens, sequence.scoring.recall())
@@ -162,7 +162,7 @@ class Scheduler:
                     self.waiting.remove(sequence)
                     self.fail(sequence, str(error))
                 return
-            if not sequence.preemptions:
+            if not sequence.resumes:
                 sequence.cached_tokens = hit
             if sequence is not self.waiting[0]:
                 self.waiting[0].passed_over += 1
@@ -215,6 +215,7 @@ class Scheduler:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
         self._leave(sequence)
         sequence.preemptions += 1
+        sequence.resumes = True
         self.waiting.appendleft(sequence)
         self._short_of_pages = True
 
@@ -233,11 +234,13 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         assert sequence.lease is not None
-        if len(sequence.unpublished):
-            if self.on_publish is not None:
-                self.on_publish(sequence, sequence.num_computed)
-            self.cache.publish(sequence.lease, sequence.unpublished, written=True)
-        self._release(sequence)
+        try:
+            if len(sequence.unpublished):
+                if self.on_publish is not None:
+                    self.on_publish(sequence, sequence.num_computed)
+                self.cache.publish(sequence.lease, sequence.unpublished, written=True)
+        finally:
+            self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
@@ -260,7 +263,13 @@ class Scheduler:
         Returns those that were running.
         """
         self.cache.rollback()
+        for sequence in self.waiting:
+            if sequence.lease is not None:  # it was about to be admitted
+                self._release(sequence)
         for sequence in reversed(self.running):
+            lease = sequence.lease
+            assert lease is not None
+            sequence.resumes |= lease.num_tokens > sequence.cached_tokens
             self._release(sequence)
             self.waiting.appendleft(sequence)
         put_back, self.running = self.running, []

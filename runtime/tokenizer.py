@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from radixcache.errors import InvalidRequest
+
+
+@contextmanager
+def _only_utf8() -> Iterator[None]:
+    """Says in one sentence what tokenizers say of lone surrogates, as JSON may hold them."""
+    try:
+        yield
+    except (TypeError, UnicodeError):
+        raise InvalidRequest("the text has half a surrogate pair, which UTF-8 has not") from None
 
 
 class Tokenizer:
@@ -33,8 +43,13 @@ class Tokenizer:
             return None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the model wants around a text, such as BOS."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
+
+        Raises:
+            InvalidRequest: `text` has no UTF-8.
+        """
+        with _only_utf8():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -42,7 +57,8 @@ class Tokenizer:
 
         Only a tokenizer with `delimiters` can tell.
         """
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        with _only_utf8():
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

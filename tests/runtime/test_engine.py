@@ -16,6 +16,7 @@ from radixcache.runtime.detokenizer import Detokenizer
 from radixcache.runtime.engine import Engine
 from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
 from radixcache.runtime.request import Request
+from radixcache.runtime.sampler import top_logprobs
 from tests.engines import (
     assert_no_page_is_lost,
     finish,
@@ -257,6 +258,83 @@ def test_a_token_that_gives_no_text_ends_its_own_request_only(folder: Path) -> N
     assert bad.error is not None and "no such byte" in bad.error
     assert generated([good])[0][0] == expected(path)[1]
     assert_no_page_is_lost(engine)
+
+
+def test_a_step_that_fails_while_its_tokens_are_read_loses_and_repeats_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path(folder, "llama")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    without = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (wanted,) = generated(run(make_engine(path), [prompts(250)[1]], params))
+    engine = make_engine(path)
+    done_in_it = engine.add_request(prompts(250)[0], without)
+    request = engine.add_request(prompts(250)[1], params)
+    calls = []
+
+    def flaky(*args: Any) -> dict[int, float]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return top_logprobs(*args)
+
+    monkeypatch.setattr("radixcache.runtime.engine.top_logprobs", flaky)
+    told: list[Request] = []
+    while engine.has_work and len(calls) < 9:
+        try:
+            told += [r for r in engine.step() if r.finished]
+        except RuntimeError:
+            assert done_in_it.finished
+        engine.cache.check()
+    assert sorted(told, key=lambda r: r.request_id) == [done_in_it, request]
+    assert generated([request])[0] == wanted
+    assert len(request.sequences[0].logprobs) == 3
+    assert_no_page_is_lost(engine)
+
+
+def test_an_interrupt_while_a_request_is_admitted_loses_no_page(folder: Path) -> None:
+    engine = make_engine(model_path(folder, "llama"))
+    interrupts = iter([False, True, False])
+
+    def interrupt(*_: object) -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    engine.scheduler.on_publish = interrupt
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts(250)[:3]]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.cache.check()
+    engine.abort(requests[1])
+    finish(engine)
+    assert [generated([requests[i]])[0][0] for i in (0, 2)] == [
+        expected(model_path(folder, "llama"))[i] for i in (0, 2)
+    ]
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("fails", [1, 4])
+def test_what_a_request_computed_before_a_step_failed_is_no_hit_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    engine = make_engine(model_path(folder, "llama"), page_size=4)
+    forward, calls = engine.model.forward, []
+
+    def flaky(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == fails:
+            raise RuntimeError("device lost")
+        return forward(*args)
+
+    monkeypatch.setattr(engine.model, "forward", flaky)
+    request = engine.add_request(prompts(250)[0], SamplingParams(temperature=0, max_tokens=9, n=2))
+    for _ in range(fails):
+        try:
+            engine.step()
+        except RuntimeError:
+            break
+    finish(engine)
+    assert request.output().num_cached_tokens == 0
 
 
 def test_longest_prefix_first_overtakes_but_never_starves(folder: Path) -> None:

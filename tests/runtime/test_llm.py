@@ -141,6 +141,62 @@ def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
     llm.cache.reset()  # refuses while a lease lives
 
 
+def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> None:
+    llm.stream("never read").close()
+    assert not llm.engine.has_work
+    stream = llm.stream("never read")
+    del stream
+    assert not llm.engine.has_work
+
+
+def test_a_stream_tells_its_end_if_another_call_ran_the_last_steps(llm: LLM) -> None:
+    (whole,) = llm.generate("both", GREEDY)
+    stream = llm.stream("both", GREEDY)
+    first = next(stream)
+    llm.generate("another", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    states = [first, *stream]
+    assert states[-1].finished and states[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+    assert "".join(state.outputs[0].new_text for state in states) == whole.outputs[0].text
+    chat = Chat(llm)
+    answer = chat.stream("both", GREEDY)
+    next(answer)
+    llm.generate("another", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert list(answer)[-1].outputs[0].text == chat.messages[-1]["content"]
+    assert Chat(llm).ask("both", GREEDY).outputs[0].text == chat.messages[-1]["content"]
+
+
+def test_a_text_never_shows_what_a_stop_string_takes_back(llm: LLM) -> None:
+    text = llm.generate("stop here", GREEDY)[0].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=12, stop=text[-4:-1])
+    states = [state.outputs[0] for state in llm.stream("stop here", params)]
+    shown = ""
+    for state in states:
+        shown += state.new_text
+        assert state.text == shown
+    assert shown == text[: text.index(text[-4:-1])]
+
+
+def test_a_token_that_gives_no_text_ends_its_own_request_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine, bad = llm.generate(["fine", "bad"], GREEDY, use_tqdm=False)
+    decode, ids = llm.engine._decode, bad.outputs[0].token_ids
+    assert decode is not None
+
+    def strict(tokens: list[int]) -> str:
+        assert decode is not None
+        if tokens[:2] == ids[:2] or ids[4] in tokens[2:]:
+            raise ValueError("no such byte")
+        return decode(tokens)
+
+    monkeypatch.setattr(llm.engine, "_decode", strict)
+    outputs = llm.generate(["fine", "bad"], GREEDY, use_tqdm=False)
+    assert outputs[0].outputs == fine.outputs and outputs[0].error is None
+    assert outputs[1].error is not None and "no such byte" in outputs[1].error
+    *_, last = llm.stream("bad", GREEDY)
+    assert last.error is not None and "no such byte" in last.error
+
+
 def test_metrics_say_where_the_tokens_went(llm: LLM) -> None:
     llm.cache.reset()
     first, second = (llm.generate("metrics " * 8, GREEDY)[0] for _ in range(2))
@@ -289,6 +345,19 @@ def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None
     assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
+def test_an_error_nobody_foresaw_leaves_nothing_queued(llm: LLM) -> None:
+    with pytest.raises(AttributeError):
+        llm.generate(["fine", "not fine"], [GREEDY, {"temperature": 0}])  # type: ignore[list-item]
+    assert not llm.engine.has_work
+
+
+def test_any_integer_is_a_seed(llm: LLM) -> None:
+    for seed in (-1, 1 << 70):
+        params = SamplingParams(seed=seed, n=2, max_tokens=3, ignore_eos=True)
+        one, other = (llm.generate("seeds", params)[0] for _ in range(2))
+        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
+
+
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
@@ -296,6 +365,7 @@ def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None
         ("x" * 600, "the context of 512 leaves no room"),
         (3, "a prompt is a string or"),
         ({"tokens": [1]}, "a prompt is a string or"),
+        ("half a pair: \ud83d", "half a surrogate pair"),
     ],
 )
 def test_bad_prompts_are_one_sentence(llm: LLM, prompt: object, sentence: str) -> None:

@@ -199,6 +199,26 @@ def test_waiting_requests_survive_the_failure_of_those_that_run(
         server.assert_idle()
 
 
+def test_a_token_that_gives_no_text_ends_its_own_stream_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    def decode(ids: list[int]) -> str:
+        if ids:
+            raise IndexError("no such piece")
+        return ""
+
+    with live(llm) as server:
+        monkeypatch.setattr(llm.engine, "_decode", decode)
+        with httpx.stream(
+            "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
+        ) as response:
+            events = [line for line in response.iter_lines() if line]
+        assert "gives no text: no such piece" in events[-2]
+        monkeypatch.undo()
+        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 3}).status_code == 200
+        server.assert_idle()
+
+
 def fail_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, which: range) -> list[int]:
     """Let the model fail in the steps of these numbers, the next one being 1."""
     forward = llm.engine.model.forward
