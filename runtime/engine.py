@@ -304,7 +304,7 @@ class Engine:
     def _finish_if_done(self, sequence: Sequence, token: int) -> None:
         params, detokenizer = sequence.request.params, sequence.detokenizer
         reason = None
-        if token in params.stop_token_ids:
+        if token in (params.stop_token_ids or ()):
             reason, sequence.stop_reason = "stop", token
         elif token in self.model.eos_token_ids and not params.ignore_eos:
             reason = "stop"

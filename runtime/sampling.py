@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from radixcache.errors import InvalidRequest
 
@@ -21,7 +22,7 @@ class SamplingParams:
         min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
         max_tokens: tokens to generate at most; None means up to the end of the context. 0 only
             scores the prompt, and needs `prompt_logprobs`.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text; they are not part of it. None, here and below, is none.
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         ignore_eos: go on past the model's end tokens.
         seed: makes the request's tokens independent of what else is in the batch.
@@ -37,8 +38,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     max_tokens: int | None = 16
-    stop: str | list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Collection[int] | None = ()
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
@@ -72,7 +73,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:

@@ -291,6 +291,12 @@ def test_stop_tokens_and_eos_end_the_text_and_are_not_part_of_it(llm: LLM) -> No
     assert completion.text == llm.tokenizer.decode(completion.token_ids[:-1])
 
 
+def test_no_stops_may_be_said_as_none(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, stop=None, stop_token_ids=None)
+    first, second = (llm.generate(["dice"], p)[0].outputs[0] for p in (params, GREEDY))
+    assert first.token_ids == second.token_ids
+
+
 def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> None:
     """Random cuts of UTF-8 bytes into tokens, against decoding everything at once."""
     rng = random.Random(SEED)
