@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -136,8 +137,13 @@ def _check(args: argparse.Namespace) -> None:
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
     for name in (*positive.split(), "hash_block", "vocabulary", "token_bytes"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
+    for name in ("seed", "overhead"):
+        if getattr(args, name) < 0:
+            raise InvalidRequest(f"--{name} must be at least 0, not {getattr(args, name)}")
+    if args.vocabulary is not None and args.vocabulary > 2**31:
+        raise InvalidRequest(f"--vocabulary must be at most 2147483648, not {args.vocabulary}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
     if args.arrivals == "poisson" and args.rate is None:
@@ -146,9 +152,22 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest("--arrivals trace needs a file with times: --format mooncake, alone")
     if args.report is not None and args.report.suffix not in (".html", ".md"):
         raise InvalidRequest(f"a report ends in .html or .md, not {args.report.name!r}")
-    for path in (args.report, args.json):  # not after minutes, with nothing to show for them
-        if path is not None and not path.parent.is_dir():
-            raise InvalidRequest(f"cannot write {path}: no such folder")
+    for path in (args.report, args.json):
+        if path is not None and str(path) != "-":
+            _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse where nothing could be written, now rather than when all has been measured."""
+    reason = None
+    if path.is_dir():
+        reason = "Is a directory"
+    elif not path.parent.is_dir():
+        reason = "No such file or directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "Permission denied"
+    if reason is not None:
+        raise InvalidRequest(f"cannot write {path}: {reason}")
 
 
 def _serving(args: argparse.Namespace) -> Serving:

@@ -23,6 +23,8 @@ Encode = Callable[[str], list[int]]
 _ANSWER = 128
 """Tokens generated for a prompt of a file that knows no answer."""
 
+_UNREADABLE = "JSON that is too deep, or has too long a number"
+
 
 def load_mooncake(
     path: Path, *, hash_block: int = 512, vocabulary: int = 1 << 17, limit: int | None = None
@@ -107,6 +109,8 @@ def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
         conversations = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"{path}: not JSON: {error.msg} in line {error.lineno}") from None
+    except (RecursionError, ValueError):
+        raise InvalidRequest(f"{path}: {_UNREADABLE}") from None
     if not isinstance(conversations, list):
         raise InvalidRequest(f"{path}: not a list of conversations")
     chats = []
@@ -210,6 +214,8 @@ def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{number}", json.loads(line)
         except json.JSONDecodeError as error:
             raise InvalidRequest(f"{path}:{number}: not JSON: {error.msg}") from None
+        except (RecursionError, ValueError):
+            raise InvalidRequest(f"{path}:{number}: {_UNREADABLE}") from None
 
 
 def read_text(path: Path) -> str:

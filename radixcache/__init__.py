@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache.base import CacheStats, PrefixCache
 from radixcache.errors import (
+    ContextExceeded,
     InvalidRequest,
     LeaseError,
     MissingDependency,
@@ -41,6 +42,7 @@ __all__ = [
     "CacheStats",
     "Chat",
     "Cleared",
+    "ContextExceeded",
     "Evicted",
     "HashBlockCache",
     "InvalidRequest",

@@ -27,6 +27,10 @@ class InvalidRequest(RadixCacheError, ValueError):
     """An argument that no state could make valid: a prompt, a sampling parameter, a pool's size."""
 
 
+class ContextExceeded(InvalidRequest):
+    """A prompt that leaves no room to answer in the model's context."""
+
+
 class ModelError(RadixCacheError, ValueError):
     """A model that cannot be loaded, or that would silently compute wrong results over KV pages."""
 

@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     except RadixCacheError as error:
         print(f"radixcache: error: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:  # numpy's says how much it was
+        print(f"radixcache: error: out of memory: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has left; what is still buffered has nowhere to go
@@ -126,6 +129,8 @@ def _ask_user() -> str | None:
             import readline  # noqa: F401 (gives `input` a history and an editable line)
     try:
         return input("> " if interactive else "").strip()
+    except UnicodeDecodeError:
+        raise InvalidRequest("cannot read -: it is not UTF-8 text") from None
     except EOFError:
         if interactive:
             print()
@@ -194,6 +199,8 @@ def _parse_record(where: str, line: str) -> Prompt:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"{where}: not JSON: {error.msg}") from None
+    except (RecursionError, ValueError):  # of numbers with thousands of digits
+        raise InvalidRequest(f"{where}: JSON that is too deep, or has too long a number") from None
     match record:
         case {"prompt": str(text), **rest} if not rest:
             return text

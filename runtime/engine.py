@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import InvalidRequest
+from radixcache.errors import ContextExceeded, InvalidRequest
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.upload import Fetch, send
@@ -108,7 +108,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
-                not fit the context or the KV pool; the engine is as it was.
+                not fit the context (`ContextExceeded`) or the KV pool; the engine is as it was.
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params)
@@ -141,7 +141,7 @@ class Engine:
         context = self.model.max_context
         asked = params.max_tokens
         if length + (asked != 0) > context:
-            raise InvalidRequest(
+            raise ContextExceeded(
                 f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
             )
         wanted = context - length if asked is None else min(asked, context - length)
@@ -158,8 +158,7 @@ class Engine:
     def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
         if params.seed is None:
             return self._generator
-        seed = (params.seed + index) % (1 << 63)  # any integer is a seed
-        return torch.Generator(self.model.device).manual_seed(seed)
+        return torch.Generator(self.model.device).manual_seed(params.seed + index)
 
     def _launch(self) -> _Launched | None:
         """Schedule a step and enqueue it; None if there is nothing to do."""

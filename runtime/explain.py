@@ -96,9 +96,13 @@ class Miss:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def redacted(self) -> Miss:
-        """The same without the tokens of other prompts."""
-        return replace(self, cached=())
+    def redacted(self, *, before: bool = False) -> Miss:
+        """The same without the tokens of other prompts.
+
+        Args:
+            before: without those that come first, too: the prompt goes on from somebody's prefix.
+        """
+        return replace(self, cached=(), before=() if before else self.before)
 
     def describe(self, decode: Decode | None = None) -> str:
         """One sentence; without `decode`, texts are shown as token ids."""

@@ -91,7 +91,7 @@ def parse_memory(memory: int | str) -> int:
     """
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", memory.lower())
-        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+        size = int(min(2.0**62, float(match[1]) * _UNITS[match[2]])) if match else 0
     else:
         size = 0 if isinstance(memory, bool) else int(memory)
     if size <= 0:

@@ -312,7 +312,7 @@ class LLM:
             if not isinstance(error, InvalidRequest):
                 raise
             where = f"prompt {len(requests)}: " if len(many) > 1 else ""
-            raise InvalidRequest(f"{where}{error}") from None
+            raise type(error)(f"{where}{error}") from None
         return requests
 
     def _run_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:

@@ -278,6 +278,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         raise InvalidRequest(f"unknown device {device!r}: say auto, cpu or cuda") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(f"device {str(device)!r} was asked for, but there is no CUDA here")
+    if place.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=place).item()
+        except (RuntimeError, AssertionError):  # not built in, not here, or without memory (meta)
+            raise InvalidRequest(f"device {str(device)!r} cannot be used here") from None
     return place
 
 

@@ -49,7 +49,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
+        _require(-1 <= self.top_k < 2**31, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
         _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
         least = 1 if self.prompt_logprobs is None else 0
         _require(
@@ -57,6 +57,9 @@ class SamplingParams:
             "max_tokens",
             f"at least {least}",
             self.max_tokens,
+        )
+        _require(
+            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "of 64 bits", self.seed
         )
         _require(self.n >= 1, "n", "at least 1", self.n)
         _require(

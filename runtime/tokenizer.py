@@ -11,12 +11,16 @@ from radixcache.errors import InvalidRequest
 
 
 @contextmanager
-def _only_utf8() -> Iterator[None]:
-    """Says in one sentence what tokenizers say of lone surrogates, as JSON may hold them."""
+def _reading(text: str) -> Iterator[None]:
+    """Says in one sentence what a tokenizer says of half a surrogate pair, as JSON may hold it."""
     try:
         yield
     except (TypeError, UnicodeError):
-        raise InvalidRequest("the text has half a surrogate pair, which UTF-8 has not") from None
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
+        raise
 
 
 class Tokenizer:
@@ -46,9 +50,9 @@ class Tokenizer:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
 
         Raises:
-            InvalidRequest: `text` has no UTF-8.
+            InvalidRequest: `text` is no Unicode.
         """
-        with _only_utf8():
+        with _reading(text):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
@@ -57,7 +61,7 @@ class Tokenizer:
 
         Only a tokenizer with `delimiters` can tell.
         """
-        with _only_utf8():
+        with _reading(text):
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 

@@ -73,7 +73,7 @@ class _Gate:
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_size: int) -> None:
         self._app = app
-        self._api_key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_key = None if api_key is None else api_key.encode()
         self._max_body_size = max_body_size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,8 +82,9 @@ class _Gate:
             return
         headers = Headers(scope=scope)
         if self._api_key is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._api_key):
+            scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
+            # The scheme's case means nothing (RFC 9110, 11.1).
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._api_key):
                 await ApiError.unauthorized().response(scope, receive, send)
                 return
         length = headers.get("content-length", "")

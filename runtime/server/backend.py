@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
-from radixcache.errors import PinError
+from radixcache.errors import InvalidRequest, PinError
 from radixcache.runtime.history import TokenisedText
 from radixcache.runtime.llm import LLM, Message, Prompt
 from radixcache.runtime.outputs import RequestOutput
@@ -48,6 +48,10 @@ class Options:
     request_timeout: float = 600.0
     max_body_size: int = 16 << 20
     hide_texts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidRequest("the API key is empty")
 
 
 class Backend:

@@ -77,7 +77,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         )
         for answer in output.outputs
     ]
-    more = extension(backend, job, body.explain)
+    more = extension(backend, job, body)
     return ChatCompletion(**head, choices=choices, usage=usage([output]), radixcache=more)
 
 

@@ -75,7 +75,7 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
                     stop_reason=completion.stop_reason,
                 )
             )
-    more = extension(backend, job, body.explain)
+    more = extension(backend, job, body)
     return Completion(**head, choices=choices, usage=usage(outputs), radixcache=more)
 
 

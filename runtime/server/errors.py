@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from radixcache.errors import LeaseError, PinError, RadixCacheError
+from radixcache.errors import ContextExceeded, LeaseError, PinError, RadixCacheError
 
 
 class ApiError(Exception):
@@ -115,6 +116,8 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case LeaseError() | PinError():
             return ApiError.conflict(str(error))
+        case ContextExceeded():  # the code by which clients know to cut their prompts
+            return ApiError(400, str(error), code="context_length_exceeded")
         case RadixCacheError():
             return ApiError.invalid(str(error))
         case RequestValidationError():
@@ -128,12 +131,23 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _describe_validation(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = first["msg"].removeprefix("Value error, ")
+    if isinstance(error.body, bytes):  # what is called anything but JSON is not parsed
+        return ApiError.invalid("the body must be JSON: send 'Content-Type: application/json'")
+    errors = error.errors()
+    field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
+    # Where a value may be of several kinds, each says why it is none; who got furthest says most.
+    alike = [other for other in errors if [*other["loc"][: len(field)]] == field]
+    first = max(alike, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    names = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
+    where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         where, message = "", f"the body is not JSON: {first['ctx']['error']}"
     return ApiError.invalid(f"{where}: {message}" if where else message, where or None)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a part of a location is pydantic's name of a type, as in `list[TextPart]`."""
+    return isinstance(part, str) and "[" in part
 
 
 def install(app: FastAPI) -> None:

@@ -124,22 +124,23 @@ def last_chunk(
     if body.include_usage:
         more["usage"] = usage(outputs).model_dump()
     if body.explain or body.include_usage:
-        more["radixcache"] = extension(backend, job, body.explain).model_dump()
+        more["radixcache"] = extension(backend, job, body).model_dump()
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, explain: bool | None) -> Extension:
+def extension(backend: Backend, job: Job, body: GenerationRequest) -> Extension:
     """What the engine has to say about a job that is finished."""
     first = job.requests[0]
     explanation = None
-    if explain:
+    if body.explain:
         tokenizer = backend.llm.tokenizer
+        hidden, named = backend.options.hide_texts, body.prefix is not None
         explanation = [
             MissedTokens(
                 reason=miss.reason,
                 start=miss.start,
                 end=miss.end,
-                text=(miss.redacted() if backend.options.hide_texts else miss).describe(
+                text=(miss.redacted(before=named) if hidden else miss).describe(
                     tokenizer.decode if tokenizer else None
                 ),
             )

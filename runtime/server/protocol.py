@@ -7,7 +7,7 @@ refused, unless they say what is done anyway.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,10 @@ from radixcache.runtime.explain import Reason
 from radixcache.runtime.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
+MAX_STOPS = 64
+"""Stop strings of a request, and stop tokens: each is looked for in every step."""
+
+T = TypeVar("T")
 
 
 def _check_text(text: str) -> str:
@@ -27,7 +31,9 @@ def _check_text(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+# An error for each item of a large body would take gigabytes, and all clients would wait for it.
+List = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
@@ -50,7 +56,10 @@ class ChatMessage(_Model):
     """A message of a conversation."""
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | list[TextPart]
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    content: Text | List[TextPart]
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it; parts are joined by line breaks."""
@@ -83,11 +92,11 @@ class GenerationRequest(_Model):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[List[Text], Field(max_length=MAX_STOPS)] | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
 
     cache_salt: Salt | None = Field(
@@ -104,9 +113,10 @@ class GenerationRequest(_Model):
     frequency_penalty: Literal[0] | None = Field(None, description="Not supported.")
     presence_penalty: Literal[0] | None = Field(None, description="Not supported.")
     repetition_penalty: Literal[1] | None = Field(None, description="Not supported.")
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
         None, description="Not supported."
     )
+    min_tokens: Literal[0] | None = Field(None, description="Not supported.")
 
     @property
     def include_usage(self) -> bool:
@@ -136,7 +146,7 @@ class GenerationRequest(_Model):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Literal[""] | None = Field(None, description="Not supported.")
@@ -165,13 +175,20 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[List[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="Not supported.")
+    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
         None, description="Not supported."
     )
 
@@ -187,7 +204,7 @@ class PrefixRequest(_Model):
 
     name: PrefixName
     prompt: Text | TokenIds | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds until it is unpinned by itself; null is never."
     )
@@ -205,7 +222,7 @@ class TokenizeRequest(_Model):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

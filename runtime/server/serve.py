@@ -30,6 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise InvalidRequest(f"cannot listen on {host} port {port}: {reason}") from None
     except OverflowError:
         raise InvalidRequest(f"port must be from 0 to 65535, not {port}") from None
+    except (TypeError, ValueError):  # what no name can be made of
+        raise InvalidRequest(f"not a host: {host!r}") from None
 
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:

@@ -274,6 +274,7 @@ class Worker:
             while True:
                 future, function = self._commands.get(block=wait)
                 wait = False
+                self._llm.prefixes.drop_expired()  # so that no command sees what is over
                 if future.set_running_or_notify_cancel():
                     try:
                         future.set_result(function())

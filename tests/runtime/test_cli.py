@@ -88,6 +88,12 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt-file", "/no/file"], "cannot read /no/file: No such file"),
         (["generate", "--prompt", "x", "--model", "/no/model"], "no model at /no/model"),
+        (["generate", "--prompt", "x", "--seed", str(2**64)], "seed must be of 64 bits"),
+        (["generate", "--prompt", "x", "--top-k", "9" * 400], "top_k must be at least 1"),
+        (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
+        (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "out of memory: Unable to"),
+        (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
+        (["serve", "--host", "\udcff", "--port", "0"], "not a host"),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),
@@ -107,6 +113,8 @@ def test_bad_input_gets_one_sentence(
     ("line", "sentence"),
     [
         ("{oops", "2: not JSON"),
+        ("[" * 100_000, "2: JSON that is too deep"),
+        ("9" * 5000, "2: JSON that is too deep, or has too long a number"),
         ('"x"', "2: not a prompt"),
         ('{"prompt": 7}', "2: not a prompt"),
         ('{"prompt": "x", "temperature": 1}', "2: not a prompt"),
@@ -127,6 +135,14 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path, capsys: pytest.Captu
     path.write_bytes(b"\xff\xfe\x00")
     assert main(["generate", "--prompt-file", str(path)]) == 2
     assert "it is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_question_that_is_not_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    assert main(["chat"]) == 2
+    assert "radixcache: error: cannot read -: it is not UTF-8" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):

@@ -357,13 +357,6 @@ def test_an_error_nobody_foresaw_leaves_nothing_queued(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_any_integer_is_a_seed(llm: LLM) -> None:
-    for seed in (-1, 1 << 70):
-        params = SamplingParams(seed=seed, n=2, max_tokens=3, ignore_eos=True)
-        one, other = (llm.generate("seeds", params)[0] for _ in range(2))
-        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
-
-
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [

@@ -144,6 +144,13 @@ def test_a_prefix_ends_with_its_lifetime(fresh: LiveServer):
     assert_error(fresh.get("/v1/prefixes/short"), 404, "no prefix named 'short'")
 
 
+def test_a_prefix_whose_time_is_over_stands_in_nobody_s_way(fresh: LiveServer):
+    """Also where nothing has woken the engine's thread since."""
+    fresh.post("/v1/prefixes", {"name": "short", "prompt": "x " * 40, "lifetime": 0.2})
+    time.sleep(0.25)
+    assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
+
+
 def test_a_name_that_is_taken_and_a_budget_that_is_spent_are_conflicts(fresh: LiveServer):
     assert fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40}).status_code == 200
     again = fresh.post("/v1/prefixes", {"name": "p", "prompt": "y"})

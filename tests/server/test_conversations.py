@@ -116,3 +116,18 @@ def test_texts_of_others_can_be_hidden(llm: LLM):
         assert "Alice" not in miss["text"]
         assert "secret" not in server.get("/v1/cache").text
         server.assert_idle()
+
+
+def test_the_end_of_somebody_s_prefix_is_hidden_too(llm: LLM):
+    with live(llm, hide_texts=True) as server:
+        secret = [{"role": "system", "content": "The code is 555-4822"}]
+        server.post("/v1/prefixes", {"name": "p", "messages": secret})
+        for question in ("How old", "Which is"):
+            messages = [{"role": "user", "content": question}]
+            body = {"prefix": "p", "messages": messages, "max_tokens": 1, "explain": True}
+            answer = server.post(CHAT, body).json()
+        (miss,) = misses(answer)
+        assert miss["reason"] == "diverged" and "Which" in miss["text"]
+        assert "4822" not in miss["text"]
+        server.delete("/v1/prefixes/p")
+        server.assert_idle()

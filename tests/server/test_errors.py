@@ -6,8 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from radixcache import LLM
+from radixcache.runtime.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+)
 from tests.models import tiny_model
 from tests.server.live import LiveServer, ask, live
 
@@ -38,6 +45,21 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
         (CHAT, {"messages": ask("?"), "response_format": {"type": "json_object"}}, "format.type"),
         (CHAT, {"messages": ask("?"), "prefix": "no/name"}, "prefix: String should match"),
         (CHAT, {"messages": ask("\ud800")}, "half of a surrogate pair"),
+        (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type: Input should be 'text'",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages.0.tool_calls: ",
+        ),
+        (CHAT, {"messages": ask("?"), "functions": [{}]}, "functions: "),
+        (CHAT, {"messages": ask("?"), "stop": [7]}, "stop.0: Input should be a valid string"),
+        (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string"),
+        (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
         (COMPLETIONS, {}, "prompt: Field required"),
         (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
         (COMPLETIONS, {"prompt": []}, "the prompt is empty"),
@@ -90,6 +112,35 @@ def test_a_body_that_is_no_proper_json_is_refused(
     assert_error(server.post(COMPLETIONS, content=content, headers=headers), 400, sentence)
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [{}] * 1000}),
+        (CompletionRequest, {"prompt": [[1.5] * 1000]}),
+        (CompletionRequest, {"prompt": "x", "stop": [7] * 1000}),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": [""] * 1000}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "" for i in range(1000)}}),
+        (ChatRequest, {"messages": [7] * 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [7] * 1000}]}),
+        (PrefixRequest, {"name": "x", "messages": [{}] * 1000}),
+        (DetokenizeRequest, {"tokens": [-1] * 1000}),
+    ],
+)
+def test_what_is_wrong_a_thousand_times_is_complained_of_once(kind: Any, body: dict[str, Any]):
+    """A body of 2 MB took 2.5 GB and stopped all clients for 20 seconds."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 5
+
+
+def test_a_body_that_is_not_called_json_is_told_so(server: LiveServer):
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        response = server.post(
+            COMPLETIONS, content=b'{"prompt": "x"}', headers={"content-type": kind}
+        )
+        assert_error(response, 400, "send 'Content-Type: application/json'")
+
+
 def test_paths_and_methods_that_do_not_exist(server: LiveServer):
     assert_error(server.get("/v1/nothing"), 404, "nothing at this path")
     assert_error(server.get(COMPLETIONS), 405, "Method Not Allowed")
@@ -100,7 +151,7 @@ def test_paths_and_methods_that_do_not_exist(server: LiveServer):
 
 
 def test_unknown_fields_are_ignored(server: LiveServer):
-    body = {"prompt": "x", "max_tokens": 1, "user": "me", "min_tokens": 3, "presence_penalty": 0}
+    body = {"prompt": "x", "max_tokens": 1, "user": "me", "store": True, "presence_penalty": 0}
     assert server.post(COMPLETIONS, body).status_code == 200
 
 

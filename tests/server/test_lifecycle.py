@@ -19,7 +19,9 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
+from radixcache.runtime.server.backend import Options
 from radixcache.runtime.server.worker import MAX_FAILED_STEPS
 from tests.server.live import LiveServer, live
 from tests.server.test_errors import assert_error
@@ -151,8 +153,15 @@ def test_with_an_api_key_only_health_is_open(llm: LLM):
             ):
                 error = assert_error(server.get(path, headers=headers), 401, "API key")
                 assert error["code"] == "invalid_api_key"
-        allowed = {"authorization": "Bearer sesame-ö".encode()}
-        assert server.get("/v1/models", headers=allowed).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            allowed = {"authorization": f"{scheme} sesame-ö".encode()}
+            assert server.get("/v1/models", headers=allowed).status_code == 200
+
+
+def test_an_empty_api_key_is_refused():
+    """It would let in whoever sends "Bearer", or nobody."""
+    with pytest.raises(InvalidRequest, match="the API key is empty"):
+        Options(api_key="")
 
 
 # Failures.

@@ -330,6 +330,13 @@ def test_the_client_raises_the_errors_that_it_knows(client: Any):
         ({"presence_penalty": 0.5}, "presence_penalty: Input should be 0"),
         ({"n": 200}, "n: Input should be less than or equal to 128"),
         ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"stop": ["x"] * 65}, "stop: List should have at most 64 items"),
+        ({"tool_choice": "required"}, "tool_choice: Input should be 'none' or 'auto'"),
+        ({"extra_body": {"min_tokens": 3}}, "min_tokens: Input should be 0"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            "chat_template_kwargs: Dictionary should have at most 0 items",
+        ),
         ({"max_tokens": 10**6, "messages": ask("x " * 9000)}, "the context of 4096"),
     ):
         with pytest.raises(openai.BadRequestError) as bad:
@@ -338,6 +345,7 @@ def test_the_client_raises_the_errors_that_it_knows(client: Any):
             )
         assert sentence in bad.value.message
         assert bad.value.type == "invalid_request_error"
+        assert (bad.value.code == "context_length_exceeded") == ("context of" in sentence)
 
 
 def test_an_error_in_a_stream_comes_before_it_begins(client: Any):
