@@ -119,7 +119,7 @@ class Metrics:
 
 
 class _StateCollector(Collector):
-    """The engine's state as metrics. Counters begin anew when the cache is flushed."""
+    """The engine's state as metrics. A flush begins the counters anew, but for missed tokens."""
 
     latest: EngineState | None = None
 
