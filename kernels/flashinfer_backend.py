@@ -356,9 +356,7 @@ def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
     That is two blocks an SM with 128 rows each, or all the query tiles that a fixed launch might
     have: a small one for each decode, or one of 128 rows for each group of the shared level.
     """
-    sms = 132  # of an H100 or H200
-    if device.type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     group = kind.query_heads // kind.kv_heads
     tile = max(16 if group <= 16 else 64, 128 // MIN_ROWS)
     rows = max((2 * sms // kind.kv_heads) * 128, MAX_FIXED_ROWS * (group + tile))

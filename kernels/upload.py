@@ -15,7 +15,7 @@ _ALIGN = 4  # int32s: 16 bytes
 class Staged(NamedTuple):
     """An int32 array on both sides; views that the next upload overwrites."""
 
-    host: torch.Tensor  # pinned where there is a GPU
+    host: torch.Tensor  # pinned
     device: torch.Tensor
 
 
@@ -53,8 +53,7 @@ class Upload:
         ]
 
     def _grow(self, capacity: int) -> None:
-        on_gpu = self._place.type == "cuda"
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu)
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
         self._view = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
 

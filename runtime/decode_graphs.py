@@ -35,23 +35,15 @@ class DecodeGraphs:
         model: its attention backend can `plan_fixed`.
         max_num_seqs: the largest batch that the engine makes; larger than the backend's
             `max_fixed_rows`, it runs without a graph.
-        capture: makes a replay of a computation; the arguments are the computation and the number
-            of rows. Its result is a fixed tensor that each replay overwrites.
     """
 
-    def __init__(
-        self,
-        model: PagedModel,
-        pool: KVPool,
-        max_num_seqs: int,
-        capture: Callable[[Compute], Compute] | None = None,
-    ) -> None:
+    def __init__(self, model: PagedModel, pool: KVPool, max_num_seqs: int) -> None:
         self._model, self._pool = model, pool
         self._sizes = batch_sizes(min(max_num_seqs, model.attention.max_fixed_rows))
         per_sequence = min(pool.num_pages, model.max_context // pool.page_size + 1)
         self._max_indices = min(MAX_INDICES, self._sizes[-1] * per_sequence)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
-        self._capture = capture or _Capture(model.device)
+        self._capture = _Capture(model.device)
         self._replays: dict[tuple[int, bool], Compute | None] = {}  # None: cannot be captured
         self._logits = torch.empty(
             (self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
+from radixcache.kernels.upload import send
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.sampling import MAX_PROMPT_LOGPROBS
@@ -148,7 +149,7 @@ def _score(logits: torch.Tensor, tokens: Tokens, width: int) -> Scores:
     step = max(1, _SLICE_BYTES // (4 * logits.shape[1]))
     for start in range(0, len(tokens), step):
         part = logits[start : start + step]
-        own = torch.from_numpy(tokens[start : start + step].astype(np.int64)).to(logits.device)
+        own = send(tokens[start : start + step], logits.device, torch.int64)
         ids = torch.cat((own[:, None], part.topk(width - 1).indices), dim=1)
         logprobs = part.gather(1, ids) - part.logsumexp(-1, keepdim=True)
         scores["token"][start : start + step] = ids.cpu().numpy()

@@ -353,11 +353,8 @@ class _Generator(torch.Generator):
 
 
 class _Stream:
-    cuda_stream = 0
-
     def __init__(self, *_: object, **__: object) -> None: ...
     def wait_stream(self, other: object) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 @contextmanager

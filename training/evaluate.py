@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--wrong", action="store_true", help="print the wrong answers as well")
     options = parser.parse_args()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape of a batch
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.bfloat16)
     model = model.to(options.device).eval()

@@ -63,7 +63,7 @@ def _attention(
     lens = [(1, shared + sizes.own) for _ in range(rows)]
     batch = make_batch(np.random.default_rng(rows), lens, page_size, shared)
     inputs = [place.randn(rows, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])]
-    layers = layers_of_pages(place, batch, heads[1], sizes.head_dim)
+    layers = layers_of_pages(place, batch, heads[1])
     seconds, works = {}, {}
     for name, one in (("flat", replace(batch, shared=())), ("cascade", batch)):
         backend = place.make_backend(kind)

@@ -95,7 +95,7 @@ def _suffix(place: Place, new: int, cached: int) -> Figure:
     sizes, heads, page_size = place.sizes, place.sizes.heads[0], 16
     batch = make_batch(np.random.default_rng(1), [(new, cached)], page_size)
     q, k, v = (place.randn(new, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1]))
-    layers = layers_of_pages(place, batch, heads[1], place.sizes.head_dim)
+    layers = layers_of_pages(place, batch, heads[1])
     backend = place.make_backend(LayerKind(*heads, sizes.head_dim, sizes.head_dim, 1.0))
     backend.plan(batch)
     for pages in layers:  # append the new tokens
@@ -146,7 +146,7 @@ def _tensor_cores(place: Place, group: int, rows: int) -> Figure:
     heads = group * kv_heads, kv_heads
     context = sizes.shared[-1] // 4
     batch = make_batch(np.random.default_rng(2), [(1, context)] * rows, 16)
-    layers = layers_of_pages(place, batch, kv_heads, place.sizes.head_dim)
+    layers = layers_of_pages(place, batch, kv_heads)
     q = place.randn(rows, heads[0], sizes.head_dim)
     out = torch.empty_like(q)
     seconds = []
@@ -182,7 +182,7 @@ def _mixed(place: Place) -> Figure:
     q, k, v = (
         place.randn(tokens, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])
     )
-    layers = layers_of_pages(place, batch, heads[1], place.sizes.head_dim)
+    layers = layers_of_pages(place, batch, heads[1])
     scale = sizes.head_dim**-0.5
     backend = place.make_backend(LayerKind(*heads, sizes.head_dim, sizes.head_dim, scale))
     backend.plan(batch)
@@ -240,7 +240,7 @@ def _tiles(place: Place, rows: int, num_bytes: int) -> list[Figure]:
         q, k, v = (
             place.randn(tokens, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])
         )
-        pages = layers_of_pages(place, batch, heads[1], place.sizes.head_dim)[0]
+        pages = layers_of_pages(place, batch, heads[1])[0]
         backend = TorchBackend(place.device)
         backend._block, backend._narrow_bytes = rows, num_bytes
         backend.plan(batch)

@@ -97,11 +97,9 @@ def make_step(
     )
 
 
-def layers_of_pages(
-    place: Place, batch: PagedBatch, kv_heads: int, dim: int
-) -> list[list[torch.Tensor]]:
+def layers_of_pages(place: Place, batch: PagedBatch, kv_heads: int) -> list[list[torch.Tensor]]:
     """Random K and V pages of so many layers that none finds its own in the L2 cache."""
-    shape = (int(batch.kv_indices.max()) + 1, batch.page_size, kv_heads, dim)
+    shape = (int(batch.kv_indices.max()) + 1, batch.page_size, kv_heads, place.sizes.head_dim)
     in_use = 2 * len(np.unique(batch.kv_indices)) * math.prod(shape[1:]) * place.dtype.itemsize
     count = min(256, max(2, -(-place.sizes.beyond_l2 // in_use)))
     return [[place.randn(*shape) for _ in range(2)] for _ in range(count)]
