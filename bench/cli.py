@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from radixcache.bench.index_level import Serving
     from radixcache.bench.report import Report, WorkloadReport
     from radixcache.bench.workload import Workload
-    from radixcache.runtime.model import PagedModel
+    from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 
@@ -220,7 +220,7 @@ def _encoder(args: argparse.Namespace) -> Callable[[str], list[int]]:
 
         return train_encoder([read_text(args.file)])
     from radixcache.runtime.llm import BUNDLED_MODEL
-    from radixcache.runtime.tokenizer import Tokenizer
+    from radixcache.runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model or str(BUNDLED_MODEL))
     if tokenizer is None:
@@ -233,7 +233,7 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
         from transformers.utils import logging
 
         from radixcache.runtime.llm import BUNDLED_MODEL
-        from radixcache.runtime.model import load_model
+        from radixcache.runtime.model.load import load_model
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"a model needs {error.name}: pip install 'radixcache[runtime,bench]'"

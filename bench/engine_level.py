@@ -15,13 +15,13 @@ from radixcache.bench.modes import Mode
 from radixcache.bench.replay import Outcome, WallClock, play
 from radixcache.bench.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine import Engine, _Launched
-from radixcache.runtime.kv_pool import KVPool
-from radixcache.runtime.model import PagedModel
-from radixcache.runtime.request import Request
-from radixcache.runtime.request import Sequence as RequestSequence
-from radixcache.runtime.sampling import SamplingParams
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine.engine import Engine, _Launched
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.request import Sequence as RequestSequence
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel
 
 
 class ScriptedEngine(Engine):

@@ -16,9 +16,9 @@ from pathlib import Path
 from radixcache import PagePool, RadixCache
 from radixcache.base import CacheStats
 from radixcache.bench.byte_level_bpe import train_byte_level_bpe
-from radixcache.runtime.history import TokenHistory
 from radixcache.runtime.llm import BUNDLED_MODEL
-from radixcache.runtime.tokenizer import Tokenizer
+from radixcache.runtime.text.history import TokenHistory
+from radixcache.runtime.text.tokenizer import Tokenizer
 
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
 WORDS = " ".join(page.read_text() for page in PAGES).split()

@@ -11,7 +11,7 @@ from radixcache.bench.modes import Mode
 from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.watch import CacheTime, WatchedScheduler
 from radixcache.bench.workload import Workload
-from radixcache.runtime.scheduler import Policy
+from radixcache.runtime.engine.scheduler import Policy
 
 _SURVEYS = 64
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from radixcache.base import PrefixCache
 from radixcache.bench.workload import Tokens, Workload
-from radixcache.runtime.request import Request
-from radixcache.runtime.sampling import SamplingParams
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.scheduler import Scheduler
 
 
 @dataclass

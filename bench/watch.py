@@ -12,8 +12,8 @@ import numpy as np
 from radixcache import HashBlockCache, PrefixCache, RadixCache
 from radixcache.bench.page_aligned import PageAlignedRadixCache
 from radixcache.nodes import common_length
-from radixcache.runtime.request import Sequence
-from radixcache.runtime.scheduler import Chunk, Scheduler
+from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,18 @@ from radixcache.radix import RadixCache
 
 if TYPE_CHECKING:
     from radixcache.runtime.chat import Chat
+    from radixcache.runtime.engine.outputs import RequestOutput
+    from radixcache.runtime.engine.sampling import SamplingParams
     from radixcache.runtime.llm import LLM
-    from radixcache.runtime.outputs import RequestOutput
-    from radixcache.runtime.sampling import SamplingParams
 
 __version__ = "0.1.0"
 
-_RUNTIME = {"LLM": "llm", "Chat": "chat", "RequestOutput": "outputs", "SamplingParams": "sampling"}
+_RUNTIME = {
+    "LLM": "llm",
+    "Chat": "chat",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "engine.sampling",
+}
 
 __all__ = [
     "LLM",

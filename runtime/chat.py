@@ -6,9 +6,9 @@ from collections.abc import Generator
 from copy import copy
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.llm import LLM, Message
-from radixcache.runtime.outputs import RequestOutput
-from radixcache.runtime.sampling import SamplingParams
 
 
 class Chat:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
-from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from radixcache import LLM, Chat, RequestOutput
@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     _share_cores()
-    from radixcache.runtime import demo
+    from radixcache.runtime.demo import play
 
     _silence(args)
-    return demo.run(_given(args, _ENGINE), args.json)
+    return play.run(_given(args, _ENGINE), args.json)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -79,7 +79,7 @@ def _chat(args: argparse.Namespace) -> int:
     system = args.system if args.system_file is None else _read(args.system_file)
     llm = _load(args)
     from radixcache import Chat
-    from radixcache.runtime.demo import TABLE
+    from radixcache.runtime.demo.script import TABLE
 
     note = _make_note()
     if system is None and args.model is None:

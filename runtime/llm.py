@@ -13,18 +13,18 @@ from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
-from radixcache.runtime.engine import Engine
-from radixcache.runtime.explain import Explainer, Explanation
-from radixcache.runtime.history import TokenHistory
-from radixcache.runtime.kv_pool import count_pages
-from radixcache.runtime.model import load_model
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.explain import Explainer, Explanation
+from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.request import Sequence as Completion
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.model.kv_pool import count_pages
+from radixcache.runtime.model.load import load_model
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
-from radixcache.runtime.request import Request
-from radixcache.runtime.request import Sequence as Completion
-from radixcache.runtime.sampling import SamplingParams
-from radixcache.runtime.scheduler import Policy, Scheduler
-from radixcache.runtime.tokenizer import Tokenizer
+from radixcache.runtime.text.history import TokenHistory
+from radixcache.runtime.text.tokenizer import Tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent / "tabletalk"
 """The model that is used if none is named: it answers questions about tables of people."""
@@ -179,7 +179,7 @@ class LLM:
         """Why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
 
         It may show texts that other prompts have put into the cache: it is for whoever runs the
-        engine. See `radixcache.runtime.explain`.
+        engine. See `radixcache.runtime.engine.explain`.
 
         Raises:
             InvalidRequest: the prompt is unusable.

@@ -10,9 +10,9 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
-from radixcache.runtime.engine import Engine
-from radixcache.runtime.request import Request
-from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.sampling import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)

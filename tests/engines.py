@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
-from radixcache.runtime.engine import Engine
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.llm import BUNDLED_MODEL
-from radixcache.runtime.model import PagedModel, load_model
-from radixcache.runtime.request import Request
-from radixcache.runtime.scheduler import Policy, Scheduler
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
 
 CACHES = {"radix": RadixCache, "hash-block": HashBlockCache, "none": NoCache}
 

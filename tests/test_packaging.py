@@ -1,8 +1,7 @@
-"""What is installed, what importing it costs, and which way the arrows between the folders run."""
+"""What is installed, what importing it costs, and what it needs."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -10,24 +9,15 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
-from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
-# Folder of each package, as in pyproject.toml.
-PACKAGES = {
-    "radixcache": "radixcache",
-    "runtime": "radixcache.runtime",
-    "kernels": "radixcache.kernels",
-    "bench": "radixcache.bench",
-}
-NOT_INSTALLED = Path("bench/peers")
+from tests.sources import FILES, MODULES, PACKAGES, ROOT, SOURCES, imports, installed_path
+
 GPU_ONLY = {"flashinfer", "triton"}
 
 IMPORT_EACH = f"""
@@ -50,31 +40,6 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def files_below(folder: str) -> list[Path]:
-    """Every file of a folder that git would keep, relative to the root. Links are not followed."""
-    found = []
-    for parent, folders, names in os.walk(ROOT / folder):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        found += [Path(parent, name).relative_to(ROOT) for name in names]
-    return sorted(p for p in found if p.suffix != ".pyc" and NOT_INSTALLED not in p.parents)
-
-
-def installed_path(path: Path) -> Path:
-    """Where an installed package holds a file of the repository."""
-    return Path(PACKAGES[path.parts[0]].replace(".", "/"), *path.parts[1:])
-
-
-def module_name(path: Path) -> str:
-    """Dotted name that a source file is imported by."""
-    return ".".join(installed_path(path).with_suffix("").parts).removesuffix(".__init__")
-
-
-FILES = [path for folder in PACKAGES for path in files_below(folder)]
-SOURCES = [path for path in FILES if path.suffix == ".py"]
-# Importing a __main__ would run it.
-MODULES = [module_name(path) for path in SOURCES if path.name != "__main__.py"]
 
 
 # What is installed.
@@ -190,75 +155,6 @@ print(*sorted(names - sys.stdlib_module_names))
 """
     output = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert output.split() == ["numpy", "radixcache", "sortedcontainers"]
-
-
-# Which way the arrows run.
-
-
-class Import(NamedTuple):
-    """One imported name, absolute; `lazy` if importing the file does not execute the import."""
-
-    name: str
-    lazy: bool
-
-    def is_below(self, package: str) -> bool:
-        return f"{self.name}.".startswith(f"{package}.")
-
-    @property
-    def top(self) -> str:
-        return self.name.partition(".")[0]
-
-
-def imports(path: Path) -> list[Import]:
-    """Everything that a source file imports. `from a import b` counts as a.b."""
-
-    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from (Import(alias.name, lazy) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                base = [child.module] if child.module else []
-                if child.level:
-                    base = [*installed_path(path).parts[: -child.level], *base]
-                yield from (Import(".".join([*base, a.name]), lazy) for a in child.names)
-            else:
-                yield from walk(child, lazy or isinstance(child, LAZY) or is_typing_only(child))
-
-    return list(walk(ast.parse((ROOT / path).read_text(encoding="utf-8")), False))
-
-
-LAZY = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-
-
-def is_typing_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
-# `python -m radixcache` is the command line, not the index.
-INDEX = [p for p in SOURCES if p.parts[0] == "radixcache" and p.name != "__main__.py"]
-
-
-@pytest.mark.parametrize("path", INDEX, ids=str)
-def test_the_index_needs_numpy_and_sortedcontainers_alone(path: Path) -> None:
-    for imported in imports(path):
-        if path.name == "__init__.py" and imported.lazy:  # it leads into the runtime, but lazily
-            continue
-        assert imported.top in {"radixcache", "numpy", "sortedcontainers", *sys.stdlib_module_names}
-        assert not imported.is_below("radixcache.runtime")
-        assert not imported.is_below("radixcache.kernels")
-
-
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[0] == "kernels"], ids=str)
-def test_kernels_know_neither_the_tree_nor_the_runtime(path: Path) -> None:
-    for imported in imports(path):
-        if imported.top == "radixcache":
-            assert imported.is_below("radixcache.kernels") or imported.is_below("radixcache.errors")
-
-
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[0] == "runtime"], ids=str)
-def test_the_runtime_does_not_know_the_benchmark(path: Path) -> None:
-    for imported in imports(path):  # its command is found by name, when the command line is built
-        assert not imported.is_below("radixcache.bench")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)

@@ -23,7 +23,7 @@ from radixcache.bench.gpu.steps import layers_of_pages, make_batch
 from radixcache.bench.gpu.where import kernels
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import LayerKind
-from radixcache.runtime import engine as engine_module
+from radixcache.runtime.engine import engine as engine_module
 
 AIM = 5.0
 """Times faster than flat with 64 rows and 8192 shared tokens."""

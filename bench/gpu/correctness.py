@@ -23,7 +23,7 @@ from radixcache.bench.gpu.steps import (
     with_wrong_page,
 )
 from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.kv_pool import KVPool, LayerShape
+from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 
 GROUPS = {1: (8, 8), 4: (8, 2), 8: (8, 1)}
 """Query and KV heads by the number of query heads that share one."""

@@ -16,7 +16,7 @@ from radixcache.bench.gpu.models import engine_on, greedy, random_tokens, rememb
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Figure, Report
 from radixcache.bench.gpu.where import kernels, phases, tell_phases
-from radixcache.runtime.engine import Engine
+from radixcache.runtime.engine.engine import Engine
 
 AIM = 1.3
 """Times the floor, at batch sizes of 64 and less."""

@@ -24,10 +24,10 @@ from radixcache.bench.gpu.models import Cache, engine_on, generated, random_llam
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Report
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime import engine as engine_module
-from radixcache.runtime.engine import Engine
-from radixcache.runtime.model import PagedModel
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model.paged_model import PagedModel
 
 NEAR = 5e-2
 """Two logits closer than this share of their row's range are a tie in bfloat16; a wrong page moves

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.base import PrefixCache, Tokens
 from radixcache.bench.gpu.place import Place
-from radixcache.runtime.engine import Engine
-from radixcache.runtime.model import PagedModel
-from radixcache.runtime.request import Request
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model.paged_model import PagedModel
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from radixcache.bench.gpu.sizes import FULL, Sizes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
-from radixcache.runtime import decode_graphs
+from radixcache.runtime.model import decode_graphs
 
 Work = Callable[[], Any]
 

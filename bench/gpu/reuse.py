@@ -18,8 +18,8 @@ from radixcache.base import Tokens
 from radixcache.bench.gpu.models import Cache, engine_on, generated, run_all
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Figure, Report
-from radixcache.runtime.engine import Engine
-from radixcache.runtime.request import Request
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
 
 CACHES: dict[str, tuple[Cache, int]] = {
     "radix, page 16": (RadixCache, 16),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from radixcache.bench.gpu.place import Work
-from radixcache.runtime import engine as engine_module
-from radixcache.runtime.engine import Engine
+from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine.engine import Engine
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.peers.trace_t import Request, Tokens, TraceT, replay
 from radixcache import HashBlockCache, Lease, PagePool, PrefixCache, RadixCache
-from radixcache.runtime.explain import Explainer
+from radixcache.runtime.engine.explain import Explainer
 
 CACHES: dict[str, Callable[[PagePool], PrefixCache]] = {
     "radix": RadixCache,

@@ -29,7 +29,7 @@ from radixcache.runtime.server.protocol import (
     Tokenized,
     TokenizeRequest,
 )
-from radixcache.runtime.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Tokenizer
 
 OPEN_PATHS = {"/health", *static.FILES}
 """What needs no API key."""

@@ -14,16 +14,16 @@ from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
 from radixcache.errors import InvalidRequest, PinError
-from radixcache.runtime.history import TokenisedText
+from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.llm import LLM, Message, Prompt
-from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.prefixes import NamedPrefix
-from radixcache.runtime.sampling import SamplingParams
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import Metrics
 from radixcache.runtime.server.protocol import ChatMessage, GenerationRequest
 from radixcache.runtime.server.worker import Job, Worker
-from radixcache.runtime.tokenizer import Tokenizer
+from radixcache.runtime.text.history import TokenisedText
+from radixcache.runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from radixcache.runtime.server.protocol import (
     PrefixRequest,
     RecentRequest,
 )
-from radixcache.runtime.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Tokenizer
 from radixcache.snapshot import CachedNode
 
 router = APIRouter()

@@ -8,8 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from radixcache.runtime.history import TokenisedText
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend, BackendDep, plain_messages
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
@@ -32,6 +31,7 @@ from radixcache.runtime.server.protocol import (
     TokenLogprob,
 )
 from radixcache.runtime.server.worker import Job, PromptDelta
+from radixcache.runtime.text.history import TokenisedText
 
 router = APIRouter()
 

@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend, BackendDep
 from radixcache.runtime.server.generation import (
     JSON,
@@ -29,7 +29,7 @@ from radixcache.runtime.server.protocol import (
     CompletionRequest,
 )
 from radixcache.runtime.server.worker import Job, PromptDelta
-from radixcache.runtime.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Tokenizer
 
 router = APIRouter()
 

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.protocol import (

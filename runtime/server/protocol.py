@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from radixcache.runtime.explain import Reason
-from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.engine.explain import Reason
+from radixcache.runtime.engine.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from pydantic import BaseModel
 
-from radixcache.runtime.demo import DOCUMENTS, SCRIPT, TABLE
+from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.server.backend import BackendDep
 

@@ -18,9 +18,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from radixcache.runtime.engine.outputs import Delta, RequestOutput
+from radixcache.runtime.engine.request import Request
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.outputs import Delta, RequestOutput
-from radixcache.runtime.request import Request
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import Metrics
 

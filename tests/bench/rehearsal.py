@@ -14,7 +14,7 @@ from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun
 from radixcache.bench.gpu.sizes import SMALL
 from radixcache.kernels import cascade
-from radixcache.runtime import engine as engine_module
+from radixcache.runtime.engine import engine as engine_module
 from tests.kernels.stand_in import pretend_gpu
 from tests.pretend_cuda import CUDA
 

@@ -12,7 +12,7 @@ from radixcache.bench.bounds import build_trie, lru_curve, optimal_hits, unlimit
 from radixcache.bench.modes import parse_mode
 from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.workload import Workload
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.test_replay import distinct_prompts, random_workload
 
 SEEDS = range(8)

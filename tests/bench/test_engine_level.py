@@ -12,7 +12,7 @@ from radixcache.bench.index_level import Serving, run_index
 from radixcache.bench.modes import parse_mode
 from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 from tests.engines import paged_model
 from tests.models import tiny_model
 

@@ -20,7 +20,7 @@ from radixcache.bench.gpu.models import random_llama
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import DeviceLost, Figure, NotRun, Report
 from radixcache.bench.gpu.sizes import FULL, SMALL
-from radixcache.runtime import engine
+from radixcache.runtime.engine import engine
 from tests.models import continuous_batching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,7 +227,7 @@ def test_links_that_a_copy_of_the_tree_lost_are_mended(tmp_path, lost) -> None:
             link.write_text(f"../{name}")
     code = (
         "import bench.gpu_check as check; check.mend_links()\n"
-        "import radixcache.runtime.sampling as sampling, importlib.util\n"
+        "import radixcache.runtime.engine.sampling as sampling, importlib.util\n"
         "print(sampling.__file__, importlib.util.find_spec('radixcache.kernels.upload').origin)"
     )
     done = subprocess.run(
@@ -236,4 +236,7 @@ def test_links_that_a_copy_of_the_tree_lost_are_mended(tmp_path, lost) -> None:
     )  # fmt: skip
     assert f"the link {tmp_path / 'radixcache/kernels'} did not survive" in done.stdout
     found = done.stdout.split()[-2:]
-    assert found == [str(tmp_path / "runtime/sampling.py"), str(tmp_path / "kernels/upload.py")]
+    assert found == [
+        str(tmp_path / "runtime/engine/sampling.py"),
+        str(tmp_path / "kernels/upload.py"),
+    ]

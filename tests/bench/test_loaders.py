@@ -143,7 +143,7 @@ def test_a_file_that_is_not_packed_but_called_so_is_named(tmp_path):
 
 def test_requests_come_at_the_times_of_the_trace(tmp_path):
     from radixcache.bench.modes import parse_mode
-    from radixcache.runtime.scheduler import Scheduler
+    from radixcache.runtime.engine.scheduler import Scheduler
 
     path = write(tmp_path, request(timestamp=0), request(timestamp=10_000, ids=(8, 9)))
     workload = loaders.load_mooncake(path, hash_block=4)

@@ -12,7 +12,7 @@ from radixcache.bench.generators import generate
 from radixcache.bench.modes import parse_mode
 from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.workload import Workload
-from radixcache.runtime.scheduler import Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.brute_force import BruteForce, BruteHashBlock, BruteNone, BruteTokens, BruteUnits
 
 BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}

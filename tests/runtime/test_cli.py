@@ -15,8 +15,8 @@ import pytest
 import radixcache
 from radixcache.runtime import cli
 from radixcache.runtime.cli import main
-from radixcache.runtime.demo import TABLE
-from radixcache.runtime.sampling import SamplingParams
+from radixcache.runtime.demo.script import TABLE
+from radixcache.runtime.engine.sampling import SamplingParams
 
 QUESTION = "Question: How old is Nora Lund? Your answer:"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
-from radixcache.runtime.detokenizer import Detokenizer
+from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
-from radixcache.runtime.sampler import sample, top_logprobs
+from radixcache.runtime.text.detokenizer import Detokenizer
 from tests.models import tiny_model
 
 SEED = 20_261_121

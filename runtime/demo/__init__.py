@@ -1,0 +1,1 @@
+"""The demo: a script, and what plays it."""

@@ -1,0 +1,320 @@
+"""The step loop: schedule, run, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.errors import ContextExceeded, InvalidRequest
+from radixcache.kernels.attention import PagedBatch, SharedPrefix
+from radixcache.kernels.cascade import group_by_prefix
+from radixcache.kernels.upload import Fetch, send
+from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
+from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.sampler import sample, top_logprobs
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+from radixcache.runtime.model.decode_graphs import DecodeGraphs
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel
+
+
+class _Launched(NamedTuple):
+    """A step that is enqueued on the device, and the sequences that get a token from it."""
+
+    sequences: list[Sequence]
+    logits: torch.Tensor  # valid until the next launch
+    tokens: torch.Tensor
+    fetched: Fetch  # the tokens
+
+
+class Engine:
+    """Runs requests in continuous batches over one model, one KV pool and one prefix cache.
+
+    Args:
+        decode: token ids to text; None leaves the outputs without text.
+        seed: of the noise for requests without a seed of their own.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        kv_pool: KVPool,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        decode: Callable[[list[int]], str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.kv_pool = kv_pool
+        self.cache = cache
+        self.scheduler = scheduler
+        self._graphs = (
+            DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
+            if model.attention.max_fixed_rows
+            else None
+        )
+        self._decode = decode
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._scored = ScoredPrompts(model.vocab_size)
+        self._next_id = 0
+        self._ahead: _Launched | None = None
+        self._runs_ahead = model.device.type != "cpu"
+        self.failed_step: list[Sequence] = []
+        """What was running when a step failed last: one of them may be the cause."""
+        self._changed: dict[Request, None] = {}
+        """Requests that `step` has yet to tell of: those of a step that failed after it had read
+        some of its tokens."""
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that got a token or failed.
+
+        Whatever is raised on the way, nothing is lost: the step is rolled back and its requests
+        wait for the next one.
+        """
+        try:
+            step = self._ahead or self._launch()
+            self._ahead = None
+            if step is not None:
+                self._ahead = self._launch_ahead(step)
+                self._finish(step)
+        except BaseException:
+            self._ahead = None
+            self.failed_step = self.scheduler.recover()
+            raise
+        changed = dict.fromkeys(self.scheduler.take_failed()) | self._changed
+        self._changed = {}
+        return [*changed]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running, or has ended and no `step` has said so."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._changed)
+
+    def add_request(
+        self,
+        prompt_token_ids: TokensLike,
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        namespace: Hashable = None,
+    ) -> Request:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
+                not fit the context (`ContextExceeded`) or the KV pool; the engine is as it was.
+        """
+        tokens = as_tokens(prompt_token_ids).copy()
+        max_tokens = self._max_tokens(tokens, params)
+        request = Request(self._next_id, prompt, tokens, params, namespace)
+        request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
+        if params.prompt_logprobs is not None:  # the first sequence scores it for all
+            cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
+            scoring = PromptLogprobs(tokens, namespace, self._scored, cost)
+            request.sequences[0].scoring = scoring
+        self._next_id += 1
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End what is not finished of a request; its pages are free again, or cached."""
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, "abort")
+        request.note_end()
+        self._changed.pop(request, None)
+
+    def _max_tokens(self, tokens: np.ndarray, params: SamplingParams) -> int:
+        """How many tokens the request may generate at most."""
+        length, vocab = len(tokens), self.model.vocab_size
+        if not length:
+            raise InvalidRequest("the prompt is empty")
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
+        context = self.model.max_context
+        asked = params.max_tokens
+        if length + (asked != 0) > context:
+            raise ContextExceeded(
+                f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
+            )
+        wanted = context - length if asked is None else min(asked, context - length)
+        # One page is spare: a branch in mid-page copies it while both copies are held.
+        pages = self.kv_pool.num_pages - 1
+        room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
+        if room < (1 if asked is None else max(1, wanted)):
+            raise InvalidRequest(
+                f"{length} prompt tokens and {wanted} to generate do not fit the KV memory of "
+                f"{pages} pages of {self.kv_pool.page_size} tokens"
+            )
+        return min(wanted, room)
+
+    def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
+        if params.seed is None:
+            return self._generator
+        return torch.Generator(self.model.device).manual_seed(params.seed + index)
+
+    def _launch(self) -> _Launched | None:
+        """Schedule a step and enqueue it; None if there is nothing to do."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        chunks, batch = self._batch(chunks)
+        logits = self._run(chunks, batch)
+        self.cache.commit()
+        logits = self._score(chunks, logits)
+        return self._sample([c.sequence for c in chunks if c.is_last], logits)
+
+    def _launch_ahead(self, step: _Launched) -> _Launched | None:
+        """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
+
+        So the device goes on while the host reads the tokens, ends sequences and makes text (as in
+        SGLang's overlap scheduler, one step deep). The tokens go from one step to the next on the
+        device. A sequence that ends with a token of `step` gets one more, which nobody reads; by
+        the order on the device, it is written before anybody else may write to that page.
+        """
+        if not self._runs_ahead or self.scheduler.may_admit:
+            return None
+        alive = [s for s in step.sequences if s.finish_reason is None]
+        if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
+            return None
+        if any(s.request.params.logprobs is not None for s in alive):  # the logits are needed
+            return None
+        going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
+        for sequence in going_on:
+            assert sequence.lease is not None
+            if sequence.num_computed >= sequence.lease.capacity:
+                return None
+        if not going_on:
+            return None
+        row = {sequence: i for i, sequence in enumerate(step.sequences)}
+        for sequence in going_on:
+            sequence.num_computed += 1
+        chunks, batch = self._batch([Chunk(sequence, 1) for sequence in going_on])
+        rows = [row[chunk.sequence] for chunk in chunks]
+        same = rows == list(range(len(step.sequences)))
+        tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
+        logits = self._compute(tokens, batch, np.arange(len(chunks)))
+        return self._sample([chunk.sequence for chunk in chunks], logits)
+
+    def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
+        """The page tables of a step, and its chunks in the order of the batch."""
+        page_size = self.kv_pool.page_size
+        tables = []
+        for chunk in chunks:
+            assert chunk.sequence.lease is not None
+            num_pages = -(-chunk.sequence.num_computed // page_size)
+            tables.append(chunk.sequence.lease.page_table[:num_pages])
+        shared: tuple[SharedPrefix, ...] = ()
+        if self.model.attention.reads_shared_once:
+            decodes = next((i for i, c in enumerate(chunks) if c.num_tokens > 1), len(chunks))
+            order, shared = group_by_prefix(tables[:decodes], page_size)
+            chunks = [chunks[i] for i in order] + chunks[decodes:]
+            tables = [tables[i] for i in order] + tables[decodes:]
+        kv_lens = np.array([chunk.sequence.num_computed for chunk in chunks], np.int32)
+        return chunks, PagedBatch(
+            qo_indptr=np.cumsum([0, *(chunk.num_tokens for chunk in chunks)], dtype=np.int32),
+            kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
+            kv_indices=np.concatenate(tables),
+            kv_last_page_len=(kv_lens - 1) % page_size + 1,
+            page_size=page_size,
+            shared=shared,
+        )
+
+    def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
+        """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
+        the prompt tokens whose successors are to be scored."""
+        leases = [chunk.sequence.lease for chunk in chunks]
+        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
+        if copies:
+            self.kv_pool.copy(copies)
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        is_last = np.array([chunk.is_last for chunk in chunks])
+        rows = batch.qo_indptr[1:][is_last] - 1
+        for chunk, end in zip(chunks, batch.qo_indptr[1:], strict=True):
+            if chunk.sequence.scoring is not None:
+                first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
+                rows = np.append(rows, chunk.scored_positions + first)
+        return self._compute(tokens, batch, rows)
+
+    def _compute(
+        self, tokens: Tokens | torch.Tensor, batch: PagedBatch, rows: NDArray[np.integer]
+    ) -> torch.Tensor:
+        """Logits of these rows, from a CUDA graph if there is one for the batch."""
+        if self._graphs is not None and len(rows) == len(tokens):
+            logits = self._graphs.run(tokens, batch)
+            if logits is not None:
+                return logits
+        return self.model.forward(tokens, batch, rows, self.kv_pool)
+
+    def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Score prompt tokens by the rows of `_run` for them; returns the rows before."""
+        scored = [chunk for chunk in chunks if chunk.sequence.scoring is not None]
+        counts = [len(chunk.scored_positions) for chunk in scored]
+        end = len(logits) - sum(counts)
+        sampled = logits[:end]
+        for chunk, count in zip(scored, counts, strict=True):
+            sequence, scoring = chunk.sequence, chunk.sequence.scoring
+            assert scoring is not None
+            scoring.add(logits[end : end + count])
+            end += count
+            if scoring.is_complete:
+                request = sequence.request
+                request.prompt_logprobs = scoring.report(request.params.prompt_logprobs or 0)
+                sequence.scoring = None
+        return sampled
+
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
+        params = [sequence.request.params for sequence in sequences]
+        tokens = sample(logits, params, [sequence.generator for sequence in sequences])
+        return _Launched(sequences, logits, tokens, Fetch(tokens))
+
+    def _finish(self, step: _Launched) -> None:
+        """Read the tokens of a step, and note the requests that got one."""
+        for row, (sequence, token) in enumerate(
+            zip(step.sequences, step.fetched.tolist(), strict=True)
+        ):
+            if sequence.finish_reason is not None:  # since the step was launched
+                continue
+            self._changed[sequence.request] = None
+            if not sequence.max_tokens:  # the prompt was all
+                self.scheduler.finish(sequence, "length")
+                sequence.request.note_end()
+                continue
+            count = sequence.request.params.logprobs
+            top = None if count is None else top_logprobs(step.logits[row], token, count)
+            sequence.append(token)
+            if top is not None:
+                sequence.logprobs.append(top)
+            try:
+                self._finish_if_done(sequence, token)
+            except BaseException as error:  # text that cannot be made ends this sequence, no other
+                self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
+                if not isinstance(error, Exception):
+                    raise
+            sequence.request.note_token()
+
+    def _finish_if_done(self, sequence: Sequence, token: int) -> None:
+        params, detokenizer = sequence.request.params, sequence.detokenizer
+        reason = None
+        if token in (params.stop_token_ids or ()):
+            reason, sequence.stop_reason = "stop", token
+        elif token in self.model.eos_token_ids and not params.ignore_eos:
+            reason = "stop"
+        elif len(sequence.generated) >= sequence.max_tokens:
+            reason = "length"
+        if detokenizer is not None:
+            if reason != "stop":
+                detokenizer.append(token)
+            if reason:
+                detokenizer.finish()
+            if detokenizer.stopped_by is not None:
+                reason, sequence.stop_reason = "stop", detokenizer.stopped_by
+        if reason:
+            self.scheduler.finish(sequence, reason)

@@ -1,0 +1,221 @@
+"""A request and its sequences: what is asked, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixcache.base import Tokens
+from radixcache.lease import Lease
+from radixcache.runtime.engine.explain import Miss
+from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
+    import torch
+
+
+class Sequence:
+    """One completion of a request: its tokens, and a lease while it runs.
+
+    The cache knows the first `lease.num_tokens` of them. It hears of decoded ones when the sequence
+    leaves, so KV may be there for more: for `num_computed`, the step being scheduled included. The
+    last sampled token has none yet.
+    """
+
+    def __init__(
+        self, request: Request, index: int, max_tokens: int, generator: torch.Generator
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.max_tokens = max_tokens
+        self.generator = generator
+        self.lease: Lease | None = None
+        self.num_computed = 0
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.resumes = False
+        """It was put back, and some of what it finds in the cache is its own."""
+        self.passed_over = 0
+        self.has_waited = False
+        """It was left waiting for a step once, because it would hit more then."""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, float]] = []
+        self.detokenizer: Detokenizer | None = None
+        self.scoring: PromptLogprobs | None = None
+        """The prompt's log-probabilities, as long as this sequence has some to compute."""
+        self._num_taken = 0
+        self._end_taken = False
+        self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
+        self._tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
+        self._length = len(request.prompt_token_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that may get KV: the prompt, and all but the last generated one."""
+        return max(len(self.request.prompt_token_ids), len(self._tokens) - 1)
+
+    @property
+    def token_cost(self) -> int:
+        """What each token that is computed takes of the step's token budget."""
+        return 1 if self.scoring is None else self.scoring.token_cost
+
+    @property
+    def tokens(self) -> Tokens:
+        """[len] the prompt and what was generated; a view."""
+        return self._tokens[: self._length]
+
+    @property
+    def pending(self) -> Tokens:
+        """The tokens without KV; one of them while decoding."""
+        return self._tokens[self.num_computed : self._length]
+
+    @property
+    def unpublished(self) -> Tokens:
+        """The tokens with KV that the cache has not heard of; a view."""
+        start = self.lease.num_tokens if self.lease else 0
+        return self._tokens[start : self.num_computed]
+
+    @property
+    def generated(self) -> Tokens:
+        """The generated tokens; a view."""
+        return self._tokens[len(self.request.prompt_token_ids) : self._length]
+
+    def append(self, token: int) -> None:
+        """Add a sampled token."""
+        self._tokens[self._length] = token
+        self._length += 1
+
+    def output(self) -> CompletionOutput:
+        """The state of this completion."""
+        text, detokenizer = "", self.detokenizer
+        if detokenizer is not None:
+            text = detokenizer.take(finished=self.finish_reason is not None)
+        return CompletionOutput(
+            index=self.index,
+            text=detokenizer.shown if detokenizer else "",
+            new_text=text,
+            token_ids=self.generated.tolist(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.request.params.logprobs is None else self.logprobs,
+        )
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether tokens or the end have come since the last `take_delta`."""
+        ended = self.finish_reason is not None and not self._end_taken
+        return ended or self._num_taken < len(self.generated)
+
+    def take_delta(self) -> Delta:
+        """What came since the last call: O(new tokens), where `output` is O(all)."""
+        start, self._num_taken = self._num_taken, len(self.generated)
+        self._end_taken = self.finish_reason is not None
+        return Delta(
+            index=self.index,
+            text=self.detokenizer.take(self._end_taken) if self.detokenizer else "",
+            token_ids=self.generated[start:].tolist(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.request.params.logprobs is None else self.logprobs[start:],
+        )
+
+
+class Request:
+    """A prompt, its parameters, and one sequence per completion."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | None,
+        prompt_token_ids: Tokens,
+        params: SamplingParams,
+        namespace: Hashable = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.namespace = namespace
+        self.sequences: list[Sequence] = []
+        self.prefilled_tokens = 0
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
+        self.explanation: list[Miss] | None = None
+        """Why the first admitted sequence was not cached in full; None before it is known."""
+        self.error: str | None = None
+        self._arrival = time.perf_counter()
+        self._first_token: float | None = None
+        self._end: float | None = None
+
+    def add_sequences(
+        self,
+        max_tokens: int,
+        decode: Callable[[list[int]], str] | None,
+        make_generator: Callable[[int], torch.Generator],
+    ) -> None:
+        """Make the `n` sequences."""
+        for index in range(self.params.n):
+            sequence = Sequence(self, index, max_tokens, make_generator(index))
+            if decode is not None:
+                sequence.detokenizer = Detokenizer(decode, self.params.stop_strings)
+            self.sequences.append(sequence)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion is."""
+        return all(sequence.finish_reason for sequence in self.sequences)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it."""
+        return None if self._first_token is None else self._first_token - self._arrival
+
+    @property
+    def latency(self) -> float:
+        """Seconds from arrival to the end, or to now."""
+        return (self._end or time.perf_counter()) - self._arrival
+
+    def note_token(self) -> None:
+        """Keep the time of the first token, and of the end if this was it."""
+        if self._first_token is None:
+            self._first_token = time.perf_counter()
+        self.note_end()
+
+    def note_end(self) -> None:
+        """Keep the time of the end, once it has come."""
+        if self.finished and self._end is None:
+            self._end = time.perf_counter()
+
+    def output(self) -> RequestOutput:
+        """The state of the request."""
+        ttft, latency, rate = self.ttft, self.latency, None
+        if ttft is not None:
+            decoded = sum(len(s.generated) for s in self.sequences) - len(self.sequences)
+            if decoded > 0 and latency > ttft:
+                rate = decoded / (latency - ttft)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids.tolist(),
+            outputs=[sequence.output() for sequence in self.sequences],
+            num_cached_tokens=self.sequences[0].cached_tokens,
+            metrics=RequestMetrics(
+                prefilled_tokens=self.prefilled_tokens,
+                ttft=ttft,
+                latency=latency,
+                tokens_per_second=rate,
+                preemptions=sum(sequence.preemptions for sequence in self.sequences),
+            ),
+            finished=self.finished,
+            error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
+        )

@@ -1,0 +1,277 @@
+"""Decides what the next step computes.
+
+Decodes come first, one token each; what is left of the step's token budget goes to prefill chunks,
+of running sequences before waiting ones. A prefill chunk is published while it is being scheduled,
+so that the next sequence in the same step can already use it. One of which another computes most of
+what it lacks, in a page that cannot be shared before it is written, waits for the next step, once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.base import PrefixCache, Tokens
+from radixcache.errors import OutOfPages
+from radixcache.runtime.engine.request import Request, Sequence
+
+Policy = Literal["longest-prefix", "fcfs"]
+
+MAX_PASSED_OVER = 32
+"""Admissions that may overtake the oldest waiting sequence before it goes first."""
+
+LOOK_AHEAD = 64
+"""Waiting sequences compared for the longest cached prefix in one step."""
+
+DECODE_AHEAD = 128
+"""Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
+
+
+class Chunk(NamedTuple):
+    """`num_tokens` tokens of a sequence, computed by the step; `num_computed` includes them."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def tokens(self) -> Tokens:
+        """[num_tokens] the tokens themselves; a view."""
+        end = self.sequence.num_computed
+        return self.sequence.tokens[end - self.num_tokens : end]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk ends with the sequence's last token, so that a token is sampled."""
+        return self.sequence.num_computed == len(self.sequence)
+
+    @property
+    def cost(self) -> int:
+        """What the chunk takes of the step's token budget."""
+        return self.num_tokens * self.sequence.token_cost
+
+    @property
+    def scored_positions(self) -> NDArray[np.int64]:
+        """Positions of the chunk whose logits score the prompt token that comes next."""
+        end, scoring = self.sequence.num_computed, self.sequence.scoring
+        return np.arange(0) if scoring is None else scoring.wanted(end - self.num_tokens, end)
+
+
+class Scheduler:
+    """The waiting and the running sequences of one engine.
+
+    Args:
+        cache: where sequences get their pages.
+        max_num_batched_tokens: tokens per step, decodes and prefill chunks together.
+        max_num_seqs: running sequences.
+        policy: "longest-prefix" admits the longest cached prefix first (SGLang's cache-aware
+            order), with ageing; "fcfs" admits in order of arrival.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        policy: Policy = "longest-prefix",
+    ) -> None:
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.policy = policy
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In order of admission: under pressure the last one is put back first."""
+        self.on_publish: Callable[[Sequence, int], None] | None = None
+        """Called before the cache hears of the first so many tokens of a sequence."""
+        self._short_of_pages = False
+        self._failed: list[Request] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """Choose the chunks of the next step, reserve their pages and publish their tokens."""
+        chunks: list[Chunk] = []
+        budget = self.max_num_batched_tokens
+        decodes = [s for s in self.running if len(s.pending) == 1]
+        prefills = [s for s in self.running if len(s.pending) > 1]
+        for sequence in decodes + prefills:
+            if budget and sequence.lease is not None:  # else put back a moment ago
+                chunk = self._schedule_running(sequence, budget, chunks)
+                if chunk:
+                    chunks.append(chunk)
+                    budget = max(0, budget - chunk.cost)
+        if not self._short_of_pages or not self.running:
+            self._admit(chunks, budget)
+        return chunks
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step might begin with a waiting sequence."""
+        room = len(self.running) < self.max_num_seqs
+        return bool(self.waiting) and room and not (self._short_of_pages and self.running)
+
+    def _schedule_running(
+        self, sequence: Sequence, budget: int, chunks: list[Chunk]
+    ) -> Chunk | None:
+        assert sequence.lease is not None
+        # Also where a prompt's last token is left alone for a step of its own.
+        is_prefill = sequence.num_computed < len(sequence.request.prompt_token_ids)
+        is_prefill |= len(sequence.pending) > 1
+        while True:
+            try:
+                return self._take(sequence, budget, is_prefill)
+            except OutOfPages as error:
+                scheduled = {chunk.sequence for chunk in chunks}
+                newest = next(s for s in reversed(self.running) if s not in scheduled)
+                if newest is not sequence:
+                    self._put_back(newest)
+                elif chunks or len(self.running) > 1:
+                    return None  # the others go on and will free pages
+                else:
+                    self.fail(sequence, str(error))
+                    return None
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        if not budget or len(self.running) >= self.max_num_seqs:
+            return
+        for sequence in self._candidates():
+            if not budget or len(self.running) >= self.max_num_seqs:
+                return
+            lease = sequence.lease = self.cache.acquire(
+                sequence.tokens, sequence.request.namespace, resumed=sequence.resumes
+            )
+            if sequence.scoring is not None:  # what has KV but no scores is computed again
+                lease.cached_tokens = min(lease.cached_tokens, sequence.scoring.recall())
+            missing = len(sequence) - lease.cached_tokens
+            if 2 * lease.next_step_tokens > missing and not sequence.has_waited:
+                sequence.has_waited = True
+                self._release(sequence)
+                continue
+            hit = sequence.num_computed = lease.cached_tokens
+            try:
+                chunk = self._take(sequence, budget, is_prefill=True)
+            except OutOfPages as error:
+                self._release(sequence)
+                if not self.running:
+                    self.waiting.remove(sequence)
+                    self.fail(sequence, str(error))
+                return
+            if not sequence.resumes:
+                sequence.cached_tokens = hit
+            if sequence is not self.waiting[0]:
+                self.waiting[0].passed_over += 1
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            chunks.append(chunk)
+            budget = max(0, budget - chunk.cost)
+
+    def _candidates(self) -> list[Sequence]:
+        """Waiting sequences in the order in which they should be admitted."""
+        candidates = [s for _, s in zip(range(LOOK_AHEAD), self.waiting, strict=False)]
+        if self.policy == "longest-prefix" and len(candidates) > 1:
+            oldest = candidates[0]
+            candidates.sort(key=lambda s: -self.cache.match(s.tokens, s.request.namespace))
+            if oldest.passed_over >= MAX_PASSED_OVER:
+                candidates.remove(oldest)
+                candidates.insert(0, oldest)
+        return candidates
+
+    def _take(self, sequence: Sequence, budget: int, is_prefill: bool) -> Chunk:
+        """Make room for the next tokens of a sequence, and publish them or what came before.
+
+        A prefill chunk is published now, so that the next sequence of this step can share it.
+        Decoded tokens are published when the sequence leaves: nobody waits for them, and so most
+        steps cost the cache nothing.
+
+        Raises:
+            OutOfPages: nothing is taken.
+        """
+        lease = sequence.lease
+        assert lease is not None
+        tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
+        end = sequence.num_computed + len(tokens)
+        if is_prefill:
+            self.cache.reserve(lease, end)
+            if self.on_publish is not None:
+                self.on_publish(sequence, end)
+            if end > lease.num_tokens:  # else computed for its logits only
+                self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
+            sequence.request.prefilled_tokens += len(tokens)
+        elif end > lease.capacity:
+            try:
+                self.cache.reserve(lease, min(end + DECODE_AHEAD - 1, sequence.max_length))
+            except OutOfPages:
+                self.cache.reserve(lease, end)
+        sequence.num_computed = end
+        return Chunk(sequence, len(tokens))
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Preempt: pages go, what was computed stays cached, so resuming costs little."""
+        self._leave(sequence)
+        sequence.preemptions += 1
+        sequence.resumes = True
+        self.waiting.appendleft(sequence)
+        self._short_of_pages = True
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End a sequence that cannot go on."""
+        sequence.request.error = error
+        self.finish(sequence, "error")
+        sequence.request.note_end()
+        self._failed.append(sequence.request)
+
+    def take_failed(self) -> list[Request]:
+        """The requests that turned out not to fit since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        assert sequence.lease is not None
+        try:
+            if len(sequence.unpublished):
+                if self.on_publish is not None:
+                    self.on_publish(sequence, sequence.num_computed)
+                self.cache.publish(sequence.lease, sequence.unpublished, written=True)
+        finally:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        self.cache.release(sequence.lease)
+        sequence.lease = None
+        sequence.num_computed = 0
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence, running or waiting."""
+        sequence.finish_reason = reason
+        if sequence.lease is not None:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._short_of_pages = False
+
+    def recover(self) -> list[Sequence]:
+        """The step failed: what it published is rolled back, its sequences wait for another.
+
+        Returns those that were running.
+        """
+        self.cache.rollback()
+        for sequence in self.waiting:
+            if sequence.lease is not None:  # it was about to be admitted
+                self._release(sequence)
+        for sequence in reversed(self.running):
+            lease = sequence.lease
+            assert lease is not None
+            sequence.resumes |= lease.num_tokens > sequence.cached_tokens
+            self._release(sequence)
+            self.waiting.appendleft(sequence)
+        put_back, self.running = self.running, []
+        self._short_of_pages = False
+        return put_back

@@ -1,0 +1,1 @@
+"""Models over KV pages: what runs them, what refuses them, and where their KV stands."""

@@ -1,0 +1,92 @@
+"""The gate: which models may run over KV pages, and why the others may not.
+
+Many models would load, run and be silently wrong over pages. Three checks stand before them, each
+a `ModelError` of one sentence: what the config says (`check_config`), what the attention calls of a
+probe look like (`check_calls`), and, for model types that nobody has verified yet, whether the
+logits over pages equal those of the stock implementation (`check_logits` in `load.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+from radixcache.errors import ModelError
+from radixcache.kernels.attention import LayerKind
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class AttentionCall(NamedTuple):
+    """One call of the attention function during the probe."""
+
+    layer: int
+    kind: LayerKind
+    causal: bool
+    masked: bool
+    sinks: bool
+
+
+def refusal(config: PreTrainedConfig, reason: str) -> ModelError:
+    """The error that says why this model type is refused."""
+    return ModelError(f"model type {config.model_type!r} cannot run over KV pages: {reason}")
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse what the config already gives away.
+
+    Raises:
+        ModelError: encoder-decoder, layer types other than full and sliding attention, or RoPE
+            frequencies that change with the longest position of a batch.
+    """
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise refusal(config, "it is an encoder-decoder")
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise refusal(config, f"it has layers of type {names}, not only full and sliding attention")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # one set, or one for each layer type
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        if kind in _BATCH_DEPENDENT_ROPE:
+            raise refusal(
+                config, f"its {kind} RoPE rotates a key by the longest position of its batch"
+            )
+
+
+def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> None:
+    """Refuse a model whose attention is not one causal call of a known kind in every layer.
+
+    Raises:
+        ModelError: layers without attention or with two calls, masks of the model's own, attention
+            sinks, bidirectional attention, or a window that is only in the config.
+    """
+    text = config.get_text_config()
+    layers = [call.layer for call in calls]
+    if len(set(layers)) < len(layers):
+        raise refusal(config, "it calls attention more than once in a layer")
+    if sorted(layers) != list(range(text.num_hidden_layers)):
+        raise refusal(
+            config,
+            f"its config names {text.num_hidden_layers} layers, "
+            f"but attention runs in {len(layers)}",
+        )
+    if not all(call.causal for call in calls):
+        raise refusal(config, "its attention is bidirectional")
+    if any(call.masked for call in calls):
+        raise refusal(config, "it builds attention masks of its own")
+    if any(call.sinks for call in calls):
+        raise refusal(config, "it has attention sinks")
+    windows = {call.layer: call.kind.window for call in calls}
+    types = getattr(text, "layer_types", None) or ()
+    for layer, kind in enumerate(types[: len(calls)]):
+        if (kind == "sliding_attention") != (windows[layer] is not None):
+            raise refusal(config, f"layer {layer} is of type {kind}, window {windows[layer]}")
+    expected = getattr(text, "sliding_window", None)
+    windowed = bool(types) or any(windows.values())  # layer types were checked above
+    if expected and getattr(text, "use_sliding_window", True) and not windowed:
+        raise refusal(config, f"its window of {expected} never reaches the attention function")

@@ -1,0 +1,143 @@
+"""Loads a model: from a folder or the hub, onto a device, and through the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.runtime.model import gate
+from radixcache.runtime.model.packed_linear import pack_linears
+from radixcache.runtime.model.paged_model import PagedModel, first_line
+
+# Compared with the plain forward by this project's tests; `check_logits` is skipped for them.
+VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    attention: AttentionBackend | None = None,
+) -> PagedModel:
+    """Load a causal LM from a folder or the Hugging Face hub, and refuse what would be wrong.
+
+    Args:
+        dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is float32 on a CPU and the
+            checkpoint's own elsewhere.
+        device: a torch device; "auto" is CUDA where there is one.
+        attention: the backend; None chooses the fastest that works.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded or trusted over pages.
+        InvalidRequest: a dtype or device that does not exist.
+    """
+    place = resolve_device(device)
+    config = _load(name_or_path, AutoConfig.from_pretrained)
+    gate.check_config(config)  # before the weights are read
+    kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype == "auto" and place.type == "cpu":
+        kind = torch.float32
+    elif dtype != "auto" and kind not in _DTYPES.values():
+        raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
+    read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=kind)
+    model, report = _load(name_or_path, partial(read, output_loading_info=True))
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
+        )
+    model = model.to(place).eval()
+    pack_linears(model)
+    paged = PagedModel(model, attention)
+    if config.model_type not in VERIFIED:
+        check_logits(paged)
+    return paged
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """The torch device of that name; "auto" is CUDA where there is one, else the CPU.
+
+    Raises:
+        InvalidRequest: there is no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise InvalidRequest(f"unknown device {device!r}: say auto, cpu or cuda") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest(f"device {str(device)!r} was asked for, but there is no CUDA here")
+    if place.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=place).item()
+        except (RuntimeError, AssertionError):  # not built in, not here, or without memory (meta)
+            raise InvalidRequest(f"device {str(device)!r} cannot be used here") from None
+    return place
+
+
+def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
+    """`read(name_or_path)`, with what transformers raises said in one sentence."""
+    try:
+        return read(str(name_or_path), trust_remote_code=False)
+    except Exception as error:
+        reason = first_line(error)
+        # What transformers does not find is an OSError; so is a model that must be asked for first.
+        absent = isinstance(error, OSError) and "gated repo" not in reason
+        if absent and not Path(name_or_path).is_dir():
+            raise ModelError(
+                f"no model at {name_or_path}: no such folder, and no model of that name in reach"
+            ) from None
+        raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
+
+
+def check_logits(model: PagedModel) -> None:
+    """Refuse a model whose logits over pages differ from those of the stock attention.
+
+    Two short random sequences run in chunks, together and alone, then token by token.
+
+    Raises:
+        ModelError: the logits differ by more than rounding.
+    """
+    page_size, lens = 4, (min(48, model.max_context), min(30, model.max_context))
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, model.vocab_size, length) for length in lens]
+    pages = np.array_split(rng.permutation(24).astype(np.int32), [14])
+    pool = model.allocate(24, page_size)
+    expected = [model.stock_logits(tokens) for tokens in sequences]
+    done, worst = [0, 0], 0.0
+    for step in ((17, 0), (21, 11), (0, 12), (1, 1), (1, 1), (64, 64)):  # 64: whatever is left
+        ends = [min(d + n, length) for d, n, length in zip(done, step, lens, strict=True)]
+        runs = [i for i in (0, 1) if ends[i] > done[i]]
+        if not runs:
+            continue
+        counts = [ends[i] - done[i] for i in runs]
+        tables = [pages[i][: -(-ends[i] // page_size)] for i in runs]
+        batch = PagedBatch(
+            qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
+            kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
+            kv_indices=np.concatenate(tables),
+            kv_last_page_len=np.array([(ends[i] - 1) % page_size + 1 for i in runs], np.int32),
+            page_size=page_size,
+        )
+        tokens = np.concatenate([sequences[i][done[i] : ends[i]] for i in runs])
+        got = model.forward(tokens, batch, np.arange(len(tokens)), pool)
+        wanted = torch.cat([expected[i][done[i] : ends[i]] for i in runs])
+        spread = wanted.max() - wanted.min()
+        worst = max(worst, float(((got - wanted).abs().max() / spread).nan_to_num(torch.inf)))
+        done = ends
+    limit = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if worst > limit:
+        raise gate.refusal(
+            model.config, f"its logits come out wrong there (by {worst:.1%} of their range)"
+        )

@@ -1,0 +1,409 @@
+"""The engine: same tokens as plain transformers, each shared token computed once, nothing lost."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache import InvalidRequest, SamplingParams
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.sampler import top_logprobs
+from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
+from radixcache.runtime.text.detokenizer import Detokenizer
+from tests.engines import (
+    assert_no_page_is_lost,
+    finish,
+    generated,
+    make_engine,
+    paged_model,
+    plain_greedy,
+    plain_model,
+    run,
+)
+from tests.models import tiny_model
+
+SEED = 20_261_120
+NEW_TOKENS = 10
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model_path(folder: Path, family: str) -> Path:
+    if family == "tabletalk":
+        return BUNDLED_MODEL
+    path = folder / family
+    return path if path.exists() else tiny_model(family, path, seed=SEED)
+
+
+@cache
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Prompts that share stems, end inside others, repeat, and branch in mid-page."""
+    rng = random.Random(SEED)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(length)]
+
+    stem, other = text(37), text(21)
+    return [
+        stem + text(9),
+        stem + text(14),
+        stem[:30] + text(5),
+        stem[:30],
+        other + stem,
+        other + stem,
+        stem + text(3),
+        text(1),
+    ]
+
+
+@cache
+def expected(path: Path) -> list[list[int]]:
+    vocab = plain_model(path).config.vocab_size
+    return [plain_greedy(path, prompt, NEW_TOKENS) for prompt in prompts(min(vocab, 250))]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("concurrent", [True, False], ids=["concurrent", "sequential"])
+@pytest.mark.parametrize("chunk", [8, 64, 2048])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("family", ["tabletalk", "llama", "qwen3", "gemma3_text"])
+def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
+    folder: Path, family: str, page_size: int, chunk: int, concurrent: bool
+) -> None:
+    path = model_path(folder, family)
+    asked = prompts(min(plain_model(path).config.vocab_size, 250))
+    for mode in ("radix", "hash-block", "none"):
+        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk)
+        requests = run(engine, asked, GREEDY, concurrent)
+        assert [tokens for (tokens,) in generated(requests)] == expected(path), mode
+        hits = sum(request.output().num_cached_tokens for request in requests)
+        assert hits > 0 if mode != "none" else hits == 0
+        assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", ["tabletalk", "llama", "qwen3", "gemma3_text"])
+def test_logits_agree_with_plain_transformers_to_1e_4(
+    folder: Path, family: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path(folder, family)
+    model = paged_model(path)
+    asked = prompts(min(model.vocab_size, 250))
+    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24)
+    seen: list[torch.Tensor] = []
+    forward = model.forward
+
+    def spy(*args: Any) -> torch.Tensor:
+        logits = forward(*args)
+        seen.extend(logits)
+        return logits
+
+    monkeypatch.setattr(model, "forward", spy)
+    for prompt in asked:  # one after the other, so that row i of `seen` is known
+        seen.clear()
+        (request,) = run(engine, [prompt], GREEDY)
+        whole = torch.tensor([request.sequences[0].tokens.tolist()])
+        with torch.inference_mode():
+            wanted = plain_model(path)(whole).logits[0, len(prompt) - 1 : -1]
+        error = (torch.stack(seen) - wanted).abs().max() / wanted.abs().max()
+        assert error < 1e-4
+
+
+def test_one_corrupt_page_changes_the_tokens(folder: Path) -> None:
+    path = model_path(folder, "llama")
+    asked = prompts(250)
+    engine = make_engine(path, "radix", page_size=4)
+    run(engine, asked, GREEDY)
+    lease = engine.cache.acquire(asked[0])
+    damaged = int(lease.page_table[2])
+    engine.cache.release(lease)
+    for k_pages, v_pages in engine.kv_pool.layers:
+        k_pages[damaged].neg_()
+        v_pages[damaged].neg_()
+    again = run(engine, asked[:2], GREEDY)
+    assert [tokens for (tokens,) in generated(again)] != expected(path)[:2]
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 2048])
+def test_a_burst_computes_each_shared_token_once(folder: Path, chunk: int) -> None:
+    """32 prompts, best-of-8 on 4 questions with one system prompt, all at once."""
+    rng = random.Random(SEED)
+    system = [rng.randrange(250) for _ in range(50)]
+    questions = [system + [rng.randrange(250) for _ in range(rng.randint(10, 30))] for _ in "abcd"]
+    burst = [question + [rng.randrange(250) for _ in range(3)] for question in questions * 8]
+    rng.shuffle(burst)
+    engine = make_engine(model_path(folder, "llama"), page_size=1, max_num_batched_tokens=chunk)
+    requests = run(engine, burst, SamplingParams(temperature=0, max_tokens=1))
+    prefixes = {tuple(prompt[:n]) for prompt in burst for n in range(1, len(prompt) + 1)}
+    assert len({tuple(prompt) for prompt in burst}) == len(burst), "the optimum below assumes it"
+    assert sum(request.prefilled_tokens for request in requests) == len(prefixes)
+    stats = engine.cache.stats
+    assert stats.query_tokens - stats.hit_tokens == len(prefixes)
+
+
+def test_n_completions_compute_the_prompt_once(folder: Path) -> None:
+    prompt = prompts(250)[0]
+    engine = make_engine(model_path(folder, "llama"), page_size=1)
+    params = SamplingParams(temperature=1, seed=3, n=5, max_tokens=4)
+    (request,) = run(engine, [prompt], params)
+    assert request.prefilled_tokens == len(prompt) + 4  # the others: the last token, for logits
+    completions = generated([request])[0]
+    assert len({tuple(tokens) for tokens in completions}) > 1
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_preempted_requests_give_the_same_tokens(folder: Path, mode: str, page_size: int) -> None:
+    path = model_path(folder, "llama")
+    longest = max(len(prompt) for prompt in prompts(250)) + NEW_TOKENS
+    num_pages = -(-longest // page_size) + 3
+    engine = make_engine(path, mode, page_size, num_pages, max_num_batched_tokens=16)
+    requests = run(engine, prompts(250), GREEDY)
+    assert [tokens for (tokens,) in generated(requests)] == expected(path)
+    assert sum(request.output().metrics.preemptions for request in requests) > 0
+    assert_no_page_is_lost(engine)
+
+
+def test_a_request_fits_a_pool_of_one_spare_page_whatever_is_cached(folder: Path) -> None:
+    """Branches in mid-page hold copies; all of that must give way to a request that fits."""
+    rng = np.random.default_rng(SEED)
+    path = model_path(folder, "llama")
+    engine = make_engine(path, page_size=4, num_pages=9, max_num_batched_tokens=7)
+    stem = rng.integers(0, 250, 25).tolist()
+    for cut in rng.integers(0, 25, 20):
+        prompt = [*stem[:cut], *rng.integers(0, 250, 25 - cut).tolist()]
+        params = SamplingParams(temperature=0, max_tokens=8)
+        (request,) = run(engine, [prompt], params)
+        assert request.error is None
+        assert generated([request])[0][0] == plain_greedy(path, prompt, 8), f"seed {SEED}"
+        stem = request.sequences[0].tokens.tolist()[:25]
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block"])
+def test_random_arrivals_aborts_and_failures_lose_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Requests come, hang up and meet failing steps; the rest get the tokens they would get."""
+    rng = random.Random(SEED)
+    path = model_path(folder, "llama")
+    engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
+    forward = engine.model.forward
+
+    def flaky(*args: Any) -> torch.Tensor:
+        if rng.random() < 0.1:  # nothing is written
+            raise RuntimeError("device lost")
+        logits = forward(*args)
+        if rng.random() < 0.05:
+            raise RuntimeError("device lost too late")
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", flaky)
+    live: list[Request] = []
+    failures = finished = 0
+    for _ in range(600):
+        if rng.random() < 0.3:  # part of a known prompt, and something new
+            known = rng.choice(prompts(250))
+            prompt = known[: rng.randint(0, len(known))] + [rng.randrange(250) for _ in range(20)]
+            live.append(engine.add_request(prompt, GREEDY))
+        if live and rng.random() < 0.05:
+            engine.abort(live.pop(rng.randrange(len(live))))
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+        engine.cache.check()
+        for request in [r for r in live if r.finished]:
+            wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+            assert generated([request])[0][0] == wanted, f"seed {SEED}"
+            live.remove(request)
+            finished += 1
+    for request in live:
+        engine.abort(request)
+    assert failures > 10 and finished > 50
+    assert_no_page_is_lost(engine)
+
+
+def test_llm_takes_the_hash_block_mode_with_a_block_size() -> None:
+    llm = LLM(cache="hash-block", block_size=8, kv_memory="16MiB")
+    prompt: Prompt = {"prompt_token_ids": prompts(250)[0]}
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    length = len(prompts(250)[0])
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (length - 1) // 8 * 8)
+    llm.cache.check()
+
+
+def test_a_token_that_gives_no_text_ends_its_own_request_only(folder: Path) -> None:
+    path = model_path(folder, "llama")
+    engine = make_engine(path)
+    bad, good = (engine.add_request(prompt, GREEDY) for prompt in prompts(250)[:2])
+
+    def decode(ids: list[int]) -> str:
+        raise ValueError("no such byte")
+
+    bad.sequences[0].detokenizer = Detokenizer(decode, [])
+    finish(engine)
+    assert bad.error is not None and "no such byte" in bad.error
+    assert generated([good])[0][0] == expected(path)[1]
+    assert_no_page_is_lost(engine)
+
+
+def test_a_step_that_fails_while_its_tokens_are_read_loses_and_repeats_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path(folder, "llama")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    without = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (wanted,) = generated(run(make_engine(path), [prompts(250)[1]], params))
+    engine = make_engine(path)
+    done_in_it = engine.add_request(prompts(250)[0], without)
+    request = engine.add_request(prompts(250)[1], params)
+    calls = []
+
+    def flaky(*args: Any) -> dict[int, float]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return top_logprobs(*args)
+
+    monkeypatch.setattr("radixcache.runtime.engine.engine.top_logprobs", flaky)
+    told: list[Request] = []
+    while engine.has_work and len(calls) < 9:
+        try:
+            told += [r for r in engine.step() if r.finished]
+        except RuntimeError:
+            assert done_in_it.finished
+        engine.cache.check()
+    assert sorted(told, key=lambda r: r.request_id) == [done_in_it, request]
+    assert generated([request])[0] == wanted
+    assert len(request.sequences[0].logprobs) == 3
+    assert_no_page_is_lost(engine)
+
+
+def test_an_interrupt_while_a_request_is_admitted_loses_no_page(folder: Path) -> None:
+    engine = make_engine(model_path(folder, "llama"))
+    interrupts = iter([False, True, False])
+
+    def interrupt(*_: object) -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    engine.scheduler.on_publish = interrupt
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts(250)[:3]]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.cache.check()
+    engine.abort(requests[1])
+    finish(engine)
+    assert [generated([requests[i]])[0][0] for i in (0, 2)] == [
+        expected(model_path(folder, "llama"))[i] for i in (0, 2)
+    ]
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("fails", [1, 4])
+def test_what_a_request_computed_before_a_step_failed_is_no_hit_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    engine = make_engine(model_path(folder, "llama"), page_size=4)
+    forward, calls = engine.model.forward, []
+
+    def flaky(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == fails:
+            raise RuntimeError("device lost")
+        return forward(*args)
+
+    monkeypatch.setattr(engine.model, "forward", flaky)
+    request = engine.add_request(prompts(250)[0], SamplingParams(temperature=0, max_tokens=9, n=2))
+    for _ in range(fails):
+        try:
+            engine.step()
+        except RuntimeError:
+            break
+    finish(engine)
+    assert request.output().num_cached_tokens == 0
+
+
+def test_longest_prefix_first_overtakes_but_never_starves(folder: Path) -> None:
+    rng = random.Random(SEED)
+    engine = make_engine(model_path(folder, "llama"), max_num_seqs=1, page_size=1)
+    popular = [rng.randrange(250) for _ in range(30)]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    run(engine, [popular], one)
+    lonely = engine.add_request([rng.randrange(250) for _ in range(30)], one)
+    crowd = [engine.add_request([*popular, i], one) for i in range(60)]
+    done: list[object] = []
+    while engine.has_work:
+        done += [request for request in engine.step() if request.finished]
+    assert done.index(crowd[0]) < done.index(lonely) < done.index(crowd[40])
+
+
+def test_fcfs_keeps_the_order_of_arrival(folder: Path) -> None:
+    engine = make_engine(model_path(folder, "llama"), max_num_seqs=1, policy="fcfs")
+    one = SamplingParams(temperature=0, max_tokens=1)
+    run(engine, [[1, 2, 3, 4]], one)
+    requests = [engine.add_request(p, one) for p in ([9, 9], [1, 2, 3, 5], [8])]
+    done: list[object] = []
+    while engine.has_work:
+        done += [request for request in engine.step() if request.finished]
+    assert done == requests
+
+
+BAD_REQUESTS = {
+    "empty": ([], GREEDY, "the prompt is empty"),
+    "too long": ([1] * 512, GREEDY, "leaves no room to answer"),
+    "unknown token": ([1, 999_999], GREEDY, "outside the vocabulary"),
+    "negative token": ([-1], GREEDY, "outside the vocabulary"),
+    "nested": ([[1]], GREEDY, "flat sequence of integers"),
+    "not integers": ([0.5], GREEDY, "flat sequence of integers"),
+    "too big for the pool": ([1] * 100, SamplingParams(max_tokens=200), "do not fit the KV memory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_one_sentence_and_the_rest_goes_on(folder: Path, case: str) -> None:
+    path = model_path(folder, "llama")
+    engine = make_engine(path, page_size=4, num_pages=40)
+    good = engine.add_request(prompts(250)[0], GREEDY)
+    engine.step()
+    tokens, params, sentence = BAD_REQUESTS[case]
+    with pytest.raises(InvalidRequest, match=sentence) as caught:
+        engine.add_request(tokens, params)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    finish(engine)
+    assert generated([good])[0][0] == expected(path)[0]
+    assert_no_page_is_lost(engine)
+
+
+def test_a_request_that_pins_leave_no_room_for_fails_alone(folder: Path) -> None:
+    path = model_path(folder, "llama")
+    engine = make_engine(path, page_size=4, num_pages=20)
+    run(engine, [list(range(40))], SamplingParams(temperature=0, max_tokens=1))
+    engine.cache.pin("system", list(range(40)))
+    big, small = prompts(250)[0], prompts(250)[3]
+    failing = engine.add_request(big, GREEDY)
+    finish(engine)
+    assert failing.error is not None and "pages wanted" in failing.error
+    assert failing.output().outputs[0].finish_reason == "error"
+    (fine,) = run(engine, [small[:10]], SamplingParams(temperature=0, max_tokens=4))
+    assert generated([fine])[0][0] == plain_greedy(path, small[:10], 4)
+    engine.cache.unpin("system")
+    assert_no_page_is_lost(engine)
+
+
+def test_an_engine_step_without_work_does_nothing(folder: Path) -> None:
+    engine: Engine = make_engine(model_path(folder, "llama"))
+    assert engine.step() == []

@@ -1,0 +1,586 @@
+"""Why not a hit: every reason against a list of all that was ever computed, then through `LLM`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixcache import (
+    LLM,
+    HashBlockCache,
+    InvalidRequest,
+    Lease,
+    NoCache,
+    OutOfPages,
+    PagePool,
+    PinError,
+    PrefixCache,
+    RadixCache,
+    SamplingParams,
+)
+from radixcache.base import as_tokens
+from radixcache.events import Evicted, Stored
+from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
+from tests.models import tiny_model
+
+SEED = 20_261_120
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+NAMESPACES: tuple[Hashable, ...] = (None, "a", "b")
+Text = tuple[int, ...]
+
+
+# --------------------------------------------------------------------------------- by brute force
+
+
+class World:
+    """A cache in too little memory, driven at random, and all that was ever computed in it.
+
+    Whatever is computed has a serial number, by namespace and prefix; a reason is worked out for
+    each token by itself.
+    """
+
+    def __init__(self, seed: int, kind: type[Any], page_size: int, num_pages: int) -> None:
+        self.rng = Random(f"{seed}/{kind.__name__}/{page_size}")
+        self.cache: PrefixCache = kind(PagePool(num_pages, page_size))
+        self.explainer = Explainer(self.cache, num_tokens=1 << 14)
+        self.page_size = page_size
+        self.longest = page_size * num_pages // 2
+        self.alphabet = self.rng.choice([2, 3, 50])
+        self.computed: dict[Hashable, dict[Text, int]] = {name: {} for name in NAMESPACES}
+        self.cached: set[tuple[Hashable, Text]] = set()
+        self.in_flight: set[tuple[Hashable, Text]] = set()
+        self.running: list[tuple[Lease, Hashable, Text]] = []
+        self.past: list[Text] = [()]
+        self.counted: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
+        if kind is RadixCache:
+            self.cache.events.append(self._hear)
+
+    def _hear(self, event: object) -> None:
+        if isinstance(event, Stored | Evicted):
+            tokens = tuple(event.tokens.tolist())
+            prefixes = {
+                (event.namespace, tokens[:end]) for end in range(event.start + 1, len(tokens) + 1)
+            }
+            if isinstance(event, Stored):
+                self.cached |= prefixes
+            else:
+                self.cached -= prefixes
+
+    def run(self, operations: int) -> None:
+        choices = {self.admit: 10, self.step: 4, self.finish: 8, self.evict: 1, self.reset: 0.3}
+        for _ in range(operations):
+            self.rng.choices(list(choices), list(choices.values()))[0]()
+            self.cache.check()
+            self.explainer.check()
+        assert {k: v for k, v in self.explainer.missed_tokens.items() if v} == dict(+self.counted)
+
+    def admit(self) -> None:
+        if len(self.running) >= 4:
+            return
+        namespace, tokens = self.rng.choice(NAMESPACES), self.prompt()
+        lease = self.cache.acquire(tokens, namespace)
+        try:
+            self.cache.reserve(lease, len(tokens))
+        except OutOfPages:
+            self.cache.release(lease)
+            return
+        hit = lease.cached_tokens
+        for everywhere in (False, True):
+            misses = self.explainer.explain(tokens, hit, namespace, other_namespaces=everywhere)
+            self.compare(misses, tokens, hit, namespace, everywhere)
+        assert self.explainer.observe(tokens, hit, namespace) == self.explainer.explain(
+            tokens, hit, namespace
+        )
+        for miss in misses:
+            self.counted[miss.reason] += len(miss)
+        chunk = tokens[: self.rng.choice([hit + 1, len(tokens), len(tokens)])]
+        self.publish(lease, namespace, chunk)
+        self.running.append((lease, namespace, chunk))
+        self.past.append(tokens)
+
+    def prompt(self) -> Text:
+        """One from before with other tokens put in its middle, or after what is kept of it."""
+        known, rng = self.rng.choice(self.past[-8:]), self.rng
+        kept = rng.choice([len(known), rng.randint(0, len(known))])
+        new = tuple(
+            rng.randrange(self.alphabet) for _ in range(rng.randint(1, rng.choice([3, 25])))
+        )
+        rest = known[kept + rng.randint(0, 3) :] * rng.randint(0, 1)
+        return (known[:kept] + new + rest)[: self.longest]
+
+    def publish(self, lease: Lease, namespace: Hashable, tokens: Text, late: bool = False) -> None:
+        self.explainer.remember(tokens, namespace)
+        serials = self.computed[namespace]
+        for end in range(1, len(tokens) + 1):
+            serials.setdefault(tokens[:end], len(serials))
+            if not late and (namespace, tokens[:end]) not in self.cached:
+                self.in_flight.add((namespace, tokens[:end]))
+        self.cache.publish(lease, tokens[lease.num_tokens :], written=late)
+
+    def step(self) -> None:
+        for lease, _, _ in self.running:
+            lease.take_copies()
+        self.cache.commit()
+        self.in_flight.clear()
+
+    def finish(self) -> None:
+        if not self.running:
+            return
+        self.step()
+        lease, namespace, tokens = self.running.pop(self.rng.randrange(len(self.running)))
+        decoded = tuple(self.rng.randrange(self.alphabet) for _ in range(self.rng.randint(0, 5)))
+        decoded = decoded[: lease.capacity - len(tokens)]
+        if decoded:
+            self.publish(lease, namespace, tokens + decoded, late=True)
+            self.past.append(tokens + decoded)
+        self.cache.release(lease)
+
+    def evict(self) -> None:
+        self.cache.evict(self.rng.randint(1, 3))
+
+    def reset(self) -> None:
+        if not self.running:
+            self.cache.reset()
+            self.cached.clear()
+
+    def compare(
+        self, misses: list[Miss], tokens: Text, hit: int, namespace: Hashable, everywhere: bool
+    ) -> None:
+        labels = [
+            self.reason(tokens, at, hit, namespace, everywhere)
+            for at in range(hit, len(tokens) - 1)
+        ]
+        expected, at = [], hit
+        for label, run in groupby(labels):
+            start, at = at, at + len(list(run))
+            expected.append((*label, start, at))
+        found = [(m.reason, m.in_flight, m.start, m.end) for m in misses]
+        assert found == expected, f"{tokens} in {namespace}, hit {hit}, seed {SEED}"
+        for miss in misses:
+            self.seen[miss.reason + " in flight" * miss.in_flight] += 1
+            assert miss.num_tokens == len(tokens)
+            if miss.reason == "diverged":
+                following = self.following(tokens[: miss.start], namespace)
+                after, repeated = self.rejoin(tokens, miss.start, following) or (-miss.start, 0)
+                assert miss.before == tokens[max(0, miss.start - 8) : miss.start]
+                assert miss.prompt == tokens[miss.start : miss.start + 8]
+                assert miss.cached == following[:8] and miss.cached[0] != miss.prompt[0]
+                assert (miss.rejoin, miss.repeated) == (miss.start + after, repeated)
+                self.seen["met again"] += bool(repeated)
+            else:
+                assert miss == Miss(miss.reason, miss.start, miss.end, len(tokens), miss.in_flight)
+
+    def reason(
+        self, tokens: Text, at: int, hit: int, namespace: Hashable, everywhere: bool
+    ) -> tuple[str, bool]:
+        """Why token `at` is missed, and whether because it is in flight."""
+        serials = self.computed[namespace]
+        if tokens[: at + 1] in serials:
+            if isinstance(self.cache, NoCache):
+                return "caching_off", False
+            if isinstance(self.cache, HashBlockCache):
+                end = (at // self.page_size + 1) * self.page_size
+                whole = end < len(tokens) and tokens[:end] in serials
+                return ("evicted" if whole else "page_not_finished"), False
+            if (namespace, tokens[: at + 1]) not in self.cached:
+                return "evicted", False
+            assert any((namespace, tokens[:end]) in self.in_flight for end in range(at + 2))
+            assert at // self.page_size == hit // self.page_size
+            return "page_not_finished", True
+        if everywhere and any(tokens[: at + 1] in self.computed[name] for name in NAMESPACES):
+            return "other_namespace", False
+        start = max(
+            end for end in range(at + 1) if not end or tokens[:end] in serials or end == hit
+        )
+        known_elsewhere = everywhere and any(
+            tokens[: start + 1] in self.computed[name] for name in NAMESPACES
+        )
+        following = self.following(tokens[:start], namespace)
+        if not following or known_elsewhere:
+            return "first_seen", False
+        meets = self.rejoin(tokens, start, following) is not None
+        return ("diverged" if start or meets else "first_seen"), False
+
+    def following(self, prefix: Text, namespace: Hashable) -> Text:
+        """What was computed after `prefix`, along what was new last at each fork."""
+        serials, path = self.computed[namespace], prefix
+        while True:
+            following = [p for p in serials if len(p) == len(path) + 1 and p[:-1] == path]
+            if not following:
+                return path[len(prefix) :]
+            path = max(following, key=lambda p: serials[p])
+
+    @staticmethod
+    def rejoin(tokens: Text, start: int, following: Text) -> tuple[int, int] | None:
+        return naive_rejoin(tokens[start:-1], following)
+
+
+def naive_rejoin(one: Sequence[int], other: Sequence[int]) -> tuple[int, int] | None:
+    for i in range(min(WINDOW + 1, len(one) - 15)):
+        for j in range(min(WINDOW + 1, len(other) - 15)):
+            if tuple(one[i : i + 16]) == tuple(other[j : j + 16]):
+                length = 16
+                while (
+                    i + length < len(one)
+                    and j + length < len(other)
+                    and one[i + length] == other[j + length]
+                ):
+                    length += 1
+                return i, length
+    return None
+
+
+@pytest.mark.parametrize("kind", [RadixCache, HashBlockCache, NoCache])
+def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(kind: type) -> None:
+    seen: Counter[str] = Counter()
+    for number, page_size in enumerate([1, 4, 4, 7, 16, 16, 5, 8]):
+        world = World(SEED + number, kind, page_size, num_pages=160 // page_size)
+        world.run(120)
+        seen += world.seen
+    always = {"first_seen", "diverged", "other_namespace", "met again"}
+    of_kind: dict[Any, set[str]] = {
+        RadixCache: {"evicted", "page_not_finished in flight"},
+        HashBlockCache: {"evicted", "page_not_finished"},
+        NoCache: {"caching_off"},
+    }
+    assert seen.keys() == always | of_kind[kind], f"{seen}, seed {SEED}"
+
+
+def test_texts_that_meet_again_are_found_where_a_naive_search_finds_them() -> None:
+    rng, found = Random(SEED), 0
+    for _ in range(300):
+        same = [rng.randrange(9) for _ in range(rng.randint(10, 60))]
+        one, other = (
+            [rng.randrange(9) for _ in range(rng.choice([0, 1, 5, 30, WINDOW, WINDOW + 1]))]
+            + same
+            + [rng.randrange(9) for _ in range(rng.randint(0, 20))]
+            for _ in range(2)
+        )
+        expected = naive_rejoin(one, other)
+        assert find_rejoin(as_tokens(one), as_tokens(other)) == expected, f"seed {SEED}"
+        found += expected is not None
+    assert 50 < found < 290, f"{found} of 300 met again, seed {SEED}"
+
+
+def test_what_was_stored_longest_ago_is_forgotten_first() -> None:
+    explainer = Explainer(RadixCache(PagePool(4, 16)), num_tokens=64)
+    first, second, third = (list(range(start, start + 32)) for start in (0, 100, 200))
+    for text in (first, second, first, third):
+        explainer.remember(text)
+        explainer.check()
+    assert [m.reason for m in explainer.explain([*first, 7], 0)] == ["evicted"]
+    assert [m.reason for m in explainer.explain([*third, 7], 0)] == ["evicted"]
+    known = explainer.explain([*second, 7], 0)
+    assert known[-1].reason == "first_seen" and len(known[-1]) >= 16
+
+
+def test_more_than_can_be_remembered_is_remembered_from_its_start() -> None:
+    rng = Random(SEED)
+    explainer = Explainer(RadixCache(PagePool(4, 16)), num_tokens=50)
+    for _ in range(100):
+        text = [rng.randrange(3) for _ in range(rng.randint(0, 200))]
+        explainer.remember(text, rng.choice(NAMESPACES))
+        explainer.check()
+    text = list(range(80))
+    explainer.remember(text)
+    assert [(m.reason, m.start, m.end) for m in explainer.explain(text, 0)] == [
+        ("evicted", 0, 50),
+        ("first_seen", 50, 79),
+    ]
+
+
+def test_nothing_is_missing_from_a_prompt_whose_last_token_alone_is_computed() -> None:
+    explainer = Explainer(RadixCache(PagePool(4, 16)))
+    explainer.remember([1, 2, 3])
+    assert explainer.explain([1, 2, 3], hit=2) == [] == explainer.explain([1], hit=0)
+
+
+# --------------------------------------------------------------------------------- the sentences
+
+
+def test_each_reason_is_one_sentence() -> None:
+    sentences = {
+        Miss("first_seen", 40, 1379, 1380): "first seen: 1,339 tokens from token 40 on",
+        Miss("evicted", 0, 1, 9): (
+            "evicted: 1 token from token 0 on, computed before but no longer cached"
+        ),
+        Miss("page_not_finished", 16, 18, 30): (
+            "page not finished: 2 tokens from token 16 on, computed before, but only whole pages "
+            "are cached"
+        ),
+        Miss("page_not_finished", 16, 18, 30, in_flight=True): (
+            "page not finished: 2 tokens from token 16 on, which another request computes in the "
+            "same step"
+        ),
+        Miss("other_namespace", 0, 4, 9): (
+            "other namespace: 4 tokens from token 0 on, computed with another cache salt only"
+        ),
+        Miss("caching_off", 0, 4, 9): "caching is off: 4 tokens from token 0 on, computed before",
+        Miss("diverged", 2, 5, 6, before=(1, 2), prompt=(3, 4, 5, 6), cached=(7, 8)): (
+            "diverged at token 2 of 6: the prompt has [1, 2, 3, 4, 5, 6], the cache has "
+            "[1, 2, 7, 8]; 3 tokens computed again"
+        ),
+    }
+    for miss, sentence in sentences.items():
+        assert miss.describe() == sentence
+    assert {miss.reason for miss in sentences} == set(REASONS)
+
+
+def test_a_divergence_quotes_both_texts_and_marks_where_they_were_cut() -> None:
+    ords = [ord(c) for c in "It is 10:41 now"]
+    miss = Miss(
+        "diverged",
+        start=20,
+        end=90,
+        num_tokens=91,
+        before=tuple(ords[:8]),
+        prompt=tuple(ords[8:14]),
+        cached=tuple(ord(c) for c in ":38 now\n"),
+        rejoin=23,
+        repeated=67,
+    )
+    assert miss.describe(lambda ids: "".join(map(chr, ids))) == (
+        "diverged at token 20 of 91: the prompt has '…It is 10:41 no', the cache has "
+        "'…It is 10:38 now\\n…'; 70 tokens computed again, although 67 of them, from token 23 on, "
+        "are the same in both: move what changes to the end"
+    )
+    redacted = miss.redacted()
+    assert redacted.cached == () and "the cache has" not in redacted.describe()
+    assert redacted.describe().endswith("move what changes to the end")
+
+
+# ----------------------------------------------------------------------------------- through LLM
+
+
+@pytest.fixture(scope="module")
+def tabletalk() -> LLM:
+    return LLM(kv_memory="32MiB")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose tokens are bytes."""
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"), seed=SEED)
+
+
+def pages(count: int, page_size: int = 4) -> int:
+    """Bytes for `count` KV pages of the random Llama."""
+    return count * page_size * 3 * 2 * 2 * 16 * 4
+
+
+SYSTEM = (
+    "You answer questions about a table of people, and you never guess what is not in it.\n" * 4
+)
+
+
+def test_the_time_of_day_at_the_top_is_named_as_the_place_where_prompts_part(
+    tabletalk: LLM,
+) -> None:
+    prompt = f"It is {{}}. {SYSTEM}Question: how old is {{}}?"
+    tabletalk.generate(prompt.format("10:38", "Clara Frost"), GREEDY)
+    again = prompt.format("10:41", "Hugo Marsh")
+    tokens = tabletalk.encode(again)
+    assert isinstance(tokens, list) and tabletalk.tokenizer is not None
+    parting = len(tabletalk.tokenizer.encode("It is 10:"))
+    same = len(tabletalk.tokenizer.encode(f". {SYSTEM}Question: how old is"))
+
+    explanation = tabletalk.explain(again)
+    (miss,) = explanation.misses
+    assert (miss.reason, miss.start, miss.end) == ("diverged", parting, len(tokens) - 1)
+    assert miss.prompt[:2] == tuple(tabletalk.tokenizer.encode("41"))
+    assert miss.cached[:2] == tuple(tabletalk.tokenizer.encode("38"))
+    assert miss.rejoin == parting + 2 and abs(miss.repeated - same) <= 1
+    lines = str(explanation).splitlines()
+    assert lines[0] == f"{parting} of {len(tokens)} tokens cached" and len(lines) == 2
+    assert lines[1].startswith(
+        f"- diverged at token {parting} of {len(tokens)}: the prompt has 'It is 10:41. You"
+    )
+    assert "the cache has 'It is 10:38. You" in lines[1]
+    assert lines[1].endswith("are the same in both: move what changes to the end")
+
+    # Even as the very first token, and in place of a text of another length.
+    (miss,) = tabletalk.explain(again.removeprefix("It is ")).misses
+    assert (miss.reason, miss.start) == ("diverged", 0) and miss.repeated >= same - 1
+
+
+def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path) -> None:
+    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    engine = llm.engine
+    stem = llm.encode("The stem that all of them share. ")
+    assert isinstance(stem, list)
+    requests = []
+    for end in ("and its end", "and another end", "and another end that goes on"):
+        request = engine.add_request([*stem, *llm.encode(end)], GREEDY)
+        assert request.explanation is None
+        while engine.has_work:
+            engine.step()
+        requests.append(request)
+    first, second, third = (request.explanation for request in requests)
+    assert first == [Miss("first_seen", 0, len(stem) + 10, len(stem) + 11)]
+    assert second is not None and [m.reason for m in second] == ["diverged"]
+    assert second[0].start == len(stem) + 4 == requests[1].sequences[0].cached_tokens
+    assert third is not None and [m.reason for m in third] in (["diverged"], ["first_seen"])
+    counted = Counter({miss.reason: 0 for miss in [*first, *second, *third]})
+    for miss in [*first, *second, *third]:
+        counted[miss.reason] += len(miss)
+    assert +Counter(llm.explainer.missed_tokens) == +counted
+    stats = llm.cache.stats
+    missed = sum(llm.explainer.missed_tokens.values())
+    assert stats.hit_tokens + missed + stats.requests == stats.query_tokens
+
+
+def test_a_request_that_is_put_back_or_whose_step_fails_is_explained_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(path, page_size=4, kv_memory=pages(14))
+    engine = llm.engine
+    forward, calls = engine.model.forward, 0
+
+    def fail_twice(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls <= 2:
+            raise RuntimeError("no luck")
+        return forward(*args)
+
+    monkeypatch.setattr(engine.model, "forward", fail_twice)
+    long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    requests = [engine.add_request(list(range(i, i + 18)), long) for i in (1, 101)]
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            assert calls <= 2
+        engine.cache.check()
+    assert sum(s.preemptions for r in requests for s in r.sequences) > 0
+    for request in requests:
+        assert request.explanation == [Miss("first_seen", 0, 17, 18)]
+    assert llm.explainer.missed_tokens["first_seen"] == 34
+
+
+def test_a_burst_whose_stem_ends_in_mid_page_waits_for_that_page_only(path: Path) -> None:
+    llm = LLM(path, page_size=16, kv_memory="1MiB", schedule="fcfs")
+    stem = [7] * 20
+    requests = [llm.engine.add_request(stem + 6 * [end], GREEDY) for end in (1, 2)]
+    llm.engine.step()
+    explanation = requests[1].explanation
+    assert explanation is not None
+    assert explanation[0] == Miss("page_not_finished", 16, 20, 26, in_flight=True)
+    assert [m.reason for m in explanation] == ["page_not_finished", "diverged"]
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
+def test_what_was_evicted_is_called_evicted_and_what_follows_is_not(path: Path) -> None:
+    llm = LLM(path, page_size=4, kv_memory=pages(16))
+    llm.generate({"prompt_token_ids": [1] * 30}, GREEDY)
+    for i in range(2, 6):
+        llm.generate({"prompt_token_ids": [i] * 40}, GREEDY)
+    assert llm.cache.stats.evicted_pages
+    (evicted, new) = llm.explain({"prompt_token_ids": [1] * 30 + [200] * 9}).misses
+    assert (evicted.reason, evicted.start, evicted.end) == ("evicted", 0, 30)
+    assert new.reason in ("first_seen", "diverged") and (new.start, new.end) == (30, 38)
+
+
+def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:
+    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    (output,) = llm.generate("some text", GREEDY)
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    llm.cache.reset()
+    (evicted, _) = llm.explain({"prompt_token_ids": [*tokens, 1, 2]}).misses
+    assert (evicted.reason, evicted.end) == ("evicted", len(tokens) - 1)  # the last has no KV
+
+
+def test_whole_blocks_and_no_cache_say_so(path: Path) -> None:
+    known = list(range(1, 23))
+    reasons = {}
+    caches: tuple[Any, ...] = ("hash-block", "none")
+    for cache in caches:
+        llm = LLM(path, cache=cache, page_size=16, kv_memory="1MiB")
+        llm.generate({"prompt_token_ids": known}, GREEDY)
+        misses = llm.explain({"prompt_token_ids": [*known, 200, 201, 202]}).misses
+        reasons[cache] = [(m.reason, m.start, m.end) for m in misses]
+    assert reasons["hash-block"][0] == ("page_not_finished", 16, 22)
+    assert reasons["none"][0] == ("caching_off", 0, 22)
+
+
+def test_nobody_hears_of_another_salt_but_who_runs_the_engine(path: Path) -> None:
+    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    prompt = "a text that two tenants send"
+    llm.generate(prompt, GREEDY)  # before any salt is in use
+    assert [m.reason for m in llm.explain(prompt, cache_salt="a").misses] == ["other_namespace"]
+    requests = []
+    for salt in ("a", "b"):
+        request = llm.engine.add_request(llm.encode(prompt), GREEDY, namespace=salt)
+        while llm.engine.has_work:
+            llm.engine.step()
+        requests.append(request)
+    length = len(prompt)
+    for request in requests:
+        assert request.explanation == [Miss("first_seen", 0, length - 1, length)]
+    assert llm.explainer.missed_tokens["other_namespace"] == 2 * (length - 1)
+    assert [m.reason for m in llm.explain(prompt, cache_salt="c").misses] == ["other_namespace"]
+    assert llm.explain(prompt, cache_salt="a").misses == []
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash-block", "none"])
+def test_explaining_changes_nothing(path: Path, cache: Any) -> None:
+    llm = LLM(path, cache=cache, page_size=4, kv_memory=pages(24))
+    rng = Random(SEED)
+    texts = ["".join(rng.choice("ab") for _ in range(rng.randint(5, 60))) for _ in range(12)]
+    for text in texts[:8]:
+        llm.generate(text, GREEDY)
+
+    def state() -> object:
+        index = llm.cache
+        order: object = None
+        if isinstance(index, RadixCache):
+            order = [(leaf.serial, leaf.last_use) for leaf in index._order]
+        elif isinstance(index, HashBlockCache):
+            order = index.queue
+        known = llm.explainer._known
+        return (
+            repr(index.stats),
+            order,
+            index.pool.num_free,
+            dict(llm.explainer.missed_tokens),
+            [(leaf.serial, leaf.last_use, leaf.end) for leaf in known._order],
+            llm.engine.has_work,
+        )
+
+    before = state()
+    for text in texts:
+        assert str(llm.explain(text)) == str(llm.explain(text))
+        llm.explain(text, cache_salt="nobody's")
+    assert state() == before, f"seed {SEED}"
+    llm.cache.check()
+    llm.explainer.check()
+
+
+def test_a_prompt_after_a_pinned_prefix_is_explained_as_a_whole(path: Path) -> None:
+    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    llm.pin_prefix("system", "You are careful. ")
+    explanation = llm.explain("Hello", prefix="system")
+    assert explanation.num_cached_tokens == len("You are careful. ")
+    assert explanation.num_tokens == len("You are careful. Hello")
+    with pytest.raises(PinError, match="no prefix named 'sytem'"):
+        llm.explain("Hello", prefix="sytem")
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        llm.explain("")
+
+
+def test_without_a_tokenizer_texts_are_shown_as_ids(tmp_path: Path) -> None:
+    llm = LLM(tiny_model("llama", tmp_path, tokenizer=False), kv_memory="1MiB")
+    llm.generate({"prompt_token_ids": [1, 2, 3, 4]}, GREEDY)
+    explained = str(llm.explain({"prompt_token_ids": np.array([1, 2, 9, 9], np.int32)}))
+    assert "diverged at token 2 of 4: the prompt has [1, 2, 9, 9], the cache has [1, 2, 3, 4" in (
+        explained
+    )

@@ -1,0 +1,453 @@
+"""Log-probabilities of prompt tokens: those of plain transformers, each computed once."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache import LLM, InvalidRequest, SamplingParams
+from radixcache.runtime.engine import prompt_logprobs
+from radixcache.runtime.engine.prompt_logprobs import SCORE, ScoredPrompts
+from radixcache.runtime.engine.request import Request
+from tests.engines import (
+    assert_no_page_is_lost,
+    finish,
+    generated,
+    make_engine,
+    paged_model,
+    plain_greedy,
+    plain_model,
+    run,
+)
+from tests.models import VOCAB_SIZE, tiny_model
+
+SEED = 20_261_121
+NEW_TOKENS = 5
+TOLERANCE = 1e-3
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+
+
+def scoring(count: int = 3, **options: Any) -> SamplingParams:
+    settings = {"temperature": 0, "max_tokens": NEW_TOKENS, **options}
+    return SamplingParams(prompt_logprobs=count, **settings)
+
+
+ONLY_SCORE = scoring(max_tokens=0)
+
+
+@pytest.fixture(autouse=True)
+def print_the_seed() -> None:
+    print(f"seed {SEED}")
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=SEED)
+
+
+def text(length: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(250) for _ in range(length)]
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Prompts that share stems, end inside others, repeat, and branch in mid-page."""
+    rng = random.Random(SEED)
+    stem, other = text(37, rng), text(21, rng)
+    return [
+        stem + text(9, rng),
+        stem[:30] + text(5, rng),
+        stem[:30],
+        other + stem,
+        other + stem,
+        stem + text(3, rng),
+        text(1, rng),
+        text(2, rng),
+    ]
+
+
+@cache
+@torch.inference_mode()
+def plain_logprobs(path: Path, prompt: tuple[int, ...]) -> torch.Tensor:
+    """[T, vocab] of each position by plain transformers, computed in float64."""
+    logits = plain_model(path)(torch.tensor([prompt])).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+def assert_scored(path: Path, request: Request) -> None:
+    """The request's prompt log-probabilities are those of plain transformers."""
+    prompt, count = request.prompt_token_ids.tolist(), request.params.prompt_logprobs
+    assert count is not None
+    got = request.output().prompt_logprobs
+    assert got is not None and len(got) == len(prompt)
+    assert got[0] is None
+    rows = plain_logprobs(path, tuple(prompt))
+    for token, entry, row in zip(prompt[1:], got[1:], rows, strict=False):
+        assert entry is not None
+        own, *likeliest = entry
+        assert own == token
+        assert all(abs(value - row[at]) < TOLERANCE for at, value in entry.items())
+        if count:
+            threshold = row.topk(count).values[-1]
+            assert len(entry) == count + (token not in sorted(entry, key=entry.get)[-count:])  # type: ignore[arg-type]
+            assert all(row[at] > threshold - TOLERANCE for at in likeliest)
+        else:
+            assert not likeliest
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
+@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_scores_equal_plain_transformers_cold_and_warm_among_other_requests(
+    path: Path, page_size: int, chunk: int, mode: str
+) -> None:
+    engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk)
+    for _ in range(2):
+        requests = [
+            engine.add_request(prompt, params)
+            for i, prompt in enumerate(prompts())
+            for params in (scoring(i), GREEDY)
+        ]
+        finish(engine)
+        for request in requests:
+            wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+            assert generated([request])[0][0] == wanted
+            if request.params is GREEDY:
+                assert request.output().prompt_logprobs is None
+            else:
+                assert_scored(path, request)
+    if mode != "none":
+        assert all(
+            request.output().num_cached_tokens > 0
+            for request in requests
+            if len(request.prompt_token_ids) > page_size + 1
+        )
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_other_families_are_scored_too(tmp_path: Path, family: str) -> None:
+    path = tiny_model(family, tmp_path / family, seed=SEED)
+    engine = make_engine(path, page_size=4, max_num_batched_tokens=16)
+    for request in run(engine, prompts(), ONLY_SCORE) + run(engine, prompts(), ONLY_SCORE):
+        assert_scored(path, request)
+
+
+def test_what_was_scored_is_computed_once(path: Path) -> None:
+    prompt = prompts()[0]
+    engine = make_engine(path, page_size=1)
+    first, again, longer = (
+        *run(engine, [prompt, prompt], ONLY_SCORE, concurrent=False),
+        *run(engine, [prompt + text(9, random.Random(SEED))], ONLY_SCORE),
+    )
+    assert first.prefilled_tokens == len(prompt)
+    assert again.prefilled_tokens == 2  # one to score the last token, which no hit includes
+    assert longer.prefilled_tokens == 1 + 9
+    for request in (first, again, longer):
+        assert_scored(path, request)
+
+
+def test_cached_tokens_without_scores_are_computed_again_and_count_as_no_hit(path: Path) -> None:
+    prompt = prompts()[0]
+    engine = make_engine(path, page_size=4)
+    pages = engine.cache.pool.num_pages
+    run(engine, [prompt], scoring(max_tokens=0, n=1))
+    run(engine, [prompt], GREEDY)
+    longer = prompt + text(20, random.Random(SEED))
+    run(engine, [longer], GREEDY)
+    used = pages - engine.cache.pool.num_free
+    stats = engine.cache.stats
+    before, hits = stats.query_tokens, stats.hit_tokens
+    (request,) = run(engine, [longer], ONLY_SCORE)
+    assert_scored(path, request)
+    start = len(prompt) - 1
+    assert request.prefilled_tokens == len(longer) - start
+    assert request.output().num_cached_tokens == start
+    assert (stats.query_tokens - before, stats.hit_tokens - hits) == (len(longer), start)
+    assert pages - engine.cache.pool.num_free == used  # computed in place
+
+
+def test_any_count_is_served_from_what_another_count_has_scored(path: Path) -> None:
+    engine = make_engine(path, page_size=1)
+    for count in (0, 20, 7):
+        (request,) = run(engine, prompts()[:1], scoring(count, max_tokens=0))
+        assert_scored(path, request)
+    assert request.prefilled_tokens == 2
+
+
+def test_scores_are_shared_within_a_namespace_only(path: Path) -> None:
+    engine = make_engine(path, page_size=1)
+    prompt = prompts()[0]
+    for namespace in ("a", "b", None):
+        request = engine.add_request(prompt, ONLY_SCORE, namespace=namespace)
+        finish(engine)
+        assert request.prefilled_tokens == len(prompt)
+        assert_scored(path, request)
+
+
+def test_n_completions_score_the_prompt_once(path: Path) -> None:
+    prompt = prompts()[0]
+    engine = make_engine(path, page_size=1, max_num_batched_tokens=16)
+    (request,) = run(engine, [prompt], scoring(n=2))
+    assert_scored(path, request)
+    assert request.prefilled_tokens == len(prompt) + 1
+    assert generated([request])[0] == [plain_greedy(path, prompt, NEW_TOKENS)] * 2
+    (only,) = run(engine, [prompt], scoring(n=3, max_tokens=0))
+    assert_scored(path, only)
+    assert [c.finish_reason for c in only.output().outputs] == ["length"] * 3
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_requests_preempted_while_they_are_scored_get_the_same_scores(
+    path: Path, mode: str, page_size: int
+) -> None:
+    longest = max(map(len, prompts())) + NEW_TOKENS
+    half_scored = 0
+    for chunk in (7, 12, 20):
+        engine = make_engine(path, mode, page_size, -(-longest // page_size) + 3, chunk)
+        put_back = engine.scheduler._put_back
+
+        def spy(sequence: Any, put_back: Any = put_back) -> None:
+            nonlocal half_scored
+            half_scored += sequence.scoring is not None and sequence.num_computed > 0
+            put_back(sequence)
+
+        engine.scheduler._put_back = spy  # type: ignore[method-assign]
+        requests = []
+        for prompt in prompts():
+            requests += [engine.add_request(prompt, params) for params in (scoring(), GREEDY)]
+            engine.step()
+        finish(engine)
+        for request in requests:
+            assert request.error is None
+            wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+            assert generated([request])[0][0] == wanted
+            if request.params is not GREEDY:
+                assert_scored(path, request)
+        assert_no_page_is_lost(engine)
+    assert half_scored > 0
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
+def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    rng = random.Random(SEED)
+    engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
+    small = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
+    engine._scored = small
+    forward, score = engine.model.forward, prompt_logprobs._score
+
+    def flaky(*args: Any) -> torch.Tensor:
+        if rng.random() < 0.1:
+            raise RuntimeError("device lost")
+        logits = forward(*args)
+        if rng.random() < 0.05:
+            raise RuntimeError("device lost too late")
+        return logits
+
+    def flaky_score(*args: Any) -> Any:
+        if rng.random() < 0.05:
+            raise RuntimeError("no memory for scores")
+        return score(*args)
+
+    monkeypatch.setattr(engine.model, "forward", flaky)
+    monkeypatch.setattr(prompt_logprobs, "_score", flaky_score)
+    live: list[Request] = []
+    failures = finished = 0
+    for _ in range(500):
+        if rng.random() < 0.3:
+            known = rng.choice(prompts())
+            prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)
+            params = rng.choice([GREEDY, ONLY_SCORE, scoring(0), scoring(5), scoring(n=2)])
+            live.append(engine.add_request(prompt, params, namespace=rng.choice([None, "salt"])))
+        if live and rng.random() < 0.05:
+            engine.abort(live.pop(rng.randrange(len(live))))
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+        engine.cache.check()
+        small.tree.check()
+        for request in [r for r in live if r.finished]:
+            prompt = request.prompt_token_ids.tolist()
+            max_tokens = request.params.max_tokens or 0
+            wanted = plain_greedy(path, prompt, NEW_TOKENS)[:max_tokens]
+            assert generated([request])[0] == [wanted] * request.params.n
+            if request.params is not GREEDY:
+                assert_scored(path, request)
+            live.remove(request)
+            finished += 1
+    for request in live:
+        engine.abort(request)
+    assert failures > 10 and finished > 50
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 16, 17])
+def test_max_tokens_0_ends_with_the_prompt(path: Path, mode: str, length: int) -> None:
+    prompt = text(length, random.Random(SEED))
+    num_pages = -(-length // 4) + 1 + (mode == "hash-block")  # one is spare, page 0 is not used
+    engine = make_engine(path, mode, 4, num_pages, max_num_batched_tokens=8)
+    for _ in range(2):
+        (request,) = run(engine, [prompt], ONLY_SCORE)
+        assert_scored(path, request)
+        output = request.output()
+        assert output.finished and output.error is None
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([], "length")
+        assert output.metrics.ttft is None
+        assert output.metrics.latency == request.output().metrics.latency  # its time is over
+    if mode != "none":
+        assert engine.cache.match([*prompt, 0]) == (length if mode == "radix" else length // 4 * 4)
+    assert_no_page_is_lost(engine)
+
+
+def test_max_tokens_0_takes_a_prompt_as_long_as_the_context(path: Path) -> None:
+    engine = make_engine(path)
+    whole = text(engine.model.max_context, random.Random(SEED))
+    (request,) = run(engine, [whole], ONLY_SCORE)
+    assert_scored(path, request)
+    with pytest.raises(InvalidRequest, match="leaves no room"):
+        engine.add_request([*whole, 1], ONLY_SCORE)
+    with pytest.raises(InvalidRequest, match="leaves no room"):
+        engine.add_request(whole, scoring(max_tokens=1))
+
+
+def test_max_tokens_0_takes_no_prompt_that_is_larger_than_the_pool(path: Path) -> None:
+    engine = make_engine(path, page_size=4, num_pages=11)
+    (request,) = run(engine, [text(40, random.Random(SEED))], ONLY_SCORE)
+    assert_scored(path, request)
+    with pytest.raises(InvalidRequest, match="do not fit"):
+        engine.add_request([1] * 41, ONLY_SCORE)
+
+
+def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 10 * 4 * VOCAB_SIZE)
+    monkeypatch.setattr(prompt_logprobs, "_SLICE_BYTES", 3 * 4 * VOCAB_SIZE)
+    engine = make_engine(path, page_size=4, max_num_batched_tokens=64)
+    most = longest = 0
+    forward = engine.model.forward
+
+    def spy(tokens: Any, batch: Any, rows: Any, pool: Any) -> torch.Tensor:
+        nonlocal most, longest
+        most, longest = max(most, len(rows)), max(longest, len(tokens))
+        assert batch.query_lens.min() > 0
+        return forward(tokens, batch, rows, pool)
+
+    monkeypatch.setattr(engine.model, "forward", spy)
+    for request in run(engine, prompts(), ONLY_SCORE):
+        assert_scored(path, request)
+    assert most == 10
+    assert longest == 10
+    run(engine, [text(200, random.Random(SEED))], GREEDY)
+    assert longest == 64  # the others are not held back
+
+
+def test_requests_that_ask_for_none_get_logits_for_their_last_token_only(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(path, page_size=4, max_num_batched_tokens=16)
+    forward = engine.model.forward
+    rows_of_steps = []
+
+    def spy(tokens: Any, batch: Any, rows: Any, pool: Any) -> torch.Tensor:
+        rows_of_steps.append(len(rows))
+        return forward(tokens, batch, rows, pool)
+
+    monkeypatch.setattr(engine.model, "forward", spy)
+    requests = run(engine, prompts(), GREEDY)
+    assert sum(rows_of_steps) == sum(len(tokens) for (tokens,) in generated(requests))
+
+
+def test_a_stream_tells_the_scores_as_soon_as_all_are_known() -> None:
+    llm = LLM(kv_memory="16MiB", max_num_batched_tokens=8)
+    prompt = prompts()[0]
+    fits = [token % llm.engine.model.vocab_size for token in prompt]
+    states = list(llm.stream({"prompt_token_ids": fits}, scoring(2, ignore_eos=True)))
+    assert len(states) == NEW_TOKENS
+    assert all(state.prompt_logprobs is states[0].prompt_logprobs for state in states)
+    assert states[0].prompt_logprobs is not None and len(states[0].prompt_logprobs) == len(fits)
+    (scored,) = llm.generate({"prompt_token_ids": fits}, ONLY_SCORE)
+    assert scored.outputs[0].text == "" and scored.prompt_logprobs is not None
+
+
+def test_an_aborted_request_has_no_half_of_its_scores(path: Path) -> None:
+    engine = make_engine(path, max_num_batched_tokens=8)
+    request = engine.add_request(prompts()[0], ONLY_SCORE)
+    engine.step()
+    engine.abort(request)
+    assert request.output().finished and request.output().prompt_logprobs is None
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20, not -1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens must be at least 0, not -1"),
+    ],
+)
+def test_bad_parameters_are_told_in_one_sentence(params: dict[str, int], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_scored_prompts_keep_to_their_size_and_drop_what_was_used_longest_ago() -> None:
+    """Each prefix has scores of its own, told by a number that depends on all of it."""
+    rng = random.Random(SEED)
+    known = ScoredPrompts(vocab_size=5, num_tokens=64)
+    assert known.width == 6
+
+    def scores_of(tokens: np.ndarray) -> np.ndarray:
+        scores = np.zeros((len(tokens), known.width), SCORE)
+        scores["token"] = tokens[:, None]
+        scores["logprob"] = [
+            [crc32(tokens[: i + 1].tobytes()) % 10_000] for i in range(len(tokens))
+        ]
+        return scores
+
+    favourite = np.array(text(20, rng), np.int32)
+    found = 0
+    for _ in range(300):
+        stem = favourite[: rng.choice([0, 5, 20])]
+        tokens = np.concatenate((stem, np.array(text(rng.randint(1, 80), rng), np.int32)))
+        for prompt in (favourite, tokens):
+            known.store(prompt, None, scores_of(prompt))
+            known.tree.check()
+        longer = np.append(tokens, np.int32(0))
+        got = known.find(longer, None)
+        assert len(got) == min(len(tokens), 64)
+        assert np.array_equal(got, scores_of(tokens)[:64])
+        assert len(known.find(longer, "other namespace")) == 0
+        found += len(known.find(favourite, None)) == len(favourite) - 1
+    assert found > 100  # what is used often stays, where it fits
+    assert known.tree.pool.num_pages == 64
+
+
+def test_the_scores_of_a_vocabulary_smaller_than_20_tokens_are_all_of_it(tmp_path: Path) -> None:
+    path = tiny_model(
+        "llama", tmp_path / "m", seed=SEED, tokenizer=False, vocab_size=7, bos_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    engine = make_engine(path)
+    assert paged_model(path).vocab_size == 7
+    (request,) = run(engine, [[1, 2, 3, 4, 5, 6, 2, 3]], scoring(20, max_tokens=0))
+    got = request.output().prompt_logprobs
+    assert got is not None
+    rows = plain_logprobs(path, (1, 2, 3, 4, 5, 6, 2, 3))
+    for entry, row in zip(got[1:], rows, strict=False):
+        assert entry is not None and sorted(entry) == list(range(7))
+        assert all(abs(value - row[at]) < TOLERANCE for at, value in entry.items())

@@ -1,0 +1,316 @@
+"""Decodes in CUDA graphs, and the engine on a GPU: pretended, with a stand-in for FlashInfer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from radixcache import PagePool, SamplingParams
+from radixcache.kernels import cascade
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.engine import engine
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model import decode_graphs
+from radixcache.runtime.model.decode_graphs import DecodeGraphs, batch_sizes, pad
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
+from tests import engines
+from tests.engines import generated, plain_greedy, run
+from tests.kernels import fake_flashinfer
+from tests.kernels.stand_in import Gpu, pretend_gpu
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(name, root / name) for name in ("llama", "gemma2")}
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch) -> Iterator[Gpu]:
+    monkeypatch.setattr(engines, "paged_model", load)
+    with pretend_gpu() as gpu:
+        yield gpu
+
+
+def load(path: Path) -> PagedModel:
+    """A model of its own on the GPU: backends keep state."""
+    model = load_model(path, device="cuda", dtype="float32")
+    fake_flashinfer.calls.clear()  # which were to try the kernels out
+    return model
+
+
+def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
+    """Batch sizes that were captured, without shared prefixes and with them."""
+    assert made._graphs is not None
+    return {key for key, replay in made._graphs._replays.items() if replay is not None}
+
+
+def test_sizes_grow_and_end_with_the_largest_batch() -> None:
+    assert batch_sizes(1) == [1] and batch_sizes(3) == [1, 2, 3]
+    assert batch_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert batch_sizes(256) == [*batch_sizes(64), 96, 128, 160, 192, 224, 256]
+    for largest in range(1, 257):
+        sizes = batch_sizes(largest)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == largest
+        for count in range(1, largest + 1):  # a third of the rows is wasted at most, or 8 rows
+            size = next(size for size in sizes if size >= count)
+            assert size - count <= max(7, 31 if size > 64 else 0)
+
+
+def test_filling_rows_stand_on_the_spare_page() -> None:
+    batch = PagedBatch(
+        np.arange(4, dtype=np.int32),
+        np.array([0, 2, 3, 6], np.int32),
+        np.arange(6, dtype=np.int32),
+        np.array([1, 4, 2], np.int32),
+        4,
+    )
+    padded = pad(batch, 5, 99)
+    assert padded.qo_indptr.tolist() == [0, 1, 2, 3, 4, 5]
+    assert padded.kv_indptr.tolist() == [0, 2, 3, 6, 7, 8]
+    assert padded.kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 99, 99]
+    assert padded.kv_lens.tolist() == [5, 4, 10, 1, 1]
+    assert padded.slots().tolist()[3:] == [396, 396]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cache", ["radix", "none"])
+def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache) -> None:
+    rng = np.random.default_rng(page_size)
+    stem = rng.integers(0, 256, 40).tolist()
+    prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 7)]
+    made = engines.make_engine(folders[family], cache, page_size, max_num_batched_tokens=64)
+    requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+    assert graphs_of(made), "no step took a graph"
+
+
+def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
+    """12 greedy tokens, whatever they are."""
+    with _disable_current_modes():
+        model = engines.plain_model(path)
+        eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+        try:
+            return plain_greedy(path, prompt, 12)
+        finally:
+            model.generation_config.eos_token_id = eos
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_without_flashinfer_plain_torch_serves_the_gpu(folders, monkeypatch, family) -> None:
+    monkeypatch.setitem(sys.modules, "radixcache.kernels.flashinfer_backend", None)
+    rng = np.random.default_rng(6)
+    stem = rng.integers(0, 256, 40).tolist()
+    prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 5)]
+    made = engines.make_engine(folders[family], page_size=4, max_num_batched_tokens=64)
+    assert made.model.attention.name.startswith("torch")
+    requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+
+
+def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, monkeypatch) -> None:
+    grouped = []
+
+    def group(tables, page_size):
+        order, shared = cascade.group_by_prefix(tables, page_size, 4, 32)
+        grouped.append(len(shared))
+        return order, shared
+
+    rng = np.random.default_rng(5)
+    stems = [rng.integers(0, 256, 50).tolist() for _ in range(2)]
+    prompts = [stems[i % 2] + rng.integers(0, 256, 3 + i).tolist() for i in range(11)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    flat = generated(run(engines.make_engine(folders["llama"], page_size=4), prompts, params))
+    merges = len([call for call in fake_flashinfer.calls if call[0] == "merge"])
+    assert not merges
+    monkeypatch.setattr(engine, "group_by_prefix", group)
+    made = engines.make_engine(folders["llama"], page_size=4)
+    assert generated(run(made, prompts, params)) == flat
+    assert max(grouped) == 2
+    assert [call for call in fake_flashinfer.calls if call[0] == "merge"]
+    assert (16, True) in graphs_of(made)  # eleven rows, filled up
+
+
+def test_completions_of_one_prompt_share_it(folders, monkeypatch) -> None:
+    monkeypatch.setattr(
+        engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16)
+    )
+    prompt = np.random.default_rng(8).integers(0, 256, 61).tolist()
+    params = SamplingParams(n=6, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    made = engines.make_engine(folders["llama"], page_size=4)
+    tokens = generated(run(made, [prompt], params))
+    assert any(call[0] == "merge" for call in fake_flashinfer.calls)
+    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: (range(len(tables)), ()))
+    again = engines.make_engine(folders["llama"], page_size=4)
+    assert generated(run(again, [prompt], params)) == tokens
+
+
+def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> None:
+    model = load(folders["llama"])
+    pool = model.allocate(64, 4)
+    graphs = DecodeGraphs(model, pool, 4)
+    one = PagedBatch(
+        np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
+        np.array([2], np.int32), 4,
+    )  # fmt: skip
+    assert graphs.run(np.array([5], np.int32), one) is not None
+    two = PagedBatch(one.qo_indptr * 2, one.kv_indptr, one.kv_indices, one.kv_last_page_len, 4)
+    assert graphs.run(np.array([5, 6], np.int32), two) is None  # not a decode
+    five = PagedBatch(
+        np.arange(6, dtype=np.int32), np.arange(6, dtype=np.int32), np.arange(5, dtype=np.int32),
+        np.ones(5, np.int32), 4,
+    )  # fmt: skip
+    assert graphs.run(np.arange(5, dtype=np.int32), five) is None  # too many rows
+    monkeypatch.setattr(decode_graphs, "MAX_INDICES", 3)
+    narrow = DecodeGraphs(load(folders["llama"]), pool, 4)
+    three = PagedBatch(
+        np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(3, dtype=np.int32),
+        np.ones(3, np.int32), 4,
+    )  # fmt: skip
+    assert narrow.run(np.arange(3, dtype=np.int32), three) is None  # three pages and a spare one
+
+
+def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, caplog) -> None:
+    """A capture that fails, for want of memory say, is told once and not tried again."""
+    tries: list[int] = []
+
+    def fail(self, *inputs):
+        if gpu.device.capturing is None:
+            return computes(self, *inputs)
+        tries.append(1)
+        raise RuntimeError("out of memory\nmore lines")
+
+    main = torch.cuda.current_stream()
+    computes = DecodeGraphs._compute
+    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    prompt = [1, 2, 3, 4]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(engines.make_engine(folders["llama"]), [prompt], params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], prompt)]]
+    (record,) = caplog.records
+    assert torch.cuda.current_stream() is main
+    assert len(tries) == 1 and record.getMessage().endswith("without a CUDA graph: out of memory")
+
+
+def test_two_engines_may_take_turns_on_one_model(folders) -> None:
+    model = load(folders["llama"])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[1, 2, 3], [7, 8, 9, 10, 11]]
+    made = []
+    for _ in prompts:
+        cache = engines.CACHES["radix"](PagePool(64, 16))
+        scheduler = Scheduler(cache, 2048, 4)
+        made.append(engine.Engine(model, model.allocate(64, 16), cache, scheduler))
+    requests = [e.add_request(p, params) for e, p in zip(made, prompts, strict=True)]
+    while any(e.has_work for e in made):
+        for e in made:
+            if e.has_work:
+                e.step()
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
+    with pytest.raises(ValueError, match="room was made for fewer"):
+        DecodeGraphs(model, model.allocate(1000, 1), 64)
+
+
+def test_inference_mode_around_some_calls_does_not_matter(folders, monkeypatch) -> None:
+    monkeypatch.setattr(
+        engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 2, 4)
+    )
+    made = engines.make_engine(folders["llama"], page_size=4)
+    params = SamplingParams(temperature=0, n=4, max_tokens=6, ignore_eos=True)
+    with torch.inference_mode():
+        first = run(made, [[1, 2, 3, 4, 5, 6]], params)
+    assert generated(run(made, [[1, 2, 3, 4, 5, 6]], params)) == generated(first)
+
+
+@pytest.mark.parametrize("cascades", [False, True])
+def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
+    folders, monkeypatch, cascades
+) -> None:
+    """As on a GPU: the next step's tokens never leave the device."""
+    if cascades:
+        monkeypatch.setattr(
+            engine,
+            "group_by_prefix",
+            lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16),
+        )
+    rng = np.random.default_rng(2)
+    stem = rng.integers(0, 256, 40).tolist()
+    prompts = [stem + rng.integers(0, 256, 1 + i).tolist() for i in range(6)]
+    params = [SamplingParams(temperature=0, max_tokens=5 + i, ignore_eos=True) for i in range(6)]
+    made = engines.make_engine(folders["llama"], page_size=4)
+    requests = [made.add_request(p, one) for p, one in zip(prompts, params, strict=True)]
+    ahead = 0
+    while made.has_work:
+        made.step()
+        made.cache.check()
+        ahead += made._ahead is not None
+    expected = [plain_greedy_all(folders["llama"], p)[: 5 + i] for i, p in enumerate(prompts)]
+    assert [tokens for (tokens,) in generated(requests)] == expected
+    assert ahead > 3 and graphs_of(made)
+    assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temperature) -> None:
+    """Also while sequences draw, and end one after the other."""
+    made = engines.make_engine(folders["llama"], page_size=4)
+    rng = np.random.default_rng(4)
+    for length in range(4, 9):
+        params = SamplingParams(
+            temperature=temperature, top_k=9, top_p=0.9, seed=length % 2 or None,
+            max_tokens=length, ignore_eos=True,
+        )  # fmt: skip
+        made.add_request(rng.integers(0, 256, 20).tolist(), params)
+    made.step()  # the prompts
+    while made.has_work:
+        captured = graphs_of(made)
+        gpu.device.waits.clear()
+        runs_ahead = made._ahead is not None
+        made.step()
+        if graphs_of(made) == captured and runs_ahead:
+            # For the plan's pinned buffers, and for tokens: not for the step that follows.
+            assert len(gpu.device.waits) <= 2
+            assert all(gpu.device.waits) or made._ahead is None
+    assert graphs_of(made)
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_logprobs_are_of_the_step_that_gave_the_token(folders, ends_first) -> None:
+    """The next replay overwrites the logits, also if it is for others alone."""
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    long, short = 12, 6
+    params = SamplingParams(
+        temperature=0, logprobs=2, max_tokens=short if ends_first else long, ignore_eos=True
+    )
+    found = []
+    for others in ([], [[2, 7, 1, 8]]):
+        made = engines.make_engine(folders["llama"], page_size=4)
+        request = made.add_request(prompt, params)
+        for other in others:
+            rest = SamplingParams(
+                temperature=0, max_tokens=long if ends_first else short, ignore_eos=True
+            )
+            made.add_request(other, rest)
+        engines.finish(made)
+        assert graphs_of(made)
+        found.append(request.sequences[0].logprobs)
+    for alone, together in zip(*found, strict=True):
+        assert together == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_prefill_chunk_of_one_token_is_no_decode(folders) -> None:
+    """Its logits are not wanted; with a step's budget of two, there are such chunks."""
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13]]
+    made = engines.make_engine(folders["llama"], max_num_batched_tokens=2)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(made, prompts, params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]

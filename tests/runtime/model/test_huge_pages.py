@@ -1,0 +1,37 @@
+"""Huge pages are advice: whatever lies in the memory stays."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from radixcache.runtime.model.huge_pages import _merge, use_huge_pages
+
+HUGE = 2 << 20
+
+
+def test_neighbours_are_taken_together() -> None:
+    blocks = [(5 * HUGE, HUGE), (0, 10), (HUGE, HUGE), (2 * HUGE, 7), (HUGE, 3)]
+    assert _merge(blocks) == [(0, 2 * HUGE + 7), (5 * HUGE, 6 * HUGE)]
+    assert _merge([]) == []
+
+
+def test_contents_stay_and_no_more_than_the_blocks_moves() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 255, size, dtype=np.uint8) for size in (100, HUGE, 9 * HUGE)]
+    copies = [array.copy() for array in arrays]
+    moved = use_huge_pages((array.ctypes.data, array.nbytes) for array in arrays)
+    assert moved % HUGE == 0 and moved <= sum(array.nbytes for array in arrays) + HUGE
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, copies, strict=True))
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_elsewhere_nothing_is_asked_for(monkeypatch, platform) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert use_huge_pages([(0, 8 * HUGE)]) == 0
+
+
+def test_memory_that_is_not_there_is_no_error() -> None:
+    assert use_huge_pages([(HUGE, 4 * HUGE)]) == 0

@@ -1,0 +1,89 @@
+"""Packed linear layers against a product in float64."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from radixcache.runtime.model import packed_linear
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
+from tests.models import tiny_model
+
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
+
+
+class Sub(nn.Linear):
+    """A layer that may do more than `nn.Linear` does."""
+
+
+def toy() -> nn.ModuleDict:
+    """A tied embedding, a big and a small layer, and a subclass."""
+    layers = {
+        "embedding": nn.Embedding(700, 512),
+        "inner": nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)),
+        "sub": Sub(512, 512),
+        "head": nn.Linear(512, 700, bias=False),
+    }
+    model = nn.ModuleDict(layers)
+    layers["head"].weight = layers["embedding"].weight
+    return model
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (129, 77), (512, 2048)])
+def test_any_number_of_rows_gives_the_product(inner, outer, bias, dtype) -> None:
+    if not can_pack(dtype):
+        pytest.skip("no bfloat16 here")
+    torch.manual_seed(inner + outer)
+    linear = nn.Linear(inner, outer, bias=bias).to(dtype)
+    packed = PackedLinear(linear)
+    assert (packed.in_features, packed.out_features) == (inner, outer)
+    assert torch.equal(packed.weight, linear.weight)
+    with torch.inference_mode():
+        for shape in ((0,), (1,), (2,), (1, 31), (1, 300), (2, 3, 5)):
+            x = torch.randn(*shape, inner).to(dtype)
+            expected = x.double() @ linear.weight.double().t()
+            expected += linear.bias.double() if bias else 0
+            out = packed(x)
+            assert out.shape == (*shape, outer) and out.dtype == dtype
+            tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@needs_packing
+def test_big_plain_layers_are_packed_and_nothing_else() -> None:
+    model = toy()
+    embedding = model.get_parameter("embedding.weight")
+    before = embedding.clone()
+    pack_linears(model)
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    assert kinds["inner.0"] is kinds["head"] is PackedLinear
+    assert kinds["inner.1"] is nn.Linear and kinds["sub"] is Sub
+    assert torch.equal(embedding, before)
+    head = model["head"]
+    assert isinstance(head, PackedLinear) and torch.equal(head.weight, before)
+
+
+@needs_packing
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux only")
+def test_the_checkpoint_does_not_stay_in_memory_beside_the_packed_weights(
+    monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
+    model = load_model(tiny_model("llama", tmp_path, tokenizer=False), device="cpu")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert model.vocab_size
+
+
+def test_nothing_is_packed_where_it_cannot_be(monkeypatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    model = toy()
+    pack_linears(model)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())

@@ -1,0 +1,317 @@
+"""Models over pages give the logits of the plain forward, or the gate stops them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.model import load, packed_linear
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
+from tests.models import EOS, FAMILIES, VOCAB_SIZE, tiny_model
+
+LENS = (70, 33, 50)
+# New tokens of each sequence in each step: fresh, suffix, chunked, decode and mixed batches.
+STEPS = (
+    [(31, 0, 0), (1, 0, 0), (1, 17, 0), (20, 0, 5), (1, 1, 1), (1, 1, 1), (5, 14, 43), (10, 0, 0)],
+    [(70, 33, 50)],
+    [(16, 16, 16), (16, 16, 16), (16, 1, 1), (1, 0, 1), (21, 0, 16)],
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def plain_logits(folder: Path, sequences: list[np.ndarray]) -> list[torch.Tensor]:
+    """Logits of every token with transformers alone, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        return [model(torch.tensor(tokens)[None]).logits[0] for tokens in sequences]
+
+
+def run_steps(
+    model: PagedModel,
+    sequences: list[np.ndarray],
+    steps: Sequence[tuple[int, ...]],
+    page_size: int,
+    damage: bool = False,
+) -> list[torch.Tensor]:
+    """Logits of every token, computed step by step over shuffled pages.
+
+    With `damage`, sequence 0 finds another's page as its latest one after every step.
+    """
+    rng = np.random.default_rng(1)
+    counts = [-(-len(tokens) // page_size) for tokens in sequences]
+    shuffled = rng.permutation(sum(counts)).astype(np.int32)
+    tables = np.split(shuffled, np.cumsum(counts)[:-1])
+    pool = model.allocate(sum(counts), page_size)
+    for layer in pool.layers:
+        for tensor in layer:
+            tensor.fill_(torch.nan)
+    done = [0] * len(sequences)
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for step in steps:
+        runs = [i for i, count in enumerate(step) if count]
+        ends = {i: done[i] + step[i] for i in runs}
+        used = [tables[i][: -(-ends[i] // page_size)] for i in runs]
+        batch = PagedBatch(
+            qo_indptr=np.cumsum([0, *(step[i] for i in runs)], dtype=np.int32),
+            kv_indptr=np.cumsum([0, *map(len, used)], dtype=np.int32),
+            kv_indices=np.concatenate(used),
+            kv_last_page_len=np.array([(ends[i] - 1) % page_size + 1 for i in runs], np.int32),
+            page_size=page_size,
+        )
+        tokens = np.concatenate([sequences[i][done[i] : ends[i]] for i in runs])
+        flat = model.forward(tokens, batch, np.arange(len(tokens)), pool)
+        for i, rows in zip(runs, flat.split([step[i] for i in runs]), strict=True):
+            logits[i].append(rows)
+            done[i] = ends[i]
+        if damage and done[0] < len(sequences[0]):
+            tables[0][(done[0] - 1) // page_size] = tables[1][0]
+    assert done == [len(tokens) for tokens in sequences]
+    return [torch.cat(rows) for rows in logits]
+
+
+def relative_error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The largest difference, as a share of the largest logit; NaN counts as infinite."""
+    scale = max(float(rows.abs().max()) for rows in wanted)
+    difference = (torch.cat(got) - torch.cat(wanted)).abs().max()
+    return float(difference.nan_to_num(torch.inf)) / scale
+
+
+def random_sequences(seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
+    monkeypatch, family, packed, tmp_path
+) -> None:
+    if packed:  # tiny layers, too
+        monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
+    folder = tiny_model(family, tmp_path, tokenizer=False)
+    sequences = random_sequences()
+    plain = plain_logits(folder, sequences)
+    top = torch.cat([rows.softmax(-1).max(-1).values for rows in plain])
+    assert top.mean() > 0.3, "weights that are not peaky hide bugs"
+    model = load_model(folder, device="cpu")
+    assert model.dtype == torch.float32 and model.vocab_size == VOCAB_SIZE
+    for page_size in (1, 16):
+        for steps in STEPS:
+            assert relative_error(run_steps(model, sequences, steps, page_size), plain) < 1e-4
+        damaged = run_steps(model, sequences, STEPS[2], page_size, damage=True)
+        assert relative_error(damaged, plain) > (1e-2 if page_size == 1 else 0.1)
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 32,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+PER_LAYER = {
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 11,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("granite", {}),
+        ("olmo2", {}),
+        ("phi3", {}),  # fused QKV
+        ("stablelm", {}),  # drops the forward's keyword arguments
+        ("gpt_neox", {}),
+        ("cohere", {}),
+        ("gpt2", {}),  # learned positions
+        ("deepseek_v3", LATENT),  # values wider than keys
+        ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
+    ],
+)
+def test_an_unlisted_family_passes_through_conformance(
+    family, options, tmp_path, monkeypatch
+) -> None:
+    checked, check = [], load.check_logits
+
+    def check_and_note(model: PagedModel) -> None:
+        check(model)
+        checked.append(model)
+
+    monkeypatch.setattr(load, "check_logits", check_and_note)
+    folder = tiny_model(family, tmp_path, tokenizer=False, **options)
+    model = load_model(folder, device="cpu")
+    assert checked == [model] and family not in load.VERIFIED
+    sequences = random_sequences()
+    plain = plain_logits(folder, sequences)
+    assert relative_error(run_steps(model, sequences, STEPS[0], 4), plain) < 1e-4
+
+
+def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> None:
+    assert set(FAMILIES) == load.VERIFIED
+
+
+def test_the_gate_refuses_logits_that_differ(llama, monkeypatch) -> None:
+    model = load_model(llama, device="cpu")
+    load.check_logits(model)
+    run = model.attention.run
+    for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
+
+        def run_wrong(*tensors, _wrong=wrong, **options):
+            return run(*tensors, **{**options, **_wrong})
+
+        monkeypatch.setattr(model.attention, "run", run_wrong)
+        with pytest.raises(ModelError, match="come out wrong"):
+            load.check_logits(model)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}, "dynamic RoPE"),
+        ("llama", {"rope_parameters": LONG}, "longrope RoPE"),
+        ("llama4_text", {}, "chunked_attention"),
+        ("jamba", {}, "linear_attention"),
+        ("gpt_oss", {"rope_parameters": YARN}, "attention sinks"),
+        ("diffllama", {}, "more than once"),
+        ("bloom", {}, "does not let its attention be replaced"),
+        ("gptj", {}, "does not let its attention be replaced"),
+        ("bert", {}, "bidirectional"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("bart", {}, "names 3 layers, but attention runs in 12"),
+    ],
+)
+def test_a_model_that_would_be_wrong_is_refused_in_one_sentence(
+    family, options, reason, tmp_path
+) -> None:
+    tiny_model(family, tmp_path, tokenizer=False, **options)
+    with pytest.raises(ModelError, match=reason) as refused:
+        load_model(tmp_path, device="cpu")
+    message = str(refused.value)
+    assert repr(family) in message and "\n" not in message and ". " not in message
+
+
+def test_what_cannot_be_loaded_is_said_in_one_sentence(llama, tmp_path) -> None:
+    def refusal(path: Path | str) -> str:
+        with pytest.raises(ModelError) as refused:
+            load_model(path, device="cpu")
+        error = refused.value
+        assert error.__cause__ is None and (error.__suppress_context__ or not error.__context__)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    assert "no such folder" in refusal(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    assert "does not load" in refusal(tmp_path / "empty")
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "does not load" in refusal(tmp_path)  # no weights
+    weights = load_file(llama / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks 1 weights, model.norm.weight" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
+    assert "nonesuch" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "does not load" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("a/b is not a local folder"), "no model at a/b: no such folder"),
+        (OSError("You are trying to access a gated repo.\nMake sure"), "a gated repo"),
+        (ValueError("The repository a/b contains custom code\nmore"), "contains custom code"),
+    ],
+)
+def test_a_model_of_the_hub_that_does_not_load_is_not_called_absent(error, said, monkeypatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=said) as refused:
+        load_model("a/b", device="cpu")
+    assert ("no such folder" in str(refused.value)) == ("no such folder" in said)
+
+
+def test_dtypes_and_devices(llama) -> None:
+    assert load_model(llama, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(llama, device="cpu", dtype=torch.float16).dtype == torch.float16
+    wrong: list[dict[str, Any]] = [{"dtype": "int8"}, {"dtype": torch.int64}, {"device": "gpu"}]
+    for options in wrong:
+        with pytest.raises(InvalidRequest, match="unknown"):
+            load_model(llama, **{"device": "cpu", **options})
+    if not torch.cuda.is_available():
+        assert load_model(llama).device.type == "cpu"
+        with pytest.raises(InvalidRequest, match="no CUDA"):
+            load_model(llama, device="cuda")
+
+
+def test_bfloat16_follows_float32(llama) -> None:
+    sequences = random_sequences()
+    plain = plain_logits(llama, sequences)
+    model = load_model(llama, device="cpu", dtype="bfloat16")
+    got = run_steps(model, sequences, STEPS[2], 16)
+    assert all(rows.dtype == torch.float32 for rows in got)
+    assert relative_error(got, plain) < 0.1
+
+
+def test_only_the_logits_asked_for_are_computed(llama) -> None:
+    model = load_model(llama, device="cpu")
+    pool = model.allocate(4, 4)
+    one = np.array([0, 7], np.int32), np.array([0, 2], np.int32), np.array([3, 1], np.int32)
+    batch = PagedBatch(*one, np.array([3], np.int32), 4)
+    tokens = np.arange(7)
+    every = model.forward(tokens, batch, np.arange(7), pool)
+    some = model.forward(tokens, batch, np.array([1, 6]), pool)
+    none = model.forward(tokens, batch, np.array([], dtype=np.int64), pool)
+    torch.testing.assert_close(some, every[[1, 6]])
+    assert none.shape == (0, VOCAB_SIZE)
+
+
+def test_facts_of_a_model(llama) -> None:
+    model = load_model(llama, device="cpu")
+    assert model.eos_token_ids == [EOS]
+    assert model.max_context == 512
+    assert [tuple(shape) for shape in model.shapes] == [(2, 16, 16)] * 3
+    assert model.bytes_per_token == 3 * 2 * (16 + 16) * 4

@@ -1,0 +1,94 @@
+"""A server on a free port, in a thread of the test's process, so that a test can look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import httpx2 as httpx
+import uvicorn
+
+from radixcache import LLM
+from radixcache.runtime.demo.script import TABLE
+from radixcache.runtime.server.app import create_app
+from radixcache.runtime.server.backend import Backend, Options
+from radixcache.runtime.server.serve import listen
+
+T = TypeVar("T")
+
+SYSTEM = {"role": "system", "content": TABLE.read_text()}
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    """A conversation about the table, with one question."""
+    return [SYSTEM, {"role": "user", "content": text}]
+
+
+class LiveServer:
+    """A running server and what is behind it."""
+
+    def __init__(self, url: str, backend: Backend) -> None:
+        self.url = url
+        self.backend = backend
+        self.engine = backend.llm.engine
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of `function`, run on the engine's thread."""
+        worker = self.backend.worker
+        return asyncio.run_coroutine_threadsafe(worker.call(function), worker._loop).result(30)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+
+    def delete(self, path: str) -> httpx.Response:
+        return httpx.delete(f"{self.url}{path}", timeout=60)
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 30) -> None:
+        """Wait until `holds`, which is called on the engine's thread."""
+        end = time.monotonic() + seconds
+        while not self.call(holds):
+            assert time.monotonic() < end, "it never came about"
+            time.sleep(0.005)
+
+    def assert_idle(self) -> None:
+        """Nothing runs, no lease but those of pins lives, and the cache's invariants hold."""
+        self.wait_until(lambda: not self.engine.has_work)
+
+        def check() -> None:
+            self.engine.cache.check()
+            assert len(self.engine.cache._leases) == len(self.engine.cache.pins)  # type: ignore[attr-defined]
+
+        self.call(check)
+        worker = self.backend.worker
+        assert not worker._jobs and not worker._num_open and not worker._entries
+        assert not self.backend.metrics._last_token
+
+
+@contextmanager
+def live(llm: LLM, **options: Any) -> Iterator[LiveServer]:
+    """A server of `llm` with these `Options`."""
+    app = create_app(llm, Options(**options))
+    uvicorn_server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=3)
+    )
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=uvicorn_server.run, args=([listener],))
+        thread.start()
+        try:
+            end = time.monotonic() + 30
+            while not uvicorn_server.started:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            yield LiveServer(f"http://127.0.0.1:{port}", app.state.backend)
+        finally:
+            uvicorn_server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()

@@ -1,0 +1,250 @@
+"""The cache from outside: its tree, flushing it, named prefixes, salts, and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixcache import LLM
+from tests.runtime.server.live import SYSTEM, LiveServer, ask, live
+from tests.runtime.server.test_errors import assert_error
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
+
+
+@pytest.fixture(scope="module")
+def llms() -> dict[str, LLM]:
+    return {cache: LLM(cache=cache, kv_memory="16MiB") for cache in ("radix", "hash-block", "none")}
+
+
+@pytest.fixture(params=["radix", "hash-block"])
+def fresh(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[LiveServer]:
+    """A server whose cache is empty."""
+    llm = llms[request.param]
+    llm.cache.reset()
+    with live(llm) as server:
+        yield server
+        server.assert_idle()
+        for prefix in server.get("/v1/prefixes").json()["data"]:
+            server.delete(f"/v1/prefixes/{prefix['name']}")
+
+
+def cached(response: Any) -> int:
+    assert response.status_code == 200, response.text
+    count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield tree
+    for child in tree["children"]:
+        assert child["start"] == tree["start"] + tree["num_tokens"]
+        yield from nodes(child)
+
+
+# The tree.
+
+
+def test_the_tree_shows_what_prompts_share(fresh: LiveServer):
+    for question in ("How old is Nora Holm?", "How old is Nora Lund?"):
+        fresh.post(CHAT, {"messages": ask(question)})
+    view = fresh.get("/v1/cache").json()
+    (namespace,) = view["namespaces"]
+    assert namespace["namespace"] is None
+    shared = namespace["tree"]["children"][0]
+    assert shared["text"].startswith("<|system|>You answer") and len(shared["children"]) == 2
+    assert {node["leases"] for node in nodes(namespace["tree"])} == {0}
+    assert view["stats"]["requests"] == 2 and 0 < view["stats"]["hit_rate"] < 1
+    used = view["stats"]["pages"] - view["stats"]["free_pages"]
+    assert used > 0 or view["kind"] == "HashBlockCache"  # there, what is cached counts as free
+
+
+def test_a_node_keeps_its_id(fresh: LiveServer):
+    fresh.post(CHAT, {"messages": ask("How old is Nora Holm?")})
+    (before,) = fresh.get("/v1/cache").json()["namespaces"]
+    fresh.post(CHAT, {"messages": ask("And the country of Nora Holm?"), "cache_salt": "x"})
+    after = fresh.get("/v1/cache").json()["namespaces"]
+    assert [n["namespace"] is None for n in after] == [True, False]
+    assert before["tree"]["children"][0]["id"] == after[0]["tree"]["children"][0]["id"]
+
+
+def test_the_tree_is_bounded(fresh: LiveServer):
+    for number in range(5):
+        fresh.post(COMPLETIONS, {"prompt": f"{number} " * 20, "max_tokens": 1})
+    tree = fresh.get("/v1/cache?max_nodes=2").json()["namespaces"][0]["tree"]
+    assert len(tree["children"]) == 2 and tree["num_hidden"] == 3
+    assert_error(fresh.get("/v1/cache?max_nodes=-1"), 400, "max_nodes")
+
+
+def test_a_flush_forgets_everything(fresh: LiveServer):
+    body = {"prompt": LINE, "max_tokens": 1}
+    fresh.post(COMPLETIONS, body)
+    assert cached(fresh.post(COMPLETIONS, body)) > 0
+    assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
+    assert cached(fresh.post(COMPLETIONS, body)) == 0
+
+
+def test_a_flush_is_refused_while_a_prefix_is_pinned(fresh: LiveServer):
+    fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40})
+    assert_error(fresh.post("/v1/cache/flush"), 409, "1 of them pins")
+
+
+# Named prefixes and salts.
+
+
+def test_a_completion_goes_on_from_a_named_prefix(fresh: LiveServer):
+    text = SYSTEM["content"]
+    pinned = fresh.post("/v1/prefixes", {"name": "table", "prompt": text}).json()
+    assert pinned["name"] == "table" and not pinned["salted"] and pinned["expires_in"] is None
+    assert fresh.get("/v1/prefixes/table").json() == pinned
+    question = "Question: How old is Nora Lund? Your answer:"
+    named = fresh.post(COMPLETIONS, {"prefix": "table", "prompt": question, "stop": "\n"})
+    assert named.json()["choices"][0]["text"] == " The age of Nora Lund is 30."
+    page = fresh.engine.cache.page_size
+    assert cached(named) >= pinned["num_tokens"] // page * page
+    listed = fresh.get("/v1/prefixes").json()
+    assert listed["data"] == [pinned] and 0 < listed["pinned_pages"] <= listed["budget_pages"]
+    tree = fresh.get("/v1/cache").json()["namespaces"][0]["tree"]
+    assert [node["pins"] for node in nodes(tree) if node["pins"]] == [["table"]]
+    deleted = fresh.delete("/v1/prefixes/table")
+    assert deleted.json() == {"name": "table", "object": "prefix", "deleted": True}
+    assert_error(fresh.delete("/v1/prefixes/table"), 404, "no prefix named 'table'")
+    assert_error(fresh.post(COMPLETIONS, {"prefix": "table", "prompt": "x"}), 404, "'table'")
+
+
+def test_a_chat_goes_on_from_messages_by_name(fresh: LiveServer):
+    fresh.post("/v1/prefixes", {"name": "club", "messages": [SYSTEM]})
+    question = {"role": "user", "content": "How old is Nora Holm?"}
+    named = fresh.post(CHAT, {"prefix": "club", "messages": [question]})
+    whole = fresh.post(CHAT, {"messages": [SYSTEM, question]})
+    answer = "The age of Nora Holm is 57."
+    for response in (named, whole):
+        assert response.json()["choices"][0]["message"]["content"] == answer
+    assert named.json()["usage"]["prompt_tokens"] == whole.json()["usage"]["prompt_tokens"]
+    page = fresh.engine.cache.page_size
+    tokens = fresh.get("/v1/prefixes/club").json()["num_tokens"]
+    assert cached(named) >= tokens // page * page
+    fresh.post("/v1/prefixes", {"name": "text", "prompt": "x " * 40})
+    wrong = fresh.post(CHAT, {"prefix": "text", "messages": [question]})
+    assert_error(wrong, 400, "was pinned as text")
+
+
+def test_a_prefix_ends_with_its_lifetime(fresh: LiveServer):
+    made = fresh.post("/v1/prefixes", {"name": "short", "prompt": "x " * 40, "lifetime": 0.3})
+    assert 0 < made.json()["expires_in"] <= 0.3
+    time.sleep(0.35)
+    fresh.call(lambda: None)  # whatever the engine's thread is asked, it looks at the time after
+    assert fresh.call(lambda: fresh.engine.cache.pins) == {}
+    assert_error(fresh.get("/v1/prefixes/short"), 404, "no prefix named 'short'")
+
+
+def test_a_prefix_whose_time_is_over_stands_in_nobody_s_way(fresh: LiveServer):
+    """Also where nothing has woken the engine's thread since."""
+    fresh.post("/v1/prefixes", {"name": "short", "prompt": "x " * 40, "lifetime": 0.2})
+    time.sleep(0.25)
+    assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
+
+
+def test_a_name_that_is_taken_and_a_budget_that_is_spent_are_conflicts(fresh: LiveServer):
+    assert fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40}).status_code == 200
+    again = fresh.post("/v1/prefixes", {"name": "p", "prompt": "y"})
+    assert_error(again, 409, "a prefix named 'p' is pinned already")
+    fresh.engine.cache.pin_budget = 3
+    try:
+        large = fresh.post("/v1/prefixes", {"name": "q", "prompt": "y z " * 100})
+        assert_error(large, 409, "the budget is 3")
+    finally:
+        fresh.engine.cache.pin_budget = fresh.engine.cache.pool.num_pages // 2
+
+
+def test_requests_of_others_go_on_while_a_prefix_is_pinned(fresh: LiveServer):
+    """What the prefix's steps compute for them is delivered, not swallowed."""
+    body = {"prompt": "| 1 | Nora", "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(fresh.post, COMPLETIONS, body)
+        fresh.wait_until(lambda: bool(fresh.engine.scheduler.running))
+        assert fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40}).status_code == 200
+        assert other.result().json()["usage"]["completion_tokens"] == 200
+
+
+def test_salts_do_not_share_neither_tokens_nor_prefixes(fresh: LiveServer):
+    body = {"prompt": LINE, "max_tokens": 1}
+    hits = [
+        cached(fresh.post(COMPLETIONS, {**body, **salt})) > 0
+        for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {})
+    ]
+    assert hits == [False, False, True, False]
+    fresh.post("/v1/prefixes", {"name": "mine", "prompt": "x " * 40, "cache_salt": "a"})
+    own = {"prefix": "mine", "prompt": "y", "max_tokens": 1}
+    assert cached(fresh.post(COMPLETIONS, {**own, "cache_salt": "a"})) > 0
+    for salt in ({}, {"cache_salt": "b"}):
+        assert_error(fresh.post(COMPLETIONS, {**own, **salt}), 404, "no prefix named 'mine'")
+
+
+def test_without_a_cache_there_is_no_tree_and_nothing_to_pin(llms: dict[str, LLM]):
+    with live(llms["none"]) as server:
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+        view = server.get("/v1/cache").json()
+        assert view["namespaces"] == [] and view["stats"]["requests"] == 1
+        pinned = server.post("/v1/prefixes", {"name": "p", "prompt": "x"})
+        assert_error(pinned, 409, "runs without a prefix cache")
+
+
+# Tokens and metrics.
+
+
+def test_texts_become_tokens_and_back(server: LiveServer):
+    text = "| 1 | Nora Lund | Ünïcode 🙂 |"
+    tokens = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    chat = server.post("/tokenize", {"messages": ask("Who?")}).json()["tokens"]
+    rendered = server.post("/detokenize", {"tokens": chat}).json()["prompt"]
+    assert rendered.startswith("<|system|>") and rendered.endswith(
+        "<|user|>Who?<|end|><|assistant|>"
+    )
+
+
+def test_metrics_agree_with_the_engine(fresh: LiveServer):
+    body = {"prompt": LINE, "max_tokens": 5, "ignore_eos": True}
+    before = samples(fresh)
+    hits = sum(cached(fresh.post(COMPLETIONS, {**body, "stream": False})) for _ in range(2))
+    fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40})
+    seen = samples(fresh)
+    stats, pool = fresh.engine.cache.stats, fresh.engine.cache.pool
+    assert seen["radixcache_hit_tokens_total"] == stats.hit_tokens == hits > 0
+    assert seen["radixcache_query_tokens_total"] == stats.query_tokens
+    assert seen["radixcache_hit_rate"] == stats.hit_rate
+    assert seen["radixcache_evicted_pages_total"] == 0
+    assert seen["radixcache_pages{free}"] == pool.num_free
+    assert seen["radixcache_pages{used}"] == pool.num_pages - pool.num_free
+    assert seen["radixcache_pages{pinned}"] == fresh.engine.cache.pinned_pages > 0
+    assert seen["radixcache_requests_running"] == seen["radixcache_requests_waiting"] == 0
+
+    def grown(name: str) -> float:
+        return seen[name] - before.get(name, 0)
+
+    assert grown("radixcache_time_to_first_token_seconds_count") == 3  # the prefix is one
+    assert grown("radixcache_inter_token_latency_seconds_count") == 2 * 4
+    assert grown("radixcache_generation_tokens_total") == 2 * 5 + 1
+    assert grown("radixcache_requests_finished_total{length}") == 3
+    assert seen["radixcache_time_to_first_token_seconds_sum"] > 0
+
+
+def samples(server: LiveServer) -> dict[str, float]:
+    """All samples by their name and, if they have labels, the values of these."""
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(sample.labels.values())
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found

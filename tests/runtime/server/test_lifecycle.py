@@ -1,0 +1,373 @@
+"""Hanging up, limits, failures of the engine, and the end of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from radixcache import LLM
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.cli import main
+from radixcache.runtime.server.backend import Options
+from radixcache.runtime.server.worker import MAX_FAILED_STEPS
+from tests.runtime.server.live import LiveServer, live
+from tests.runtime.server.test_errors import assert_error
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_memory="16MiB", max_num_seqs=2)
+
+
+@contextmanager
+def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
+    """The lines of an endless stream, of which the first chunk has come."""
+    body = {**ENDLESS, "stream": True, **more}
+    with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+# Hanging up.
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
+    with live(llm) as server:
+        with streaming(server, n=n):
+            requests = [*server.backend.worker._entries]
+            assert server.call(lambda: len(server.engine.scheduler.running)) == n
+        server.wait_until(lambda: not server.engine.has_work, 5)
+        server.assert_idle()
+        (request,) = requests
+        assert [s.finish_reason for s in request.sequences] == ["abort"] * n
+        assert len(request.sequences[0].generated) < 3000
+
+
+def test_an_answer_that_nobody_waits_for_is_aborted(llm: LLM):
+    with live(llm) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
+        server.wait_until(lambda: not server.engine.has_work, 5)
+        server.assert_idle()
+
+
+def test_an_abort_takes_one_step_at_most(llm: LLM):
+    with live(llm) as server:
+        steps = [0]
+        step = llm.engine.step
+
+        def counted() -> Any:
+            steps[0] += 1
+            return step()
+
+        llm.engine.step = counted  # type: ignore[method-assign]
+        try:
+            with streaming(server):
+                worker = server.backend.worker
+                ended: list[int] = []
+
+                def end() -> None:
+                    (job,) = worker._jobs
+                    job.end()
+                    ended.append(steps[0])
+
+                worker._loop.call_soon_threadsafe(end)
+                server.wait_until(lambda: not server.engine.has_work, 5)
+                time.sleep(0.1)
+                assert ended and steps[0] <= ended[0] + 1
+        finally:
+            del llm.engine.step
+        server.assert_idle()
+
+
+# Limits.
+
+
+def test_a_full_queue_is_429_with_retry_after(llm: LLM):
+    with live(llm, max_queued_requests=1) as server:
+        with streaming(server), streaming(server), ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
+            server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
+            refused = server.post(COMPLETIONS, ENDLESS)
+            error = assert_error(refused, 429, "3 completions are running or waiting")
+            assert error["type"] == "rate_limit_error"
+            assert refused.headers["retry-after"] == "1"
+            assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
+            for job in [*server.backend.worker._jobs]:  # those that run end, which makes room
+                if job.stream:
+                    server.backend.worker._loop.call_soon_threadsafe(job.end)
+            assert waiting.result().status_code == 200
+        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2}).status_code == 200
+        server.assert_idle()
+
+
+def test_a_request_that_takes_too_long_ends(llm: LLM):
+    with live(llm, request_timeout=0.5) as server:
+        assert_error(server.post(COMPLETIONS, ENDLESS), 504, "not finished within 0.5 seconds")
+        with streaming(server) as lines:
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "timeout_error"
+        assert rest[-1] == "data: [DONE]"
+        server.assert_idle()
+
+
+def test_a_body_that_is_too_large_is_413(llm: LLM):
+    with live(llm, max_body_size=1000) as server:
+        body = json.dumps({"prompt": "x" * 1000}).encode()
+        assert_error(server.post(COMPLETIONS, content=body), 413, "larger than 1000 bytes")
+        chunks = (body[at : at + 100] for at in range(0, len(body), 100))
+        headers = {"content-type": "application/json"}
+        chunked = server.post(COMPLETIONS, content=chunks, headers=headers)
+        assert_error(chunked, 413, "larger than 1000 bytes")
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_with_an_api_key_only_health_is_open(llm: LLM):
+    with live(llm, api_key="sesame-ö") as server:
+        assert server.get("/health").status_code == 200
+        for path in ("/v1/models", "/v1/cache", "/metrics", "/openapi.json", "/nothing"):
+            for headers in (
+                {},
+                {"authorization": "Bearer sesame"},
+                {"authorization": "sesame-ö".encode()},
+                {"authorization": b"\xff\xfe"},
+            ):
+                error = assert_error(server.get(path, headers=headers), 401, "API key")
+                assert error["code"] == "invalid_api_key"
+        for scheme in ("Bearer", "bearer"):
+            allowed = {"authorization": f"{scheme} sesame-ö".encode()}
+            assert server.get("/v1/models", headers=allowed).status_code == 200
+
+
+def test_an_empty_api_key_is_refused():
+    """It would let in whoever sends "Bearer", or nobody."""
+    with pytest.raises(InvalidRequest, match="the API key is empty"):
+        Options(api_key="")
+
+
+# Failures.
+
+
+def test_steps_that_fail_once_in_a_while_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    body = {"prompt": "| 1 | Nora", "max_tokens": 8}
+    with live(llm) as server:
+        wanted = server.post(COMPLETIONS, body).json()["choices"]
+        fail_steps(monkeypatch, llm, range(3, 8, 2))
+        assert server.post(COMPLETIONS, body).json()["choices"] == wanted
+        server.assert_idle()
+
+
+def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    with live(llm) as server:
+        calls = fail_steps(monkeypatch, llm, range(1, 10**9))
+        assert_error(server.post(COMPLETIONS, ENDLESS), 500, "the engine failed: no luck")
+        assert calls[0] == MAX_FAILED_STEPS
+        with httpx.stream(
+            "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
+        ) as response:
+            events = [line for line in response.iter_lines() if line]
+        assert "the engine failed" in events[0] and events[-1] == "data: [DONE]"
+        time.sleep(0.1)
+        assert calls[0] == 2 * MAX_FAILED_STEPS, "it spins"
+        monkeypatch.undo()
+        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 3}).status_code == 200
+        server.assert_idle()
+
+
+def test_waiting_requests_survive_the_failure_of_those_that_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    with live(llm) as server, ThreadPoolExecutor(3) as pool:
+        with streaming(server) as one, streaming(server) as two:
+            waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
+            server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
+            fail_steps(monkeypatch, llm, range(1, 1 + MAX_FAILED_STEPS))
+            assert all(any("the engine failed" in line for line in s) for s in (one, two))
+        assert waiting.result().status_code == 200
+        server.assert_idle()
+
+
+def test_a_token_that_gives_no_text_ends_its_own_stream_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    def decode(ids: list[int]) -> str:
+        if ids:
+            raise IndexError("no such piece")
+        return ""
+
+    with live(llm) as server:
+        monkeypatch.setattr(llm.engine, "_decode", decode)
+        with httpx.stream(
+            "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
+        ) as response:
+            events = [line for line in response.iter_lines() if line]
+        assert "gives no text: no such piece" in events[-2]
+        monkeypatch.undo()
+        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 3}).status_code == 200
+        server.assert_idle()
+
+
+def fail_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, which: range) -> list[int]:
+    """Let the model fail in the steps of these numbers, the next one being 1."""
+    forward = llm.engine.model.forward
+    calls = [0]
+
+    def fail(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in which:
+            raise RuntimeError("no luck")
+        return forward(*args)
+
+    monkeypatch.setattr(llm.engine.model, "forward", fail)
+    return calls
+
+
+# The command and its end.
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`radixcache serve` as a process, and its address."""
+    command = [sys.executable, "-m", "radixcache", "serve", "--port", "0", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as running:
+        try:
+            assert running.stderr is not None
+            line = running.stderr.readline()
+            match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+) \(qwen3 in ", line)
+            assert match, line
+            end = time.monotonic() + 60
+            while True:
+                try:
+                    assert httpx.get(f"{match[1]}/health", timeout=10).status_code == 200
+                    break
+                except httpx.TransportError:
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+            yield running, match[1]
+        finally:
+            running.kill()
+
+
+def test_sigterm_lets_requests_end_and_refuses_new_ones():
+    with process("--kv-memory", "32MiB") as (running, url):
+        body = {**ENDLESS, "max_tokens": 400, "stream": True}
+        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGTERM)
+            end = time.monotonic() + 10
+            while (health := httpx.get(f"{url}/health")).status_code == 200:
+                assert time.monotonic() < end
+            assert_error(health, 503, "shutting down")
+            refused = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "x"})
+            assert_error(refused, 503, "shutting down")
+            assert refused.headers["retry-after"] == "1"
+            events = [line for line in lines if line]
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert events[-1] == "data: [DONE]"
+        assert running.wait(15) in (0, -signal.SIGTERM)
+
+
+def test_what_is_not_finished_in_time_ends_with_an_error():
+    with process("--shutdown-timeout", "0.3", "--kv-memory", "32MiB") as (running, url):
+        body = {**ENDLESS, "stream": True}
+        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert "shutting down" in json.loads(events[-2][6:])["error"]["message"]
+        assert running.wait(15) in (0, -signal.SIGTERM)
+
+
+def test_a_second_signal_kills():
+    with process("--kv-memory", "32MiB") as (running, url):
+        body = {**ENDLESS, "stream": True}
+        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGINT)
+            while httpx.get(f"{url}/health").status_code == 200:
+                pass
+            start = time.monotonic()
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(10) == -signal.SIGTERM
+            assert time.monotonic() - start < 5
+
+
+def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        f"radixcache: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--port", "99999"], "port must be from 0 to 65535, not 99999"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--max-queued-requests", "-1"], "must be at least 0, not -1"),
+        (["--request-timeout", "soon"], "invalid float value: 'soon'"),
+        (["--model", "/no/model", "--port", "0"], "no model at /no/model"),
+    ],
+)
+def test_bad_flags_are_one_sentence(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["serve", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("radixcache: error: ") and err.count("\n") == 1
+    assert sentence in err
+
+
+def test_a_missing_package_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name in [*sys.modules]:
+        if name.startswith(("radixcache.runtime.server", "uvicorn")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == (
+        "radixcache: error: radixcache serve needs uvicorn: pip install 'radixcache[server]'\n"
+    )
+
+
+def test_the_engine_of_an_idle_server_does_not_run(llm: LLM):
+    """It blocks: neither a step nor a look at the queue in a quarter of a second."""
+    with live(llm) as server:
+        server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2})
+        server.assert_idle()
+        looks = []
+        run_commands = server.backend.worker._run_commands
+        server.backend.worker._run_commands = lambda: (looks.append(1), run_commands())[1]  # type: ignore[method-assign, func-returns-value]
+        server.call(lambda: None)  # ends the wait that began before
+        time.sleep(0.25)
+        assert server.backend.worker.alive and len(looks) <= 1

@@ -1,0 +1,374 @@
+"""The page at `/`, in a browser where there is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from radixcache import LLM
+from radixcache.runtime.demo.script import TABLE
+from radixcache.runtime.server import static
+from tests.runtime.server.browser import INSTALLED, Page, browser
+from tests.runtime.server.live import LiveServer, ask, live
+from tests.runtime.server.test_lifecycle import process
+
+needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
+
+QUESTION, ANSWER = (
+    "What is the occupation of Nora Lund?",
+    "The occupation of Nora Lund is Carpenter.",
+)
+NUMBERS = re.compile(r"([\d,]+) prompt tokens, ([\d,]+) cached, ([\d,]+) computed, TTFT [\d.]+ ms")
+
+
+# What it is made of.
+
+
+def test_the_files_come_with_their_types_and_may_load_nothing_from_elsewhere(server: LiveServer):
+    for path, (_, media_type) in static.FILES.items():
+        response = server.get(path)
+        assert response.status_code == 200
+        assert response.headers["content-type"].partition(";")[0] == media_type
+        assert response.headers["content-security-policy"].startswith("default-src 'self';")
+        assert "unsafe" not in response.headers["content-security-policy"]
+        assert set(re.findall(r"https?://[^\"' ]*", response.text)) <= {
+            "http://www.w3.org/2000/svg"
+        }
+
+
+def test_no_path_leads_out_of_the_folder(server: LiveServer):
+    for path in ("/page/index.html", "/static.py", "/..%2fstatic.py", "/page.js/../app.py"):
+        assert server.get(path).status_code == 404
+
+
+def test_the_bundled_model_has_an_example_and_others_have_none(server: LiveServer):
+    about = server.get("/page.json").json()
+    assert about["model"] == "tabletalk" and about["example"]["system"] == TABLE.read_text()
+    assert 3 <= len(about["example"]["questions"]) <= 4
+    name = server.backend.llm.model_name
+    server.backend.llm.model_name = "other"
+    try:
+        assert server.get("/page.json").json()["example"] is None
+    finally:
+        server.backend.llm.model_name = name
+
+
+def test_an_unchanged_cache_is_not_sent_again(server: LiveServer):
+    server.post("/v1/cache/flush")
+
+    def tag() -> str:
+        """The present tag, which is not sent if it is known."""
+        response = server.get("/v1/cache")
+        found: str = response.headers["etag"]
+        again = server.get("/v1/cache", headers={"If-None-Match": found})
+        assert (again.status_code, again.text, again.headers["etag"]) == (304, "", found)
+        return found
+
+    def unpin() -> None:
+        server.delete("/v1/prefixes/p")
+
+    changes: list[Callable[[], Any]] = [
+        lambda: server.post("/v1/chat/completions", {"messages": ask(QUESTION)}),
+        lambda: server.post("/v1/chat/completions", {"messages": ask(QUESTION)}),
+        lambda: server.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40}),
+        unpin,
+        lambda: server.post("/v1/cache/flush"),
+    ]
+    tags = [tag()]
+    for change in changes:
+        change()
+        tags.append(tag())
+    assert len(set(tags)) == len(tags)
+
+
+def test_the_cache_tells_of_the_last_requests(server: LiveServer):
+    server.post("/v1/cache/flush")
+    answers = [
+        server.post("/v1/chat/completions", {"messages": ask(text)}).json()["usage"]
+        for text in ("How old is Nora Holm?", QUESTION)
+    ]
+    recent = server.get("/v1/cache").json()["recent"][-2:]
+    assert [(r["prompt_tokens"], r["cached_tokens"]) for r in recent] == [
+        (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+        for usage in answers
+    ]
+    assert all(0 < request["ttft"] < 60 for request in recent)
+
+
+# What people see.
+
+STUB = """
+// What is on its way can be counted; `stall` never lets an answer end.
+const original = window.fetch;
+window.flying = 0; // requests that have no answer yet
+window.fetch = async (path, options) => {
+  flying += 1;
+  const response = await original(path, options).finally(() => { flying -= 1; });
+  if (!String(path).endsWith("chat/completions") || !response.ok) return response;
+  const text = new TransformStream({
+    transform(chunk, controller) {
+      controller.enqueue(chunk);
+      if (window.stall) return new Promise((_, reject) =>
+        options.signal.addEventListener("abort", () => reject(options.signal.reason)));
+    },
+  });
+  const body = response.body.pipeThrough(new TextDecoderStream()).pipeThrough(text);
+  return new Response(body.pipeThrough(new TextEncoderStream()), response);
+};
+const { setTimeout: set, clearTimeout: clear } = window;
+window.timers = new Set(); // those that have yet to go off
+window.setTimeout = (run, ms) => {
+  const timer = set(() => { timers.delete(timer); run(); }, ms);
+  timers.add(timer);
+  return timer;
+};
+window.clearTimeout = (timer) => { timers.delete(timer); clear(timer); };
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server with room for a table and half."""
+    with process("--kv-memory", "10MiB") as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile"), STUB) as page:
+        yield page
+
+
+@pytest.fixture
+def page(url: str, window: Page) -> Iterator[Page]:
+    """The page, with an empty cache. Afterwards, nothing was wrong and nobody else was asked."""
+    httpx.post(f"{url}/v1/cache/flush")
+    window.open(url)
+    window.until(lambda: not window.all(".node"))
+    yield window
+    log = window.driver.get_log("browser")
+    assert [entry["message"] for entry in log if " 400 " not in entry["message"]] == []
+    requests = window.requests
+    assert requests and all(request.startswith(url) for request in requests)
+
+
+def numbers(line: str) -> tuple[int, int, int]:
+    """Prompt, cached and computed tokens of an answer, as the page says them."""
+    match = NUMBERS.fullmatch(line)
+    assert match, line
+    prompt, cached, computed = (int(number.replace(",", "")) for number in match.groups())
+    return prompt, cached, computed
+
+
+def cached_tokens(page: Page) -> int:
+    return int(page.text("#pages").partition(" ")[0].replace(",", ""))
+
+
+@needs_browser
+def test_three_turns_grow_the_tree_and_compute_only_what_is_new(page: Page, url: str):
+    questions = [QUESTION, "And the email?", "How old is Nora Holm?"]
+    assert TABLE.read_text() == page.one("#system-text").get_attribute("value")
+    grown = [cached_tokens(page)]
+    known = 0
+    for turn, question in enumerate(questions):
+        prompt, cached, computed = numbers(page.ask(question))
+        assert cached + computed == prompt
+        assert cached == known  # all that was computed before
+        page.until(lambda before=grown[-1]: cached_tokens(page) > before)
+        view = httpx.get(f"{url}/v1/cache").json()
+        assert (view["recent"][-1]["prompt_tokens"], view["recent"][-1]["cached_tokens"]) == (
+            prompt,
+            cached,
+        )
+        (node,) = view["namespaces"][0]["tree"]["children"]
+        page.until(lambda tokens=node["num_tokens"]: cached_tokens(page) == tokens)
+        assert len(page.all("#hits rect")) == len(page.all("#ttft rect")) >= turn + 1
+        grown.append(node["num_tokens"])
+        known = node["num_tokens"]
+    assert page.texts("article.assistant .text")[0] == ANSWER
+    assert page.texts("article.user .text") == questions
+    assert grown == sorted(set(grown))
+
+
+@needs_browser
+def test_an_edited_message_is_a_branch_that_hits_up_to_the_word_that_differs(page: Page):
+    page.ask(QUESTION)
+    page.ask("What is the phone number of Hugo Marsh?")
+    page.until(lambda: len(page.all(".node")) == 1)
+    _, _, computed = numbers(page.edit(1, "What is the phone number of Hugo Lund?"))
+    assert computed < 6
+    assert page.texts("article .text")[2:] == [
+        "What is the phone number of Hugo Lund?",
+        "The phone number of Hugo Lund is 555-1642.",
+    ]
+    page.until(lambda: len(page.all(".node.idle")) == 3)
+    shared, one, other = [node.rect for node in page.all(".node")]
+    assert one["x"] == other["x"] >= shared["x"] + shared["width"] > 5 * one["width"]
+    page.one("#new").click()
+    assert not page.all("article") and len(page.all("#examples button")) == 4
+
+
+@needs_browser
+def test_the_explanation_says_where_and_why_and_is_no_markup(page: Page):
+    page.ask("What is <b>this</b> about?")
+    prompt, cached, computed = numbers(page.edit(0, "What is <b>that</b> about?"))
+    (line,) = page.texts("#reasons li")
+    assert line.startswith(f"{cached:,} – {prompt - 1:,}diverged at token {cached:,} of {prompt:,}")
+    assert "<b>that</b>" in line and "<b>this</b>" in line
+    segments = "[...document.querySelectorAll('#strip i')]"
+    parts = page.run(f"return {segments}.map((part) => [part.className, +part.style.flexGrow])")
+    assert parts == [["hit", cached], ["miss", computed - 1], ["miss", 1]]
+
+
+@needs_browser
+def test_what_is_flushed_is_seen_to_go(page: Page):
+    page.ask(QUESTION)
+    page.until(lambda: len(page.all(".node.idle")) == 1)
+    tokens = page.texts(".node small")
+    page.one("#flush").click()
+    page.until(lambda: page.texts("#gone") == [f"{tokens[0]} tokens flushed"])
+    assert page.texts(".node.evicted small") == tokens
+    page.until(lambda: not page.all(".node") and page.texts("#gone") == [""])
+    assert cached_tokens(page) == 0
+
+
+@needs_browser
+def test_what_is_evicted_is_seen_to_go(page: Page, url: str):
+    page.ask(QUESTION)
+    page.until(lambda: len(page.all(".node.idle")) == 1)
+    httpx.post(f"{url}/v1/completions", json={"prompt": "x y " * 800, "max_tokens": 1}, timeout=60)
+    page.until(lambda: page.all(".node.evicted"))
+    lost = int(page.texts(".node.evicted small")[0].replace(",", ""))
+    stats = httpx.get(f"{url}/v1/cache").json()["stats"]
+    assert lost == stats["evicted_tokens"] > 0
+    assert page.texts("#gone") == [f"{lost:,} tokens evicted"]
+    assert page.text("#pages").endswith(f" {lost:,} evicted")
+
+
+@needs_browser
+def test_nodes_in_use_and_pinned_ones_say_so(page: Page, url: str):
+    page.run("window.stall = true")
+    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60):
+        page.until(lambda: page.all(".node.used"))
+    page.until(lambda: page.all(".node.idle") and not page.all(".node.used"))
+    httpx.post(f"{url}/v1/prefixes", json={"name": "mine", "prompt": "z " * 40}, timeout=60)
+    page.until(lambda: page.all(".node.pinned"))
+    assert "pinned as mine" in page.one(".node.pinned").accessible_name
+    httpx.delete(f"{url}/v1/prefixes/mine")
+    page.until(lambda: not page.all(".node.pinned"))
+
+
+@needs_browser
+def test_an_answer_can_be_stopped_and_the_chat_goes_on(page: Page):
+    page.run("window.stall = true")
+    page.one("#question").send_keys(QUESTION, Keys.ENTER)
+    page.until(lambda: page.one("#stop").is_displayed() and page.texts(".assistant .text") != [""])
+    assert not page.one("#new").is_enabled()
+    page.one("#stop").click()
+    page.until(lambda: page.texts(".usage") == ["stopped"])
+    assert page.one("#send").is_displayed() and page.texts("#refused") == [""]
+    page.run("window.stall = false")
+    assert numbers(page.ask("And the email?"))
+
+
+@needs_browser
+def test_a_refused_message_can_be_sent_again(page: Page):
+    page.run("document.querySelector('#question').value = 'too long '.repeat(4000)")
+    page.one("#question").send_keys(Keys.ENTER)
+    page.until(lambda: "the prompt has" in page.text("#refused"))
+    assert not page.all("article")
+    assert str(page.one("#question").get_attribute("value")).startswith("too long too long")
+    page.one("#question").clear()
+    numbers(page.ask(QUESTION))
+    assert page.texts("#refused") == [""]
+
+
+@needs_browser
+def test_the_tree_is_read_with_the_keyboard(page: Page):
+    page.ask(QUESTION)
+    page.edit(0, "How old is Nora Holm?")
+    page.until(lambda: len(page.all(".node.idle")) == 3)
+    page.one("#scale input").click()  # which is before the tree
+    for _ in range(10):
+        page.press(Keys.TAB)
+        if page.run("return document.activeElement.className").startswith("node"):
+            break
+    page.press(Keys.HOME)
+    assert page.text("#detail pre").startswith("<|system|>You answer questions")
+    for keys, start in (
+        ([Keys.ARROW_RIGHT], QUESTION),
+        ([Keys.ARROW_DOWN], "How old is Nora Holm?"),
+        ([Keys.ARROW_LEFT], "<|system|>"),
+        ([Keys.END], "How old is Nora Holm?"),
+        ([Keys.HOME], "<|system|>"),
+    ):
+        page.press(*keys)
+        assert page.text("#detail pre").startswith(start)
+        name = page.driver.switch_to.active_element.accessible_name
+        assert " page" in name and " ".join(start.split()) in name
+    page.press(Keys.SHIFT + Keys.TAB)  # the tree is one stop
+    assert page.run("return document.activeElement.id") == "flush"
+
+
+@needs_browser
+def test_enter_sends_and_shift_enter_begins_a_line(page: Page):
+    page.one("#question").send_keys("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
+    assert page.one("#question").get_attribute("value") == "one\ntwo"
+    page.press(Keys.ENTER)
+    page.until(lambda: page.texts("article.user .text") == ["one\ntwo"])
+    page.until(lambda: page.all(".usage"))
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everything_has_a_name_and_fits_the_width(page: Page, width: int):
+    page.resize(width, 800)
+    page.ask(QUESTION)
+    page.all(".edit")[0].click()
+    controls = page.all("input, textarea, button, [tabindex], [role]")
+    assert len(controls) > 15
+    nameless = [
+        c.get_attribute("id") for c in controls if c.is_displayed() and not c.accessible_name
+    ]
+    assert set(nameless) <= {"refused", "trouble", "gone"}  # these are messages
+    fields = "[...document.querySelectorAll('input, textarea')]"  # a placeholder is no label
+    assert page.run(f"return {fields}.filter((e) => !e.labels.length && !e.ariaLabel).length") == 0
+    too_wide, inner = page.run(
+        "const e = document.documentElement; return [e.scrollWidth, innerWidth]"
+    )
+    assert too_wide <= inner == width
+    page.resize(1280, 800)
+
+
+@needs_browser
+def test_a_page_that_nobody_sees_asks_for_nothing(page: Page):
+    idle = "return timers.size + flying === 0"
+    page.run(
+        "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    page.until(lambda: page.run(idle))
+    page.ask(QUESTION)  # which looks once, and then no more
+    page.until(lambda: page.all(".node.idle") and page.run(idle))
+    page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    assert not page.run(idle)
+
+
+@needs_browser
+def test_a_server_with_an_api_key_asks_for_it(window: Page):
+    with live(LLM(kv_memory="32MiB"), api_key="secret") as server:
+        window.driver.get(server.url)
+        window.until(lambda: window.one("#key").is_displayed())
+        window.one("#key-text").send_keys("secret", Keys.ENTER)
+        window.until(lambda: window.text("#model") == "tabletalk")
+        window.until(lambda: not window.text("#trouble"))
+        numbers(window.ask(QUESTION))
+        window.until(lambda: window.all(".node.idle"))
+        server.assert_idle()
+        window.driver.get("about:blank")

@@ -1,0 +1,69 @@
+"""Requests made up from the server's own OpenAPI document find no answer that it does not have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from radixcache import LLM
+from tests.models import tiny_model
+from tests.runtime.server.live import LiveServer, live
+
+EXAMPLES = int(os.environ.get("RADIXCACHE_SCHEMA_EXAMPLES", "8"))
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = tiny_model("llama", tmp_path_factory.mktemp("llama"))
+    with live(LLM(path, kv_memory="8MiB")) as server:
+        yield server
+        server.assert_idle()
+
+
+def test_no_request_is_answered_with_500(tiny: LiveServer) -> None:
+    schema = schemathesis.openapi.from_url(f"{tiny.url}/openapi.json")
+    operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
+    assert {"/v1/chat/completions", "/v1/cache/flush"} <= {o.path for o in operations}
+    for operation in operations:
+        try_out(operation)
+        tiny.assert_idle()
+
+
+def try_out(operation: Any) -> None:
+    """Send valid and invalid requests to one route."""
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[*HealthCheck],
+    )
+    @given(
+        case=st.one_of(
+            operation.as_strategy(generation_mode=GenerationMode.POSITIVE),
+            operation.as_strategy(generation_mode=GenerationMode.NEGATIVE),
+        )
+    )
+    def answers_as_documented(case: schemathesis.Case) -> None:
+        case.validate_response(case.call(timeout=60), checks=CHECKS)
+
+    answers_as_documented()

@@ -1,0 +1,55 @@
+"""The examples of docs/server.md answer what they say."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from radixcache.runtime.cli import main
+from tests.runtime.server.live import LiveServer
+
+PAGE = (Path(__file__).parents[3] / "docs/server.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+COMMANDS = re.findall(
+    r"^(curl .*?)\n# ([^\n]+)",
+    "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)),
+    re.DOTALL | re.MULTILINE,
+)
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_curl_prints_what_is_below_it(server: LiveServer):
+    server.post("/v1/cache/flush")
+    assert len(COMMANDS) == PAGE.count("\ncurl ")
+    for command, claim in COMMANDS:
+        assert ADDRESS in command
+        done = subprocess.run(
+            ["bash", "-c", command.replace("curl", "curl -sS", 1).replace(ADDRESS, server.url)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert claim in done.stdout, f"{command}\n{done.stdout}"
+    server.assert_idle()
+
+
+def test_the_python_example_prints_what_its_comments_say(server: LiveServer):
+    server.post("/v1/cache/flush")
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(PROGRAM.replace(ADDRESS, server.url), "server.md", "exec"), {})
+    claims = re.findall(r"^print\(.*\)  # (.+)$", PROGRAM, re.MULTILINE)
+    assert len(claims) == 3 and out.getvalue().splitlines() == claims
+
+
+def test_the_flags_of_the_page_are_those_of_the_command(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    about_the_server = capsys.readouterr().out.split("server:\n")[1].split("engine:\n")[0]
+    shown = set(re.findall(r"--[a-z-]+", about_the_server)) - {"--model"}
+    assert set(re.findall(r"`(--[a-z-]+)`", PAGE.split("## Flags")[1])) - {"--model"} == shown

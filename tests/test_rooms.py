@@ -1,0 +1,131 @@
+"""Which way the arrows between the folders run: down, and never in a circle."""
+
+from __future__ import annotations
+
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.sources import SOURCES, imports, module_name
+
+Graph = dict[str, set[str]]
+"""The modules that each module imports."""
+
+FLOORS = [
+    {"radixcache"},
+    {"radixcache.kernels"},
+    {"radixcache.runtime.model", "radixcache.runtime.text"},
+    {"radixcache.runtime.engine"},
+    {"radixcache.runtime"},
+    {"radixcache.runtime.demo"},
+    {"radixcache.runtime.server"},
+    {"radixcache.runtime.cli"},
+    {"radixcache.bench", "radixcache.__main__"},
+]
+"""Rooms from the ground up: folders, and a module that is a room by itself. A room uses what is
+below it. Those of one floor do not know each other."""
+
+
+def floor_and_room(module: str) -> tuple[int, str]:
+    """Where a module is: in the smallest room that holds it."""
+    rooms = [(room, floor) for floor, rooms in enumerate(FLOORS) for room in rooms]
+    room, floor = max(r for r in rooms if f"{module}.".startswith(f"{r[0]}."))
+    return floor, room
+
+
+def read_graph() -> Graph:
+    """Every arrow of the package, lazy ones and those for type checkers included.
+
+    Only the lazy ones of `radixcache` itself are left out: its public names lead upward.
+    """
+    modules = {module_name(path) for path in SOURCES}
+    graph: Graph = {}
+    for path in SOURCES:
+        found = graph[module_name(path)] = set()
+        for imported in imports(path):
+            if imported.lazy and module_name(path) == "radixcache":
+                continue
+            parts = imported.name.split(".")
+            prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            found |= {next((p for p in prefixes if p in modules), "")} & modules
+    return graph
+
+
+def arrows_upward(graph: Graph) -> list[tuple[str, str]]:
+    """Imports that lead to a higher floor, or to another room of the same."""
+    found = []
+    for module, targets in graph.items():
+        floor, room = floor_and_room(module)
+        for target in targets:
+            there, other = floor_and_room(target)
+            if there > floor or (there == floor and room != other):
+                found.append((module, target))
+    return found
+
+
+def circle(graph: Graph) -> list[str]:
+    """Modules that import each other in a circle, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+GRAPH = read_graph()
+
+
+def test_every_arrow_leads_down() -> None:
+    assert not arrows_upward(GRAPH)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not circle(GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "is_circle"),
+    [
+        ("radixcache.radix", "radixcache.runtime.llm", True),
+        ("radixcache.kernels.cascade", "radixcache.runtime.model.kv_pool", False),
+        ("radixcache.runtime.model.kv_pool", "radixcache.runtime.text.tokenizer", False),
+        ("radixcache.runtime.engine.sampling", "radixcache.runtime.llm", True),
+        ("radixcache.runtime.llm", "radixcache.runtime.server.protocol", False),
+        ("radixcache.runtime.server.app", "radixcache.runtime.cli", True),
+        ("radixcache.runtime.cli", "radixcache.bench.cli", False),
+    ],
+)
+def test_an_arrow_planted_upward_is_seen(module: str, target: str, is_circle: bool) -> None:
+    assert {module, target} <= set(GRAPH)
+    planted = {**GRAPH, module: GRAPH[module] | {target}}
+    assert arrows_upward(planted) == [(module, target)]
+    assert bool(circle(planted)) == is_circle
+
+
+def test_a_circle_planted_within_a_room_is_seen() -> None:
+    gate, paged = "radixcache.runtime.model.gate", "radixcache.runtime.model.paged_model"
+    assert gate in GRAPH[paged]
+    planted = {**GRAPH, gate: GRAPH[gate] | {paged}}
+    assert not arrows_upward(planted)
+    assert set(circle(planted)) == {gate, paged}
+
+
+# `python -m radixcache` is the command line, not the index.
+INDEX = [p for p in SOURCES if p.parts[0] == "radixcache" and p.name != "__main__.py"]
+
+
+@pytest.mark.parametrize("path", INDEX, ids=str)
+def test_the_index_needs_numpy_and_sortedcontainers_alone(path: Path) -> None:
+    for imported in imports(path):
+        if path.name == "__init__.py" and imported.lazy:  # it leads into the runtime, but lazily
+            continue
+        assert imported.top in {"radixcache", "numpy", "sortedcontainers", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[0] == "kernels"], ids=str)
+def test_kernels_do_not_know_the_tree(path: Path) -> None:
+    for imported in imports(path):
+        if imported.top == "radixcache":
+            assert imported.is_below("radixcache.kernels") or imported.is_below("radixcache.errors")
