@@ -14,6 +14,7 @@ from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.brute_force import BruteForce, BruteHashBlock, BruteNone, BruteTokens, BruteUnits
+from tests.cover import covering
 
 BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
 
@@ -104,9 +105,7 @@ def exact(cache):
 MODES = ["none", "hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
 
 
-@pytest.mark.parametrize("memory", [192, 320, 640, 4096])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(6))
+@covering(seed=range(6), mode=MODES, memory=[192, 320, 640, 4096])
 def test_hits_are_those_of_a_brute_force_simulation(seed, mode, memory):
     workload = random_workload(seed)
     mode = parse_mode(mode)

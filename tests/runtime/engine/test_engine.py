@@ -17,6 +17,7 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.sampler import top_logprobs
 from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
 from radixcache.runtime.text.detokenizer import Detokenizer
+from tests.cover import covering
 from tests.engines import (
     assert_no_page_is_lost,
     finish,
@@ -75,10 +76,12 @@ def expected(path: Path) -> list[list[int]]:
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
-@pytest.mark.parametrize("concurrent", [True, False], ids=["concurrent", "sequential"])
-@pytest.mark.parametrize("chunk", [8, 64, 2048])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("family", ["tabletalk", "llama", "qwen3", "gemma3_text"])
+@covering(
+    family=["tabletalk", "llama", "qwen3", "gemma3_text"],
+    page_size=[1, 4, 16],
+    chunk=[8, 64, 2048],
+    concurrent=[True, False],
+)
 def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
     folder: Path, family: str, page_size: int, chunk: int, concurrent: bool
 ) -> None:

@@ -16,6 +16,7 @@ from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.engine import prompt_logprobs
 from radixcache.runtime.engine.prompt_logprobs import SCORE, ScoredPrompts
 from radixcache.runtime.engine.request import Request
+from tests.cover import covering
 from tests.engines import (
     assert_no_page_is_lost,
     finish,
@@ -102,9 +103,7 @@ def assert_scored(path: Path, request: Request) -> None:
             assert not likeliest
 
 
-@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
-@pytest.mark.parametrize("chunk", [8, 64])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@covering(page_size=[1, 4, 16], chunk=[8, 64], mode=["radix", "hash-block", "none"])
 def test_scores_equal_plain_transformers_cold_and_warm_among_other_requests(
     path: Path, page_size: int, chunk: int, mode: str
 ) -> None:
