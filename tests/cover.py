@@ -40,3 +40,10 @@ def cover_pairs(cases: Sequence[Case]) -> list[Case]:
 def pairs(case: Case) -> set[Any]:
     """Its values by two, each with its position; the value itself where there is only one."""
     return set(combinations(enumerate(case), 2)) or {(0, *case)}
+
+
+def seeds(first: int, more: int) -> pytest.MarkDecorator:
+    """`parametrize` over seeds: `first` in every run, `more` after it in the exhaustive one."""
+    others = range(first + 1, first + 1 + more)
+    marked = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in others]
+    return pytest.mark.parametrize("seed", [first, *marked])

@@ -34,7 +34,7 @@ def test_readme_blocks_are_about_twenty_lines() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["pages", "radix", "none", "block_hash", "free_queue", "hash_block", "runtime.explain"],
+    ["pages", "radix", "none", "block_hash", "free_queue", "hash_block", "runtime.engine.explain"],
 )
 def test_doctests(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"radixcache.{module}"))

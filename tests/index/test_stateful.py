@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.cover import seeds
 from tests.index.machine import Machine, Request
 from tests.index.reference import NAMESPACES
 from tests.index.stress import SHAPES, RandomDriver, stress
@@ -162,9 +163,7 @@ def test_any_sequence_of_calls_keeps_every_invariant_and_every_byte(
     case("runTest").runTest()
 
 
-@pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 6))]
-)
+@seeds(1, 4)
 @pytest.mark.parametrize(("page_size", "num_pages"), SHAPES)
 def test_an_erratic_scheduler_never_reads_a_wrong_byte(
     seed: int, page_size: int, num_pages: int
