@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache.base import CacheStats, PrefixCache
 from radixcache.errors import (
+    CacheBroken,
     ContextExceeded,
     InvalidRequest,
     LeaseError,
@@ -19,6 +20,7 @@ from radixcache.errors import (
     OutOfPages,
     PinError,
     RadixCacheError,
+    WrongThread,
 )
 from radixcache.events import Cleared, Evicted, Stored
 from radixcache.hash_block import HashBlockCache
@@ -44,6 +46,7 @@ _RUNTIME = {
 
 __all__ = [
     "LLM",
+    "CacheBroken",
     "CacheStats",
     "Chat",
     "Cleared",
@@ -66,6 +69,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stored",
+    "WrongThread",
 ]
 
 

@@ -18,13 +18,22 @@ The token at absolute position p of a sequence lives in slot ``p % page_size`` o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from threading import get_ident
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.errors import InvalidRequest, PinError
+from radixcache.errors import (
+    CacheBroken,
+    InvalidRequest,
+    PinError,
+    RadixCacheError,
+    WrongThread,
+)
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
@@ -89,8 +98,39 @@ class CacheStats:
             self.hit_tokens += lease.cached_tokens
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def mutation(method: _F) -> _F:
+    """A method that changes the cache: of one thread, and cut off by nothing.
+
+    What `radixcache.errors` defines is raised before anything has changed. Whatever else comes out
+    (an interrupt, for want of memory, from a listener) may leave half a change behind, so that the
+    cache is *broken*: it refuses all further changes until `recover`.
+    """
+
+    @wraps(method)
+    def call(self: PrefixCache, *args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        if self._thread != thread or self._inside:
+            self._enter(thread)
+        self._inside = True
+        try:
+            result = method(self, *args, **kwargs)
+        except RadixCacheError:
+            self._inside = False
+            raise
+        self._inside = False
+        return result
+
+    return cast(_F, call)
+
+
 class PrefixCache(ABC):
     """A map from token prefixes to KV pages; one instance serves one engine, from one thread.
+
+    That is the thread that makes the first change after construction or `reset`. Others may look
+    (`stats`, `pins`), but not change anything (`WrongThread`).
 
     Everything published since the last `commit` is *in flight*: it belongs to the step being
     scheduled. Others may share it at once, because within each layer a step writes all new K/V
@@ -108,6 +148,12 @@ class PrefixCache(ABC):
     pin_budget: int
     """Pages that all pins together may hold."""
     _pins: dict[str, Lease]
+    _leases: dict[Any, None]
+    """Those that live, pins included."""
+    _thread: int | None = None
+    """Whose changes these are."""
+    _inside = False
+    """A change is under way, or was cut off."""
 
     @abstractmethod
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
@@ -194,12 +240,17 @@ class PrefixCache(ABC):
                 together would exceed the budget.
         """
 
+    @mutation
     def unpin(self, name: str) -> None:
         """Drop a pin; `PinError` if there is none of that name."""
         lease = self._pins.pop(name, None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
-        self.release(lease)
+        self._release(cast(Any, lease))
+
+    @abstractmethod
+    def _release(self, lease: Any) -> None:
+        """`release` of a lease that has nothing in flight."""
 
     @property
     def pins(self) -> dict[str, int]:
@@ -221,7 +272,53 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
+        """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives.
+
+        Another thread may take over afterwards.
+        """
+
+    @property
+    def broken(self) -> bool:
+        """Whether a change was cut off half-way. Of interest between calls only."""
+        return self._inside
+
+    def recover(self) -> None:
+        """A step was cut off by an exception: end every lease but those of pins.
+
+        What is in flight is un-published, what was written before stays cached. If a change of the
+        cache itself was cut off, so that nobody knows what it holds, all is forgotten: pins too,
+        but not the statistics. May be cut off itself, and called again.
+        """
+        if not self.broken:
+            try:
+                self.rollback()
+                pinned = set(self._pins.values())
+                for lease in [lease for lease in self._leases if lease not in pinned]:
+                    self.release(lease)
+                return
+            except Exception:  # then half of it is done
+                pass
+        self._inside = True
+        for lease in [*self._leases]:
+            lease.released = True
+        self.pool.clear()
+        self._forget_all()
+        self._emit(Cleared())
+        self._inside = False
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Begin anew on a pool whose pages are all free: no lease, no pin, nothing cached."""
+
+    def _enter(self, thread: int) -> None:
+        """Take the cache over for `thread`, or say why not."""
+        if self._thread not in (None, thread):
+            raise WrongThread(
+                "a cache is for one thread: another one has changed it since the last reset"
+            )
+        if self._inside:
+            raise CacheBroken("a change of the cache was cut off half-way: call recover() first")
+        self._thread = thread
 
     @abstractmethod
     def check(self) -> None:

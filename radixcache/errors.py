@@ -19,6 +19,14 @@ class LeaseError(RadixCacheError, ValueError):
     """A lease was used against its contract, for example after it was released."""
 
 
+class CacheBroken(RadixCacheError, RuntimeError):
+    """A call that changes the cache was cut off half-way; `PrefixCache.recover` makes it usable."""
+
+
+class WrongThread(RadixCacheError, RuntimeError):
+    """A cache or an engine is for one thread, and another one called it."""
+
+
 class PinError(RadixCacheError, ValueError):
     """A named prefix is unknown, exists already, is not cached in full, or exceeds the budget."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.block_hash import (
     HashAlgorithm,
     as_block_namespace,
@@ -178,6 +178,10 @@ class HashBlockCache(PrefixCache):
         self.events: list[Listener] = []
         self._hash = hash_function(hash_algorithm)
         self._first_parent = first_parent(hash_algorithm)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        pool = self.pool
         self._queue = FreeQueue(pool.refs)
         pool.free = self._queue
         pool.allocate(1)
@@ -187,7 +191,7 @@ class HashBlockCache(PrefixCache):
         """What each page is cached for."""
         self._map = BlockMap()
         self._hashes = PromptHashes()
-        self._leases: set[BlockLease] = set()
+        self._leases: dict[BlockLease, None] = {}
         self._in_flight: dict[BlockLease, Written] = {}
         """Leases that stand on in-flight tokens, in the order in which they came to do so."""
         self._published: dict[int, None] = {}
@@ -231,6 +235,7 @@ class HashBlockCache(PrefixCache):
 
     # -- the life of a lease -------------------------------------------------------------------
 
+    @mutation
     def acquire(
         self,
         tokens: TokensLike,
@@ -254,7 +259,7 @@ class HashBlockCache(PrefixCache):
             if page in self._published:
                 self._in_flight[lease] = Written(index * self.page_size, _NO_TOKENS)
                 break
-        self._leases.add(lease)
+        self._leases[lease] = None
         return lease
 
     def _hold(self, lease: BlockLease, pages: list[int]) -> None:
@@ -295,6 +300,7 @@ class HashBlockCache(PrefixCache):
         self._queue.prepend(p for p, c in zip(idle.tolist(), cached, strict=True) if not c)
         self._queue.append(p for p, c in zip(idle.tolist(), cached, strict=True) if c)
 
+    @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         lease = self._mine(lease)
         have = lease._num_pages
@@ -313,6 +319,7 @@ class HashBlockCache(PrefixCache):
         lease._set_pages(have, pages)
         lease.capacity = lease._num_pages * self.page_size
 
+    @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
@@ -361,11 +368,13 @@ class HashBlockCache(PrefixCache):
         if self.events and block is not None:
             self._emit(Stored(namespace, block.prefix(), start))
 
+    @mutation
     def commit(self) -> None:
         for lease in self._in_flight:
             lease.publishing = False
         self._end_step()
 
+    @mutation
     def rollback(self) -> None:
         for page in reversed(self._published):
             self._forget(page)
@@ -383,17 +392,22 @@ class HashBlockCache(PrefixCache):
         self._published.clear()
         self.recent.end_step()
 
+    @mutation
     def release(self, lease: Lease, *, closed: bool = False) -> None:
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._release(lease)
+
+    def _release(self, lease: BlockLease) -> None:
         self._in_flight.pop(lease, None)
         self._let_go(lease, 0)
         lease.released = True
-        self._leases.remove(lease)
+        del self._leases[lease]
 
     # -- eviction ------------------------------------------------------------------------------
 
+    @mutation
     def evict(self, num_pages: int) -> int:
         """Let up to `num_pages` pages forget what they hold, in the order of the free queue.
 
@@ -426,6 +440,7 @@ class HashBlockCache(PrefixCache):
 
     # -- pins ----------------------------------------------------------------------------------
 
+    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         """Keep the whole blocks of the cached prefix `tokens`, as `PrefixCache.pin` says.
 
@@ -453,7 +468,7 @@ class HashBlockCache(PrefixCache):
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed=False, counts=False)
         self._hold(lease, pages)
         self._use(lease)
-        self._leases.add(lease)
+        self._leases[lease] = None
         self._pins[name] = lease
 
     # -- the whole -----------------------------------------------------------------------------
@@ -469,7 +484,7 @@ class HashBlockCache(PrefixCache):
         for name, pin in self._pins.items():
             assert isinstance(pin, BlockLease) and pin.block is not None
             pins.setdefault(pin.block.hash, []).append(name)
-        running = self._leases.difference(self._pins.values())
+        running = self._leases.keys() - self._pins.values()
         leases = Counter(lease.block.hash for lease in running if lease.block is not None)
         rows = BlockRows(filter(None, self._blocks), ends=pins)
 
@@ -487,6 +502,7 @@ class HashBlockCache(PrefixCache):
 
         return draw(rows.tops, describe, rows.below, max_nodes)
 
+    @mutation
     def reset(self) -> None:
         """Forget all that is cached and zero the statistics; the free queue keeps its order.
 
@@ -502,6 +518,7 @@ class HashBlockCache(PrefixCache):
         self.stats = CacheStats()
         self.recent.clear()
         self._emit(Cleared())
+        self._thread = None
 
     def _mine(self, lease: Lease) -> BlockLease:
         if lease.released or lease not in self._leases:
@@ -523,8 +540,8 @@ class HashBlockCache(PrefixCache):
         self._queue.check()
         unused = np.flatnonzero(refs == looking)
         assert np.array_equal(np.sort(self.queue), unused), "the free queue != pages not in use"
-        assert self._in_flight.keys() <= self._leases
-        assert set(self._pins.values()) <= self._leases
+        assert self._in_flight.keys() <= self._leases.keys()
+        assert set(self._pins.values()) <= self._leases.keys()
 
         cached = {page: block for page, block in enumerate(self._blocks) if block is not None}
         mapped = {page: block_hash for block_hash, page in self._map.items()}

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from radixcache.base import CacheStats, PrefixCache, TokensLike
+from radixcache.base import CacheStats, PrefixCache, TokensLike, mutation
 from radixcache.errors import LeaseError, PinError
 from radixcache.events import Listener
 from radixcache.lease import Lease
@@ -29,7 +29,10 @@ class NoCache(PrefixCache):
         self.stats = CacheStats()
         self.events: list[Listener] = []
         self.pin_budget = 0
-        self._leases: set[Lease] = set()
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._leases: dict[Lease, None] = {}
         self._pins = {}
         self._in_flight: dict[Lease, int] = {}
 
@@ -39,13 +42,15 @@ class NoCache(PrefixCache):
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return 0
 
+    @mutation
     def acquire(
         self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
     ) -> Lease:
         lease = Lease(self.page_size, len(tokens), namespace, resumed)
-        self._leases.add(lease)
+        self._leases[lease] = None
         return lease
 
+    @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         self._mine(lease)
         wanted = -(-num_tokens // self.page_size) - lease._num_pages
@@ -53,6 +58,7 @@ class NoCache(PrefixCache):
             lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
             lease.capacity = lease._num_pages * self.page_size
 
+    @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         self._mine(lease)
         lease._check_publish(len(tokens))
@@ -65,9 +71,11 @@ class NoCache(PrefixCache):
             self.stats.count(lease)
         lease.num_tokens += len(tokens)
 
+    @mutation
     def commit(self) -> None:
         self._in_flight.clear()
 
+    @mutation
     def rollback(self) -> None:
         for lease, written in self._in_flight.items():
             lease.num_tokens = written
@@ -77,34 +85,42 @@ class NoCache(PrefixCache):
             lease.capacity = pages * self.page_size
         self._in_flight.clear()
 
+    @mutation
     def release(self, lease: Lease, *, closed: bool = False) -> None:
         self._mine(lease)
         if lease in self._in_flight:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._release(lease)
+
+    def _release(self, lease: Lease) -> None:
         lease._drop_own(self.pool)
         lease.released = True
-        self._leases.remove(lease)
+        del self._leases[lease]
 
+    @mutation
     def evict(self, num_pages: int) -> int:
         return 0
 
+    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
 
     def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
         return {}
 
+    @mutation
     def reset(self) -> None:
         if self._leases:
             raise LeaseError(f"{len(self._leases)} leases live: release first")
         self.stats = CacheStats()
+        self._thread = None
 
     def check(self) -> None:
         refs = np.zeros(self.pool.num_pages, np.int32)
         for lease in self._leases:
             assert lease._num_own_from == 0 and lease.num_tokens <= lease.capacity
             np.add.at(refs, lease.page_table, 1)
-        assert self._in_flight.keys() <= self._leases
+        assert self._in_flight.keys() <= self._leases.keys()
         self.pool.check(refs)
 
     def _mine(self, lease: Lease) -> None:

@@ -113,6 +113,11 @@ class PagePool:
         self.free.put(freed)
         return len(freed)
 
+    def clear(self) -> None:
+        """Make every page free, whoever holds it, in a stack as at first. O(pages)."""
+        self.refs[:] = 0
+        self.free = FreeStack(self.num_pages)
+
     def check(self, expected_refs: NDArray[np.int32]) -> None:
         """Assert that the counts are `expected_refs` and that the free pages are the unheld."""
         wrong = np.flatnonzero(self.refs != expected_refs)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.eviction import POLICIES, EvictionOrder, EvictionPolicy
@@ -74,10 +74,13 @@ class RadixCache(PrefixCache):
         self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
         self.stats = CacheStats()
         self.events: list[Listener] = []
-        self._tree = RadixTree(pool)
         self._policy = policy
-        self._order = EvictionOrder(policy)
         self._clock = 0
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._tree = RadixTree(self.pool)
+        self._order = EvictionOrder(self._policy)
         self._leases: dict[RadixLease, None] = {}
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
@@ -127,6 +130,7 @@ class RadixCache(PrefixCache):
 
     # -- the life of a lease -------------------------------------------------------------------
 
+    @mutation
     def acquire(
         self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
     ) -> RadixLease:
@@ -144,6 +148,7 @@ class RadixCache(PrefixCache):
                 self._in_flight[lease] = written
         return lease
 
+    @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         lease = self._mine(lease)
         if num_tokens <= lease.capacity:
@@ -169,6 +174,7 @@ class RadixCache(PrefixCache):
         lease._set_pages(have, pages[int(copy) :])
         lease.capacity = lease._num_pages * page_size
 
+    @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
@@ -235,6 +241,7 @@ class RadixCache(PrefixCache):
         self._move(lease, node, end)
         self._emit_about(Stored, node, position)
 
+    @mutation
     def commit(self) -> None:
         for lease in self._in_flight:
             lease.publishing = False
@@ -249,6 +256,7 @@ class RadixCache(PrefixCache):
             for node in postponed:
                 self._settle(node)
 
+    @mutation
     def rollback(self) -> None:
         tree = self._tree
         doomed: set[Node] = set()
@@ -285,10 +293,14 @@ class RadixCache(PrefixCache):
         for node in unsettled:
             self._settle(node)
 
+    @mutation
     def release(self, lease: Lease, *, closed: bool = False) -> None:
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._release(lease, closed=closed)
+
+    def _release(self, lease: RadixLease, *, closed: bool = False) -> None:
         self._in_flight.pop(lease, None)
         lease._drop_own(self.pool)
         node = lease.node
@@ -307,12 +319,16 @@ class RadixCache(PrefixCache):
 
     # -- eviction ------------------------------------------------------------------------------
 
+    @mutation
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, least recently used leaves first, each from its tail.
 
         Returns the number of pages that became free: fewer than asked only if nothing else is
         evictable. O(log n) per leaf, O(1) per page.
         """
+        return self._evict(num_pages)
+
+    def _evict(self, num_pages: int) -> int:
         before = self.pool.num_free
         freed = 0
         while freed < num_pages:
@@ -347,7 +363,7 @@ class RadixCache(PrefixCache):
                 )
             if lease.node.parent is not None and lease.num_tokens < lease.node.end:
                 self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
-            self.evict(count - self.pool.num_free)
+            self._evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
     def _can_evict(self, num_pages: int) -> bool:
@@ -459,6 +475,7 @@ class RadixCache(PrefixCache):
 
     # -- pins ----------------------------------------------------------------------------------
 
+    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         tokens = as_tokens(tokens)
         if name in self._pins:
@@ -505,6 +522,7 @@ class RadixCache(PrefixCache):
         tops = {name: root.children.values() for name, root in self._tree.roots.items()}
         return draw(tops, describe, lambda node: node.children.values(), max_nodes)
 
+    @mutation
     def reset(self) -> None:
         if self._leases:
             raise LeaseError(
@@ -512,10 +530,10 @@ class RadixCache(PrefixCache):
             )
         for node in self._tree:
             self.pool.drop(node.pages)
-        self._tree = RadixTree(self.pool)
-        self._order = EvictionOrder(self._policy)
+        self._forget_all()
         self.stats = CacheStats()
         self._emit(Cleared())
+        self._thread = None
 
     def _emit_about(self, kind: type[Stored] | type[Evicted], node: Node, start: int) -> None:
         """Tell of positions [start, end) of `node`. O(path), so only for listeners."""

@@ -63,7 +63,7 @@ class LiveServer:
 
         def check() -> None:
             self.engine.cache.check()
-            assert len(self.engine.cache._leases) == len(self.engine.cache.pins)  # type: ignore[attr-defined]
+            assert len(self.engine.cache._leases) == len(self.engine.cache.pins)
 
         self.call(check)
         worker = self.backend.worker
