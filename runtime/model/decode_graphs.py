@@ -131,7 +131,7 @@ class _Capture:
                 graph, pool=self._memory, stream=side, capture_error_mode="thread_local"
             ):
                 result = compute()
-        except Exception:
+        except BaseException:  # an interrupt, too
             torch.cuda.set_stream(main)  # a capture that broke leaves its own
             self._memory = torch.cuda.graph_pool_handle()  # nothing may be left in the old one
             raise

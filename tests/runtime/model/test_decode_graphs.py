@@ -201,6 +201,27 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
     assert len(tries) == 1 and record.getMessage().endswith("without a CUDA graph: out of memory")
 
 
+def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:
+    main, computes = torch.cuda.current_stream(), DecodeGraphs._compute
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self, *inputs):
+        if gpu.device.capturing is not None and interrupts:
+            raise interrupts.pop()
+        return computes(self, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "_compute", interrupted)
+    made = engines.make_engine(folders["llama"])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    request = made.add_request([1, 2, 3, 4], params)
+    with pytest.raises(KeyboardInterrupt):
+        engines.finish(made)
+    assert torch.cuda.current_stream() is main
+    engines.finish(made)
+    assert generated([request]) == [[plain_greedy_all(folders["llama"], [1, 2, 3, 4])]]
+    assert (1, False) in graphs_of(made)  # nor does it count as a capture that failed
+
+
 def test_two_engines_may_take_turns_on_one_model(folders) -> None:
     model = load(folders["llama"])
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
