@@ -22,16 +22,15 @@ class Staged(NamedTuple):
 class Upload:
     """One pinned host buffer and one device buffer, both growing to the largest step.
 
-    While the capacity suffices, an array's device address depends only on the lengths of the arrays
-    before it, which is what CUDA graphs need.
-
     Args:
-        capacity: int32s to make room for at once.
+        fixed: int32s that must suffice: nothing grows, and an array's device address depends only
+            on the lengths of the arrays before it, which is what CUDA graphs need.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 12) -> None:
+    def __init__(self, device: torch.device, fixed: int = 0) -> None:
         self._place = device
-        self._grow(capacity)
+        self._is_fixed = bool(fixed)
+        self._grow(fixed or 1 << 12)
 
     def __call__(self, arrays: Sequence[NDArray[np.integer]]) -> list[Staged]:
         """Copy integer arrays to the device as int32.
@@ -43,6 +42,7 @@ class Upload:
             starts.append(end)
             end += -(-len(array) // _ALIGN) * _ALIGN
         if end > len(self._host):
+            assert not self._is_fixed, "graphs read these addresses"
             self._grow(max(end, 2 * len(self._host)))
         for start, array in zip(starts, arrays, strict=True):
             self._view[start : start + len(array)] = array

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import ContextExceeded, InvalidRequest
+from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.upload import Fetch, send
@@ -187,11 +187,12 @@ class Engine:
         if any(s.request.params.logprobs is not None for s in alive):  # the logits are needed
             return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
-        for sequence in going_on:
-            assert sequence.lease is not None
-            if sequence.num_computed >= sequence.lease.capacity:
-                return None
         if not going_on:
+            return None
+        try:
+            for sequence in going_on:
+                self.scheduler.reserve_decode(sequence)
+        except OutOfPages:  # somebody must be put back
             return None
         row = {sequence: i for i, sequence in enumerate(step.sequences)}
         for sequence in going_on:
@@ -200,7 +201,7 @@ class Engine:
         rows = [row[chunk.sequence] for chunk in chunks]
         same = rows == list(range(len(step.sequences)))
         tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
-        logits = self._compute(tokens, batch, np.arange(len(chunks)))
+        logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
         return self._sample([chunk.sequence for chunk in chunks], logits)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
@@ -230,10 +231,6 @@ class Engine:
     def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
         """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
         the prompt tokens whose successors are to be scored."""
-        leases = [chunk.sequence.lease for chunk in chunks]
-        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
-        if copies:
-            self.kv_pool.copy(copies)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         is_last = np.array([chunk.is_last for chunk in chunks])
         rows = batch.qo_indptr[1:][is_last] - 1
@@ -241,12 +238,24 @@ class Engine:
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
                 rows = np.append(rows, chunk.scored_positions + first)
-        return self._compute(tokens, batch, rows)
+        return self._compute(chunks, tokens, batch, rows)
 
     def _compute(
-        self, tokens: Tokens | torch.Tensor, batch: PagedBatch, rows: NDArray[np.integer]
+        self,
+        chunks: list[Chunk],
+        tokens: Tokens | torch.Tensor,
+        batch: PagedBatch,
+        rows: NDArray[np.integer],
     ) -> torch.Tensor:
-        """Logits of these rows, from a CUDA graph if there is one for the batch."""
+        """Logits of these rows, from a CUDA graph if there is one for the batch.
+
+        The page copies run before; all of it is in the order of the device, so that a page may be
+        evicted and written again while the step before still reads it.
+        """
+        leases = [chunk.sequence.lease for chunk in chunks]
+        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
+        if copies:
+            self.kv_pool.copy(copies)
         if self._graphs is not None and len(rows) == len(tokens):
             logits = self._graphs.run(tokens, batch)
             if logits is not None:

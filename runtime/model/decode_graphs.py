@@ -60,6 +60,9 @@ class DecodeGraphs:
         size = next((size for size in self._sizes if size >= count), 0)
         if count != batch.num_decodes or count != len(batch.query_lens) or not size:
             return None
+        key = (size, bool(batch.shared))
+        if key in self._replays and self._replays[key] is None:
+            return None
         if len(batch.kv_indices) + size - count > self._max_indices:
             return None
         batch = pad(batch, size, self._pool.spare_page)
@@ -69,7 +72,6 @@ class DecodeGraphs:
         inputs = self._model.attention.plan_fixed(batch, ids, batch.positions(), np.arange(size))
         if isinstance(token_ids, torch.Tensor):
             inputs[0][:count].copy_(token_ids)
-        key = (size, bool(batch.shared))
         if key not in self._replays:
             self._replays[key] = self._try_capture(partial(self._compute, *inputs))
         replay = self._replays[key]
@@ -78,7 +80,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _compute(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The logits, in the one tensor that all graphs write."""
-        return self._logits[: len(inputs[0])].copy_(self._model.compute(self._pool, *inputs))
+        return self._model.compute(self._pool, *inputs, out=self._logits[: len(inputs[0])])
 
     def _try_capture(self, compute: Compute) -> Compute | None:
         try:
@@ -131,7 +133,7 @@ class _Capture:
                 graph, pool=self._memory, stream=side, capture_error_mode="thread_local"
             ):
                 result = compute()
-        except Exception:
+        except BaseException:  # an interrupt, too
             torch.cuda.set_stream(main)  # a capture that broke leaves its own
             self._memory = torch.cuda.graph_pool_handle()  # nothing may be left in the old one
             raise
