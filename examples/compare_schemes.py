@@ -45,7 +45,5 @@ for stem, question in ((90, 10), (6010, 400)):
     name = f"text of {stem:,}, question of {question}"
     counts = [prefilled(cache, trace(stem, question)) for cache in schemes().values()]
     print(f"{name:32}", *(f"{count:10,}" for count in counts))
-print(
-    "\nBlocks round a hit down, and every request computes the rest of its text again. That is as"
-)
-print("much as a short question itself, and little beside a long one.")
+print("\nBlocks round a hit down, and every request computes the rest of its text again:")
+print("no less here than the short question has itself, and little beside the long one.")
