@@ -139,6 +139,16 @@ class PageAlignedRadixCache(PrefixCache):
         self.tree.release(lease.inner, closed=closed)
         lease.released = True
 
+    def _release(self, lease: RadixLease) -> None:
+        self.tree._release(lease)
+
+    def recover(self) -> None:
+        self._in_flight.clear()
+        self.tree.recover()
+
+    def _forget_all(self) -> None:
+        self.tree._forget_all()
+
     def evict(self, num_pages: int) -> int:
         return self.tree.evict(num_pages)
 

@@ -282,6 +282,11 @@ class PrefixCache(ABC):
         """Whether a change was cut off half-way. Of interest between calls only."""
         return self._inside
 
+    @property
+    def idle(self) -> bool:
+        """Whether no lease lives, and nothing was cut off."""
+        return not self._leases and not self._inside
+
     def recover(self) -> None:
         """A step was cut off by an exception: end every lease but those of pins.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from functools import wraps
+from hashlib import blake2b
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages
+from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages, WrongThread
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.upload import Fetch, send
@@ -33,8 +36,38 @@ class _Launched(NamedTuple):
     fetched: Fetch  # the tokens
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def whole(method: _F) -> _F:
+    """A method of the engine's one thread that leaves nothing half done.
+
+    Whatever is raised in it, wherever that is, the engine recovers: at once, or, if that is cut off
+    too, when it is called next.
+    """
+
+    @wraps(method)
+    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        self._enter()
+        self._cut_off = True
+        try:
+            result = method(self, *args, **kwargs)
+        except InvalidRequest:  # nothing has changed
+            self._cut_off = False
+            raise
+        except BaseException:
+            self._recover()
+            raise
+        self._cut_off = False
+        return result
+
+    return cast(_F, call)
+
+
 class Engine:
     """Runs requests in continuous batches over one model, one KV pool and one prefix cache.
+
+    It is for one thread, the one that calls it first; `runtime.worker` gives it one of its own.
 
     Args:
         decode: token ids to text; None leaves the outputs without text.
@@ -65,28 +98,32 @@ class Engine:
         self._next_id = 0
         self._ahead: _Launched | None = None
         self._runs_ahead = model.device.type != "cpu"
+        self._thread: int | None = None
+        self._cut_off = False
+        """A call is under way, or was cut off before it could recover."""
+        self._adding: Request | None = None
+        """A request that nobody has a hand on yet."""
         self.failed_step: list[Sequence] = []
         """What was running when a step failed last: one of them may be the cause."""
         self._changed: dict[Request, None] = {}
         """Requests that `step` has yet to tell of: those of a step that failed after it had read
         some of its tokens."""
 
+    @whole
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
 
-        Whatever is raised on the way, nothing is lost: the step is rolled back and its requests
-        wait for the next one.
+        Whatever is raised on the way, nothing is lost: the step is undone and its requests wait for
+        the next one, with the tokens that they had. The same noise is drawn again.
+
+        Raises:
+            WrongThread: another thread has called the engine before.
         """
-        try:
-            step = self._ahead or self._launch()
-            self._ahead = None
-            if step is not None:
-                self._ahead = self._launch_ahead(step)
-                self._finish(step)
-        except BaseException:
-            self._ahead = None
-            self.failed_step = self.scheduler.recover()
-            raise
+        step = self._ahead or self._launch()
+        self._ahead = None
+        if step is not None:
+            self._ahead = self._launch_ahead(step)
+            self._finish(step)
         changed = dict.fromkeys(self.scheduler.take_failed()) | self._changed
         self._changed = {}
         return [*changed]
@@ -94,8 +131,33 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or has ended and no `step` has said so."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._changed)
+        return bool(self.scheduler.open or self._changed or self._cut_off)
 
+    def _enter(self) -> None:
+        thread = get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif self._thread != thread:
+            raise WrongThread("an engine is for one thread, and another one has called it before")
+        if self._cut_off:
+            self._recover()
+
+    def _recover(self) -> None:
+        """Bring everything back to between two steps; may be cut off, and called again."""
+        self._cut_off = True
+        self._ahead = None
+        self.failed_step = self.scheduler.recover() or self.failed_step
+        if self._adding is not None:
+            for sequence in self._adding.sequences:
+                self.scheduler.finish(sequence, "abort")
+            self._adding = None
+        for sequence in [*self.scheduler.open]:  # a token had come, and was not looked at
+            if len(sequence.generated):
+                self._changed[sequence.request] = None
+                self._end_if_done(sequence)
+        self._cut_off = False
+
+    @whole
     def add_request(
         self,
         prompt_token_ids: TokensLike,
@@ -109,6 +171,7 @@ class Engine:
         Raises:
             InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
                 not fit the context (`ContextExceeded`) or the KV pool; the engine is as it was.
+            WrongThread: another thread has called the engine before.
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params)
@@ -119,10 +182,13 @@ class Engine:
             scoring = PromptLogprobs(tokens, namespace, self._scored, cost)
             request.sequences[0].scoring = scoring
         self._next_id += 1
+        self._adding = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
+        self._adding = None
         return request
 
+    @whole
     def abort(self, request: Request) -> None:
         """End what is not finished of a request; its pages are free again, or cached."""
         for sequence in request.sequences:
@@ -158,7 +224,7 @@ class Engine:
     def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
         if params.seed is None:
             return self._generator
-        return torch.Generator(self.model.device).manual_seed(params.seed + index)
+        return torch.Generator(self.model.device)
 
     def _launch(self) -> _Launched | None:
         """Schedule a step and enqueue it; None if there is nothing to do."""
@@ -281,6 +347,12 @@ class Engine:
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
         params = [sequence.request.params for sequence in sequences]
+        for sequence, one in zip(sequences, params, strict=True):
+            if one.seed is not None and one.temperature > 0:
+                # By the token's place, so that it is drawn alike after a step that failed.
+                place = f"{one.seed + sequence.index} {sequence.num_computed}".encode()
+                noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
+                sequence.generator.manual_seed(noise)
         tokens = sample(logits, params, [sequence.generator for sequence in sequences])
         return _Launched(sequences, logits, tokens, Fetch(tokens))
 
@@ -298,18 +370,24 @@ class Engine:
                 continue
             count = sequence.request.params.logprobs
             top = None if count is None else top_logprobs(step.logits[row], token, count)
-            sequence.append(token)
-            if top is not None:
-                sequence.logprobs.append(top)
-            try:
-                self._finish_if_done(sequence, token)
-            except BaseException as error:  # text that cannot be made ends this sequence, no other
-                self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
-                if not isinstance(error, Exception):
-                    raise
-            sequence.request.note_token()
+            sequence.append(token, top)
+            self._end_if_done(sequence)
 
-    def _finish_if_done(self, sequence: Sequence, token: int) -> None:
+    def _end_if_done(self, sequence: Sequence) -> None:
+        """Look at a sequence's last token, which may be its end; again, if that was cut off."""
+        token = sequence.generated.item(-1)
+        try:
+            reason = self._end_reason(sequence, token)
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # text that cannot be made ends this sequence, no other
+            self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
+        else:
+            if reason:
+                self.scheduler.finish(sequence, reason)
+        sequence.request.note_token()
+
+    def _end_reason(self, sequence: Sequence, token: int) -> str | None:
         params, detokenizer = sequence.request.params, sequence.detokenizer
         reason = None
         if token in (params.stop_token_ids or ()):
@@ -320,10 +398,9 @@ class Engine:
             reason = "length"
         if detokenizer is not None:
             if reason != "stop":
-                detokenizer.append(token)
+                detokenizer.append(token, len(sequence.generated) - 1)
             if reason:
                 detokenizer.finish()
             if detokenizer.stopped_by is not None:
                 reason, sequence.stop_reason = "stop", detokenizer.stopped_by
-        if reason:
-            self.scheduler.finish(sequence, reason)
+        return reason

@@ -267,6 +267,8 @@ class Explainer:
 
 
 def _store(ghost: RadixCache, tokens: Tokens, namespace: Hashable) -> None:
+    if not ghost.idle:  # a call was cut off
+        ghost.recover()
     lease = ghost.acquire(tokens, namespace)
     ghost.reserve(lease, len(tokens))
     ghost.publish(lease, tokens[lease.num_tokens :], written=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.kernels.upload import send
+from radixcache.lease import Lease
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine.sampling import MAX_PROMPT_LOGPROBS
@@ -54,7 +55,7 @@ class ScoredPrompts:
 
     def find(self, tokens: Tokens, namespace: Hashable) -> Scores:
         """The scores of the longest known prefix of `tokens`, all but the last at most."""
-        lease = self.tree.acquire(tokens, namespace)
+        lease = self._acquire(tokens, namespace)
         scores = self._rows[lease.page_table]
         self.tree.release(lease)
         return scores
@@ -62,12 +63,17 @@ class ScoredPrompts:
     def store(self, tokens: Tokens, namespace: Hashable, scores: Scores) -> None:
         """Remember `scores`, those of all `tokens`."""
         tokens = tokens[: len(self._rows)]
-        lease = self.tree.acquire(tokens, namespace)
+        lease = self._acquire(tokens, namespace)
         known = lease.num_tokens
         self.tree.reserve(lease, len(tokens))
         self._rows[lease.page_table[known:]] = scores[known : len(tokens)]
         self.tree.publish(lease, tokens[known:], written=True)
         self.tree.release(lease)
+
+    def _acquire(self, tokens: Tokens, namespace: Hashable) -> Lease:
+        if not self.tree.idle:  # a call was cut off
+            self.tree.recover()
+        return self.tree.acquire(tokens, namespace)
 
 
 class PromptLogprobs:

@@ -90,9 +90,11 @@ class Sequence:
         """The generated tokens; a view."""
         return self._tokens[len(self.request.prompt_token_ids) : self._length]
 
-    def append(self, token: int) -> None:
-        """Add a sampled token."""
+    def append(self, token: int, logprobs: dict[int, float] | None = None) -> None:
+        """Add a sampled token, all of it or nothing."""
         self._tokens[self._length] = token
+        if logprobs is not None:
+            self.logprobs[len(self.generated) :] = [logprobs]
         self._length += 1
 
     def output(self) -> CompletionOutput:

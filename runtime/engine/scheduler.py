@@ -82,6 +82,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.policy = policy
+        self.open: dict[Sequence, None] = {}
+        """All that have not ended, in order of arrival: whatever is cut off, they go on."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
@@ -94,6 +96,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self.open[sequence] = None
         self.waiting.append(sequence)
         self._no_room = False
 
@@ -236,10 +239,10 @@ class Scheduler:
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence that cannot go on."""
+        self._failed.append(sequence.request)
         sequence.request.error = error
         self.finish(sequence, "error")
         sequence.request.note_end()
-        self._failed.append(sequence.request)
 
     def take_failed(self) -> list[Request]:
         """The requests that turned out not to fit since the last call."""
@@ -270,23 +273,26 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self.open.pop(sequence, None)
         self._short_of_pages = self._no_room = False
 
     def recover(self) -> list[Sequence]:
-        """The step failed: what it published is rolled back, its sequences wait for another.
+        """A step or an `abort` was cut off, wherever it was: everybody open waits for another step.
 
-        Returns those that were running.
+        What the cache was told of the step is undone (`PrefixCache.recover`). May be cut off, too,
+        and called again. Returns those that were running.
         """
-        self.cache.rollback()
-        for sequence in self.waiting:
-            if sequence.lease is not None:  # it was about to be admitted
-                self._release(sequence)
-        for sequence in reversed(self.running):
-            lease = sequence.lease
-            assert lease is not None
-            sequence.resumes |= lease.num_tokens > sequence.cached_tokens
-            self._release(sequence)
-            self.waiting.appendleft(sequence)
-        put_back, self.running = self.running, []
+        running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        for sequence in self.open:
+            if sequence.lease is not None:
+                sequence.resumes |= sequence.lease.num_tokens > sequence.cached_tokens
+        self.cache.recover()
+        for sequence in [*self.open]:
+            sequence.lease, sequence.num_computed = None, 0
+            if sequence.finish_reason is not None:
+                del self.open[sequence]
+        order = dict.fromkeys([*running, *self.waiting, *self.open])
+        self.waiting = deque(sequence for sequence in order if sequence in self.open)
+        self.running = []
         self._short_of_pages = self._no_room = False
-        return put_back
+        return running

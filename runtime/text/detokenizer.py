@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
+
+
+class _Progress(NamedTuple):
+    """How far the tokens are text; in one piece, so that nothing is cut off half-way."""
+
+    window: int = 0
+    read: int = 0
+    text: str = ""
+    stopped_by: str | None = None
 
 
 class Detokenizer:
@@ -23,16 +33,26 @@ class Detokenizer:
         self._decode = decode
         self._stop_strings = stop_strings
         self._ids: list[int] = []
-        self._window = 0
-        self._read = 0
+        self._progress = _Progress()
         self._emitted = 0
         self._unreadable = False
-        self.text = ""
-        self.stopped_by: str | None = None
 
-    def append(self, token: int) -> None:
-        """Add a token; sets `stopped_by` when the text now holds a stop string."""
-        self._ids.append(token)
+    @property
+    def text(self) -> str:
+        """What is known of the text, up to a stop string."""
+        return self._progress.text
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has come."""
+        return self._progress.stopped_by
+
+    def append(self, token: int, index: int) -> None:
+        """Add the token of that index; the text then holds a stop string, or none (`stopped_by`).
+
+        The same call again changes nothing, so that one that was cut off can be made again.
+        """
+        self._ids[index:] = [token]
         if self._stop_strings or self._unreadable:
             self._catch_up()
 
@@ -44,24 +64,21 @@ class Detokenizer:
     def _catch_up(self, *, to_the_end: bool = False) -> None:
         """Decode what is new, up to the last whole character or to the end."""
         self._unreadable = True  # if `decode` raises
-        known = self._decode(self._ids[self._window : self._read])
-        text = self._decode(self._ids[self._window :])
+        window, read, before, stopped_by = self._progress
+        known = self._decode(self._ids[window:read])
+        new = self._decode(self._ids[window:])
         self._unreadable = False
-        if to_the_end or (len(text) > len(known) and not text.endswith("\ufffd")):
-            self._window, self._read = self._read, len(self._ids)
-            self._add(text[len(known) :])
-
-    def _add(self, text: str) -> None:
-        old = len(self.text)
-        self.text += text
-        hits = []
-        for stop in self._stop_strings:
-            at = self.text.find(stop, max(0, old - len(stop) + 1))
-            if at >= 0:
-                hits.append((at, stop))
-        if hits:
-            at, self.stopped_by = min(hits)
-            self.text = self.text[:at]
+        if to_the_end or (len(new) > len(known) and not new.endswith("\ufffd")):
+            text = before + new[len(known) :]
+            hits = []
+            for stop in self._stop_strings:
+                at = text.find(stop, max(0, len(before) - len(stop) + 1))
+                if at >= 0:
+                    hits.append((at, stop))
+            if hits:
+                at, stopped_by = min(hits)
+                text = text[:at]
+            self._progress = _Progress(read, len(self._ids), text, stopped_by)
 
     @property
     def shown(self) -> str:
@@ -73,7 +90,11 @@ class Detokenizer:
 
         Where `decode` raises, there is no more text; the next `append` or `finish` raises then.
         """
-        if self._read < len(self._ids) and self.stopped_by is None and not self._unreadable:
+        if (
+            self._progress.read < len(self._ids)
+            and self.stopped_by is None
+            and not self._unreadable
+        ):
             with suppress(Exception):
                 self._catch_up()
         end = len(self.text)

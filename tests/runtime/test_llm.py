@@ -309,8 +309,9 @@ def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> N
         stops = rng.choice([[], ["STOP"], ["|", "TO"], ["🙂a"], ["OP ", "STOP |"]])
         detokenizer = Detokenizer(decode, stops)
         shown = ""
-        for token in text.encode():
-            detokenizer.append(token)
+        for index, token in enumerate(text.encode()):
+            detokenizer.append(token, index)
+            detokenizer.append(token, index)  # as after a step that was cut off
             if detokenizer.stopped_by is not None:
                 break
             shown += detokenizer.take(finished=False)
