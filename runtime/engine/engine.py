@@ -197,6 +197,24 @@ class Engine:
         request.note_end()
         self._changed.pop(request, None)
 
+    def check(self) -> None:
+        """Verify, between two calls, that leases and sequences agree, and the cache's invariants.
+
+        `AssertionError` names what broke. O(everything).
+        """
+        self.cache.check()
+        scheduler, waiting = self.scheduler, set(self.scheduler.waiting)
+        running = set(scheduler.running)
+        assert not waiting & running and waiting | running == scheduler.open.keys()
+        assert len(waiting) + len(running) == len(scheduler.waiting) + len(scheduler.running)
+        for sequence in scheduler.open:
+            lease, computed = sequence.lease, sequence.num_computed
+            assert sequence.finish_reason is None and computed <= len(sequence)
+            assert (lease is not None) == (sequence in running), f"{sequence}: {lease}"
+            assert computed <= (lease.capacity if lease else 0), f"{lease} for {computed} tokens"
+        leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
+        assert leases == self.cache._leases.keys(), "leases of nobody"
+
     def _max_tokens(self, tokens: np.ndarray, params: SamplingParams) -> int:
         """How many tokens the request may generate at most."""
         length, vocab = len(tokens), self.model.vocab_size

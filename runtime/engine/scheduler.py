@@ -252,13 +252,11 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         assert sequence.lease is not None
-        try:
-            if len(sequence.unpublished):
-                if self.on_publish is not None:
-                    self.on_publish(sequence, sequence.num_computed)
-                self.cache.publish(sequence.lease, sequence.unpublished, written=True)
-        finally:
-            self._release(sequence)
+        if len(sequence.unpublished):
+            if self.on_publish is not None:
+                self.on_publish(sequence, sequence.num_computed)
+            self.cache.publish(sequence.lease, sequence.unpublished, written=True)
+        self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None

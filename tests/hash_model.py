@@ -1,0 +1,79 @@
+"""A model whose next token is a hash of every token before it, as its KV pages hold them.
+
+One wrong, missing or misplaced token in the pages changes everything that follows, and a forward
+pass costs next to nothing: for tests that need many runs, with an independent answer for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.kernels.attention import PagedBatch
+
+VOCAB = 29
+
+
+def logits_after(tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+    """[VOCAB] of the token that comes after all of `tokens`."""
+    seed = crc32(np.asarray(tokens, np.int64).tobytes())
+    return (np.random.default_rng(seed).random(VOCAB) * 4).astype(np.float32)
+
+
+class HashPool:
+    """Pages whose KV is the tokens themselves; a slot that nobody has written holds -1."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size, self.spare_page = num_pages, page_size, num_pages
+        self.slots = np.full((num_pages + 1, page_size), -1, np.int64)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        read = [self.slots[source, :count].copy() for source, _, count in copies]
+        for (_, target, count), slots in zip(copies, read, strict=True):
+            self.slots[target, :count] = slots
+
+
+class HashModel:
+    """As much of `PagedModel` as an engine needs."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.vocab_size, self.max_context = VOCAB, 1 << 20
+        self.eos_token_ids = [VOCAB - 1]
+        self.attention: Any = SimpleNamespace(max_fixed_rows=0, reads_shared_once=False)
+        self.unwritten = 0
+        """Slots that were read before anybody had written them."""
+
+    def forward(
+        self,
+        token_ids: NDArray[np.integer],
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+        pool: HashPool,
+    ) -> torch.Tensor:
+        pool.slots.reshape(-1)[batch.slots()] = token_ids
+        logits = np.zeros((len(logit_rows), VOCAB), np.float32)
+        owners = np.searchsorted(batch.qo_indptr, logit_rows, side="right") - 1
+        for out, (row, owner) in enumerate(zip(logit_rows, owners, strict=True)):
+            table = batch.kv_indices[batch.kv_indptr[owner] : batch.kv_indptr[owner + 1]]
+            length = int(batch.kv_lens[owner] - (batch.qo_indptr[owner + 1] - 1 - row))
+            tokens = pool.slots[table].reshape(-1)[:length]
+            self.unwritten += int((tokens < 0).sum())
+            logits[out] = logits_after(tokens)
+        return torch.from_numpy(logits)
+
+
+def greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What the model says to a prompt, worked out from its tokens alone."""
+    tokens = [*prompt]
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(int(logits_after(np.array(tokens)).argmax()))
+        if tokens[-1] == VOCAB - 1:
+            break
+    return tokens[len(prompt) :]

@@ -1,0 +1,197 @@
+"""Runs an engine that is cut off at random lines of the package, and steps on.
+
+    python -m tests.runtime.engine.cut_off --runs 10000 --seed 1
+
+A trace function counts the lines that run within the package, and raises `MemoryError` or
+`KeyboardInterrupt` at one drawn at random, then at another; also in the engine's recovery. Every
+request must end as if nothing had happened, and no page may be lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import radixcache
+from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.scheduler import Scheduler
+from tests.engines import assert_no_page_is_lost
+from tests.hash_model import VOCAB, HashModel, HashPool, greedy
+
+ROOT = Path(radixcache.__file__).resolve().parents[1]
+FOLDERS = tuple(str(ROOT / name) + "/" for name in ("radixcache", "runtime", "kernels"))
+CACHES: tuple[type[RadixCache] | type[HashBlockCache] | type[NoCache], ...] = (
+    RadixCache, RadixCache, HashBlockCache, NoCache,
+)  # fmt: skip
+ERRORS = (MemoryError, KeyboardInterrupt)
+TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
+
+
+class CutOff:
+    """Raises at the given counts of lines, each counted from the one before.
+
+    Attributes:
+        where: the places that were hit.
+    """
+
+    def __init__(self, rng: random.Random, gaps: list[int]) -> None:
+        self._rng, self._gaps, self._left = rng, gaps, gaps.pop() if gaps else 0
+        self._known: dict[str, bool] = {}
+        self.lines = 0
+        self.where: list[str] = []
+
+    def __enter__(self) -> CutOff:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        if name not in self._known:
+            self._known[name] = str(Path(name).resolve()).startswith(FOLDERS)
+        return self._line if self._known[name] else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self._left:
+                self._left -= 1
+                if not self._left:
+                    self._left = self._gaps.pop() if self._gaps else 0
+                    self.where.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+                    raise self._rng.choice(ERRORS)
+        return self._line
+
+
+class Run:
+    """One engine and its requests, all of it drawn from `seed`."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        page_size = rng.choice([1, 2, 4, 8])
+        num_pages = rng.choice([120, 300]) // page_size + 4
+        self.model, self.pool = HashModel(), HashPool(num_pages, page_size)
+        cache: PrefixCache = rng.choice(CACHES)(PagePool(num_pages, page_size))
+        scheduler = Scheduler(cache, rng.choice([8, 24, 200]), rng.choice([2, 16]))
+        model, pool = self.model, self.pool
+        decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
+        self.engine = Engine(model, pool, cache, scheduler, decode)  # type: ignore[arg-type]
+        explainer = Explainer(cache, 400)
+        scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])
+        stem = [rng.randrange(VOCAB - 1) for _ in range(30)]
+        self.jobs: list[tuple[list[int], SamplingParams, bool]] = []
+        for _ in range(rng.randint(3, 7)):
+            own = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 12))]
+            prompt = stem[: rng.choice([0, 5, 17, 30])] + own
+            settings: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 14)}
+            if rng.random() < 0.3:
+                settings |= {"temperature": 1.0, "seed": rng.randrange(99), "n": rng.choice([1, 2])}
+            if rng.random() < 0.3:
+                settings["stop"] = [rng.choice(TEXTS), rng.choice(TEXTS) + rng.choice(TEXTS)]
+            if rng.random() < 0.2:
+                settings["logprobs"] = 1
+            if rng.random() < 0.2:
+                settings["prompt_logprobs"] = 1
+            self.jobs.append((prompt, SamplingParams(**settings), rng.random() < 0.15))
+
+    def play(self, cut: CutOff) -> list[Request]:
+        """All requests, a step between two of them, and on to the end of all."""
+        requests: list[Request] = []
+        for prompt, params, leaves in self.jobs:
+            request = self._insist(cut, lambda p=prompt, s=params: self.engine.add_request(p, s))
+            requests.append(request)
+            self._try(cut, self.engine.step)
+            if leaves:
+                self._insist(cut, lambda r=request: self.engine.abort(r))
+        for _ in range(3000):
+            if not self.engine.has_work:
+                return requests
+            self._try(cut, self.engine.step)
+        raise AssertionError("it never ends")
+
+    def _insist(self, cut: CutOff, call: Any) -> Any:
+        while True:
+            try:
+                with cut:
+                    return call()
+            except ERRORS:
+                pass
+
+    def _try(self, cut: CutOff, call: Any) -> None:
+        try:
+            with cut:
+                call()
+        except ERRORS:
+            pass
+        else:
+            self.engine.check()
+
+
+def answers(run: Run, requests: list[Request]) -> list[Any]:
+    """What each request was told; of one that was aborted only that it has ended."""
+    told: list[Any] = []
+    for request, (prompt, params, leaves) in zip(requests, run.jobs, strict=True):
+        assert request.finished, "a request without an end"
+        assert request.error is None, request.error
+        output = request.output()
+        tokens = [o.token_ids for o in output.outputs]
+        if not leaves and params.temperature == 0 and not params.stop:
+            assert tokens == [greedy(prompt, params.max_tokens or 0)], "a wrong token"
+        text = [(o.text, o.finish_reason, o.logprobs and len(o.logprobs)) for o in output.outputs]
+        scored = output.prompt_logprobs
+        told.append(leaves or (tokens, text, scored and len(scored)))
+    return told
+
+
+def one(seed: int) -> list[str]:
+    """Cut one run off, and compare it with itself undisturbed; where it was cut off."""
+    calm = Run(seed)
+    counted = CutOff(random.Random(seed), [])
+    wanted = answers(calm, calm.play(counted))
+    rng = random.Random(f"cut {seed}")
+    # The first anywhere, the others soon after the one before: often in a recovery.
+    gaps = [rng.randint(1, rng.choice([30, 200, 1500])) for _ in range(2)]
+    gaps.append(rng.randint(1, counted.lines))
+    cut, run = CutOff(rng, gaps), Run(seed)
+    try:
+        assert answers(run, run.play(cut)) == wanted, "another answer than undisturbed"
+        assert not run.model.unwritten, "a slot was read before it was written"
+        assert not run.engine.scheduler.open
+        run.engine.check()
+        assert_no_page_is_lost(run.engine)
+    except BaseException as error:
+        raise AssertionError(f"seed {seed}, cut off at {cut.where}: {error!r}") from error
+    return cut.where
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    bad, places = 0, Counter[str]()
+    for seed in range(args.seed, args.seed + args.runs):
+        try:
+            places.update(one(seed))
+        except AssertionError as error:
+            bad += 1
+            print(error)
+    print(
+        f"seeds {args.seed} to {args.seed + args.runs - 1}: {bad} bad of {args.runs} runs, "
+        f"cut off {places.total()} times at {len(places)} different lines"
+    )
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Whatever cuts a step off: no token is wrong, no page is lost, nothing goes on for ever."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from radixcache import CacheBroken, LeaseError, PagePool, RadixCache, SamplingParams, WrongThread
+from tests.cover import seeds
+from tests.engines import CACHES, assert_no_page_is_lost, generated, make_engine, plain_greedy
+from tests.models import tiny_model
+from tests.runtime.engine import cut_off
+
+SEED = 20_261_122
+
+
+@seeds(SEED, 9)
+def test_steps_cut_off_at_random_lines_change_nothing(seed: int) -> None:
+    places = [place for run in range(40) for place in cut_off.one(1000 * seed + run)]
+    print(f"seed {seed}: {len(places)} times cut off, at {len(set(places))} lines")
+    assert len(places) > 60
+    assert any("recover" in place.lower() for place in places), "never in a recovery"
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_steps_cut_off_by_a_signal_give_the_same_tokens(tmp_path: Path, cache: str) -> None:
+    rng = random.Random(SEED)
+    path = tiny_model("llama", tmp_path)
+    stem = [rng.randrange(250) for _ in range(30)]
+    prompts = [stem + [rng.randrange(250) for _ in range(rng.randint(1, 20))] for _ in range(6)]
+    engine = make_engine(path, cache, page_size=4, num_pages=60, max_num_batched_tokens=24)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before, interrupted = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        while engine.has_work and interrupted < 60:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.001, 0.04))
+                engine.step()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            else:
+                engine.check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    print(f"seed {SEED}: interrupted {interrupted} times")
+    while engine.has_work:
+        engine.step()
+    assert interrupted
+    assert generated(requests) == [[plain_greedy(path, prompt, 12)] for prompt in prompts]
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_cache_cut_off_half_way_says_so_until_it_recovers(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    cache = RadixCache(PagePool(16, 4))
+    cache.events.append(lambda event: None)
+    lease = cache.acquire([1, 2, 3, 4, 5])
+    cache.reserve(lease, 5)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cache._tree, "add_child", fail)
+    with pytest.raises(error):
+        cache.publish(lease, [1, 2, 3, 4, 5])
+    assert cache.broken
+    for call in (cache.commit, lambda: cache.acquire([1]), lambda: cache.release(lease)):
+        with pytest.raises(CacheBroken, match=r"half-way: call recover\(\) first"):
+            call()
+    cache.recover()
+    cache.check()
+    assert not cache.broken and lease.released and cache.pool.num_free == 16
+    with pytest.raises(LeaseError):
+        cache.release(lease)
+    assert cache.match([1, 2, 3, 4, 5]) == 0
+
+
+@pytest.mark.parametrize("kind", CACHES.values())
+def test_recovery_keeps_what_was_written_and_what_is_pinned(kind: type[RadixCache]) -> None:
+    cache = kind(PagePool(32, 4))
+    done, going = cache.acquire(range(8)), cache.acquire(range(8, 20))
+    for lease, tokens in ((done, range(8)), (going, range(8, 20))):
+        cache.reserve(lease, len(tokens))
+        cache.publish(lease, np.array(tokens, np.int32))
+        if lease is done:
+            cache.commit()
+    cache.release(done)
+    if cache.granularity:
+        cache.pin("kept", range(8))
+    cache.recover()
+    cache.check()
+    assert going.released and not cache.broken
+    assert cache.cached_length(range(8)) == (8 if cache.granularity else 0)
+    assert cache.cached_length(range(8, 20)) == 0
+    assert cache.pins == ({"kept": 8} if cache.granularity else {})
+
+
+def test_a_second_thread_is_refused_in_one_sentence() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    cache = RadixCache(PagePool(8, 4))
+    cache.release(cache.acquire([1, 2]))
+    engine = make_engine()
+    assert engine.step() == []
+    with ThreadPoolExecutor(1) as pool:
+        for call in (lambda: cache.acquire([1, 2]), cache.commit, lambda: cache.evict(1)):
+            with pytest.raises(WrongThread, match="a cache is for one thread"):
+                pool.submit(call).result()
+        with pytest.raises(WrongThread, match="an engine is for one thread"):
+            pool.submit(engine.step).result()
+    cache.check()
+    cache.reset()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: cache.release(cache.acquire([3]))).result()
