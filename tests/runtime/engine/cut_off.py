@@ -107,6 +107,13 @@ class Run:
     def play(self, cut: CutOff) -> list[Request]:
         """All requests, a step between two of them, and on to the end of all."""
         requests: list[Request] = []
+        recover = self.engine._recover
+
+        def traced_recover() -> None:
+            with cut:  # Python takes a trace function away that has raised
+                recover()
+
+        self.engine._recover = traced_recover  # type: ignore[method-assign]
         for prompt, params, leaves in self.jobs:
             request = self._insist(cut, lambda p=prompt, s=params: self.engine.add_request(p, s))
             requests.append(request)
