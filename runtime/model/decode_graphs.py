@@ -78,9 +78,12 @@ class DecodeGraphs:
         return None if replay is None else replay()[:count]
 
     @torch.inference_mode()
-    def _compute(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def _compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """The logits, in the one tensor that all graphs write."""
-        return self._model.compute(self._pool, *inputs, out=self._logits[: len(inputs[0])])
+        out = self._logits[: len(token_ids)]
+        return self._model.compute(self._pool, token_ids, positions, rows, out)
 
     def _try_capture(self, compute: Compute) -> Compute | None:
         try:

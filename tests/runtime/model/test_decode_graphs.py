@@ -192,12 +192,13 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
     main = torch.cuda.current_stream()
     computes, plans = DecodeGraphs._compute, gpu.backend.FlashInferBackend.plan_fixed
     planned: list[int] = []
+
+    def plan(self, *args):
+        planned.append(1)
+        return plans(self, *args)
+
     monkeypatch.setattr(DecodeGraphs, "_compute", fail)
-    monkeypatch.setattr(
-        gpu.backend.FlashInferBackend,
-        "plan_fixed",
-        lambda *args: planned.append(1) or plans(*args),
-    )
+    monkeypatch.setattr(gpu.backend.FlashInferBackend, "plan_fixed", plan)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = run(engines.make_engine(folders["llama"]), [prompt], params)
