@@ -39,5 +39,5 @@ def test_an_engine_runs_on_it_and_leaves_the_current_device_alone(path) -> None:
 
 
 def test_one_that_is_not_there_is_refused_in_a_sentence(path) -> None:
-    with pretend_gpu(), pytest.raises(InvalidRequest, match="'cuda:1' was asked for; CUDA has 1 here"):
+    with pretend_gpu(), pytest.raises(InvalidRequest, match="CUDA has 1 here"):
         load_model(path, device="cuda:1")
