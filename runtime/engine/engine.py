@@ -16,7 +16,8 @@ from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages, WrongThread
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
-from radixcache.kernels.upload import Fetch, send
+from radixcache.kernels.likeliest import choose_filter
+from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.sampler import sample, top_logprobs
@@ -87,11 +88,13 @@ class Engine:
         self.kv_pool = kv_pool
         self.cache = cache
         self.scheduler = scheduler
-        self._graphs = (
-            DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
-            if model.attention.max_fixed_rows
-            else None
-        )
+        with on_device(model.device):
+            self._graphs = (
+                DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
+                if model.attention.max_fixed_rows
+                else None
+            )
+            self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
@@ -109,6 +112,12 @@ class Engine:
         """Requests that `step` has yet to tell of: those of a step that failed after it had read
         some of its tokens."""
 
+    def capture_graphs(self) -> None:
+        """Capture what CUDA graphs there are to be; without this, each when it is first needed."""
+        if self._graphs is not None:
+            with on_device(self.model.device):
+                self._graphs.capture()
+
     @whole
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
@@ -119,11 +128,12 @@ class Engine:
         Raises:
             WrongThread: another thread has called the engine before.
         """
-        step = self._ahead or self._launch()
-        self._ahead = None
-        if step is not None:
-            self._ahead = self._launch_ahead(step)
-            self._finish(step)
+        with on_device(self.model.device):
+            step = self._ahead or self._launch()
+            self._ahead = None
+            if step is not None:
+                self._ahead = self._launch_ahead(step)
+                self._finish(step)
         changed = dict.fromkeys(self.scheduler.take_failed()) | self._changed
         self._changed = {}
         return [*changed]
@@ -371,7 +381,8 @@ class Engine:
                 place = f"{one.seed + sequence.index} {sequence.num_computed}".encode()
                 noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
                 sequence.generator.manual_seed(noise)
-        tokens = sample(logits, params, [sequence.generator for sequence in sequences])
+        generators = [sequence.generator for sequence in sequences]
+        tokens = sample(logits, params, generators, self._keep_likeliest)
         return _Launched(sequences, logits, tokens, Fetch(tokens))
 
     def _finish(self, step: _Launched) -> None:

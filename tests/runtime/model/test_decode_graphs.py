@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixcache import PagePool, SamplingParams
+import radixcache.runtime.llm as llm_module
+from radixcache import LLM, PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine import engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model import decode_graphs
+from radixcache.runtime.model import decode_graphs, kv_pool
 from radixcache.runtime.model.decode_graphs import DecodeGraphs, batch_sizes, pad
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -191,12 +193,13 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
     main = torch.cuda.current_stream()
     computes, plans = DecodeGraphs._compute, gpu.backend.FlashInferBackend.plan_fixed
     planned: list[int] = []
+
+    def plan(self, *args):
+        planned.append(1)
+        return plans(self, *args)
+
     monkeypatch.setattr(DecodeGraphs, "_compute", fail)
-    monkeypatch.setattr(
-        gpu.backend.FlashInferBackend,
-        "plan_fixed",
-        lambda *args: planned.append(1) or plans(*args),
-    )
+    monkeypatch.setattr(gpu.backend.FlashInferBackend, "plan_fixed", plan)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = run(engines.make_engine(folders["llama"]), [prompt], params)
@@ -205,6 +208,85 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
     assert torch.cuda.current_stream() is main
     assert len(tries) == len(planned) == 1
     assert record.getMessage().endswith("without a CUDA graph: out of memory")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # with a cascade, and without
+def test_an_llm_has_all_its_graphs_before_the_first_request(
+    folders, gpu, monkeypatch, caplog, family
+) -> None:
+    caplog.set_level("INFO", "radixcache")
+    group = cascade.group_by_prefix
+    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
+    llm = LLM(
+        folders[family], device="cuda", dtype="float32", kv_memory="4MiB", page_size=4,
+        max_num_seqs=9,
+    )  # fmt: skip
+    wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
+    wanted = [key for key in wanted if family == "llama" or not key[1]] + [(2, False), (1, False)]
+    graphs = llm.engine._graphs
+    assert graphs is not None and list(graphs._replays) == wanted
+    assert graphs_of(llm.engine) == set(wanted)
+    (line,) = [r.getMessage() for r in caplog.records if "captured" in r.getMessage()]
+    assert line.startswith(f"captured {len(wanted)} CUDA graphs in ")
+    prompts = [[*range(30), i] for i in range(7)] + [[5, 6]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    monkeypatch.setattr(decode_graphs._Capture, "__call__", None)
+    engines.finish(llm.engine)
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+    assert list(graphs._replays) == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
+    folders, gpu, monkeypatch, family
+) -> None:
+    """Buffers and wrappers are counted one by one once all of them are there."""
+    free, page_size, seqs = 3 << 30, 64, 9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
+    beside = []
+
+    def count_pages(memory, page_bytes, device, taken=0):
+        beside.append(taken)
+        assert (
+            kv_pool.count_pages(memory, page_bytes, device, taken)
+            == (int(0.9 * free) - (1 << 30) - taken) // page_bytes
+        )
+        return 40
+
+    monkeypatch.setattr(llm_module, "count_pages", count_pages)
+    made = LLM(
+        folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs
+    )  # fmt: skip
+    backend: Any = made.engine.model.attention
+    wrappers = sum(size > 0 for _, _, size in backend._wrappers)
+    assert wrappers == (8 if family == "llama" else 10)  # two levels from 4 rows; two layer kinds
+    buffers = [backend._fixed_upload._device, *backend._fixed_indices.values()]
+    fixed = sum(buffer.numel() for buffer in buffers)
+    assert fixed == 4 * seqs * 9 + 24 * (seqs + 4)  # 512 tokens of context in 9 pages
+    graphs = 10 * (8 << 20)
+    logits = seqs * 260 * (4 * 7 + 4)  # float32, with the sampler's; the model's own
+    assert beside == [8 * 2**20 * wrappers + 4 * fixed + graphs + logits]
+
+
+def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch, caplog) -> None:
+    computes = DecodeGraphs._compute
+
+    def fail(self, *inputs):
+        if gpu.device.capturing is not None and len(inputs[0]) > 2:
+            raise RuntimeError("out of memory")
+        return computes(self, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    made = engines.make_engine(folders["llama"], max_num_seqs=8)
+    made.capture_graphs()
+    assert graphs_of(made) == {(2, False), (1, False)}
+    (record,) = caplog.records
+    assert record.getMessage().endswith("without a CUDA graph: out of memory")
+    prompts = [[i, 3, 4] for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(made, prompts, params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
 
 
 def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
