@@ -196,6 +196,7 @@ class Device(TorchDispatchMode):
 
     Attributes:
         launches: operations so far.
+        ops: their names, but for views, until somebody clears the list.
         waits: for each time that the host waited, how many of them it did not wait for.
         capturing: the graph that records, if any.
     """
@@ -203,6 +204,7 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches = 0
+        self.ops: list[str] = []
         self.waits: list[int] = []
         self.capturing: Graph | None = None
         self._pinned: dict[int, torch.Tensor] = {}  # by address, which is so not used again
@@ -222,6 +224,7 @@ class Device(TorchDispatchMode):
                 f"{kernel} got a tensor on the host"
             )
         work = functools.partial(kernel, *unwrap(args), **unwrap(kwargs))
+        self.ops.append(kernel.__name__)
         with _disable_current_modes():
             return self._launch(work, tree_leaves((args, kwargs)))
 
@@ -277,6 +280,8 @@ class Device(TorchDispatchMode):
                 with _disable_current_modes():
                     Copies("a copy to the host", {}, self.pin(result))
             return result
+        if not func.is_view:
+            self.ops.append(name)
         return self._launch(work, leaves)
 
     def _launch(self, work: Callable[[], Any], arguments: list[Any]) -> Any:

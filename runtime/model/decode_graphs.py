@@ -60,6 +60,9 @@ class DecodeGraphs:
         size = next((size for size in self._sizes if size >= count), 0)
         if count != batch.num_decodes or count != len(batch.query_lens) or not size:
             return None
+        key = (size, bool(batch.shared))
+        if key in self._replays and self._replays[key] is None:
+            return None
         if len(batch.kv_indices) + size - count > self._max_indices:
             return None
         batch = pad(batch, size, self._pool.spare_page)
@@ -69,16 +72,18 @@ class DecodeGraphs:
         inputs = self._model.attention.plan_fixed(batch, ids, batch.positions(), np.arange(size))
         if isinstance(token_ids, torch.Tensor):
             inputs[0][:count].copy_(token_ids)
-        key = (size, bool(batch.shared))
         if key not in self._replays:
             self._replays[key] = self._try_capture(partial(self._compute, *inputs))
         replay = self._replays[key]
         return None if replay is None else replay()[:count]
 
     @torch.inference_mode()
-    def _compute(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def _compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """The logits, in the one tensor that all graphs write."""
-        return self._logits[: len(inputs[0])].copy_(self._model.compute(self._pool, *inputs))
+        out = self._logits[: len(token_ids)]
+        return self._model.compute(self._pool, token_ids, positions, rows, out)
 
     def _try_capture(self, compute: Compute) -> Compute | None:
         try:

@@ -190,15 +190,38 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
         raise RuntimeError("out of memory\nmore lines")
 
     main = torch.cuda.current_stream()
-    computes = DecodeGraphs._compute
+    computes, plans = DecodeGraphs._compute, gpu.backend.FlashInferBackend.plan_fixed
+    planned: list[int] = []
+
+    def plan(self, *args):
+        planned.append(1)
+        return plans(self, *args)
+
     monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    monkeypatch.setattr(gpu.backend.FlashInferBackend, "plan_fixed", plan)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = run(engines.make_engine(folders["llama"]), [prompt], params)
     assert generated(requests) == [[plain_greedy_all(folders["llama"], prompt)]]
     (record,) = caplog.records
     assert torch.cuda.current_stream() is main
-    assert len(tries) == 1 and record.getMessage().endswith("without a CUDA graph: out of memory")
+    assert len(tries) == len(planned) == 1
+    assert record.getMessage().endswith("without a CUDA graph: out of memory")
+
+
+def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
+    model = load_model(folders["llama"], device="cuda", dtype="bfloat16")
+    graphs = DecodeGraphs(model, model.allocate(8, 4), 1)
+    batch = PagedBatch(
+        np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
+        np.array([2], np.int32), 4,
+    )  # fmt: skip
+    gpu.device.ops.clear()
+    logits = graphs.run(np.array([5], np.int32), batch)
+    assert logits is not None and logits.dtype == torch.float32
+    assert gpu.device.ops[-3:] == ["mm", "_unsafe_view", "copy_"]  # the end of the capture
+    plain = model.forward(np.array([5]), batch, np.array([0]), model.allocate(8, 4))
+    assert plain.dtype == torch.float32 and torch.equal(logits.cpu(), plain.cpu())
 
 
 def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:
