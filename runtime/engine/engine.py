@@ -13,6 +13,7 @@ from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
+from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, send
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
@@ -61,6 +62,7 @@ class Engine:
         )
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._keep_likeliest = choose_filter(model.device)
         self._scored = ScoredPrompts(model.vocab_size)
         self._next_id = 0
         self._ahead: _Launched | None = None
@@ -281,7 +283,8 @@ class Engine:
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
         params = [sequence.request.params for sequence in sequences]
-        tokens = sample(logits, params, [sequence.generator for sequence in sequences])
+        generators = [sequence.generator for sequence in sequences]
+        tokens = sample(logits, params, generators, self._keep_likeliest)
         return _Launched(sequences, logits, tokens, Fetch(tokens))
 
     def _finish(self, step: _Launched) -> None:

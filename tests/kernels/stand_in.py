@@ -78,8 +78,11 @@ def flashinfer_on(device: Device) -> ModuleType:
     for name, kernel in (
         ("append_paged_kv_cache", append),
         ("merge_state_in_place", fake_flashinfer.merge_state_in_place),
+        ("top_k_renorm_probs", fake_flashinfer.top_k_renorm_probs),
+        ("top_p_renorm_probs", fake_flashinfer.top_p_renorm_probs),
     ):
-        setattr(module, name, functools.partial(device.launch, kernel))
+        launch = functools.partial(device.launch, kernel)
+        setattr(module, name, functools.update_wrapper(launch, kernel))
     return module
 
 
