@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,14 @@ class Upload:
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
         self._view = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, to whose stream events, captures and some kernels go.
+
+    Each thread has a current device of its own, which is the first GPU if nobody says otherwise.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def send(values: ArrayLike, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
-from radixcache.kernels.upload import Fetch, send
+from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.sampler import sample, top_logprobs
@@ -55,14 +55,15 @@ class Engine:
         self.kv_pool = kv_pool
         self.cache = cache
         self.scheduler = scheduler
-        self._graphs = (
-            DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
-            if model.attention.max_fixed_rows
-            else None
-        )
+        with on_device(model.device):
+            self._graphs = (
+                DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
+                if model.attention.max_fixed_rows
+                else None
+            )
+            self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
-        self._keep_likeliest = choose_filter(model.device)
         self._scored = ScoredPrompts(model.vocab_size)
         self._next_id = 0
         self._ahead: _Launched | None = None
@@ -80,11 +81,12 @@ class Engine:
         wait for the next one.
         """
         try:
-            step = self._ahead or self._launch()
-            self._ahead = None
-            if step is not None:
-                self._ahead = self._launch_ahead(step)
-                self._finish(step)
+            with on_device(self.model.device):
+                step = self._ahead or self._launch()
+                self._ahead = None
+                if step is not None:
+                    self._ahead = self._launch_ahead(step)
+                    self._finish(step)
         except BaseException:
             self._ahead = None
             self.failed_step = self.scheduler.recover()
