@@ -116,6 +116,7 @@ class LLM:
             self.tokenizer.decode if self.tokenizer else None,
             seed,
         )
+        self.engine.capture_graphs()
         self.explainer = Explainer(prefix_cache)
         self.engine.scheduler.on_publish = self._before_publish
         self.prefixes = NamedPrefixes(self.engine)

@@ -74,6 +74,12 @@ class Engine:
         """Requests that `step` has yet to tell of: those of a step that failed after it had read
         some of its tokens."""
 
+    def capture_graphs(self) -> None:
+        """Capture what CUDA graphs there are to be; without this, each when it is first needed."""
+        if self._graphs is not None:
+            with on_device(self.model.device):
+                self._graphs.capture()
+
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
 

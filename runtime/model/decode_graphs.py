@@ -9,6 +9,7 @@ the attention backend plans into buffers that stay where they are. All graphs sh
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from radixcache.base import Tokens
-from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.attention import PagedBatch, SharedPrefix
+from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 
@@ -29,7 +31,7 @@ Compute = Callable[[], torch.Tensor]
 
 
 class DecodeGraphs:
-    """Runs batches of decodes through graphs, which are captured when they are first needed.
+    """Runs batches of decodes through graphs, captured by `capture` or when first needed.
 
     Args:
         model: its attention backend can `plan_fixed`.
@@ -48,6 +50,29 @@ class DecodeGraphs:
         self._logits = torch.empty(
             (self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device
         )
+
+    def capture(self) -> None:
+        """Capture all graphs, the largest first, whose memory the others use again.
+
+        Before the first request: each waits for the device and empties torch's cache of memory.
+        """
+        start = time.perf_counter()
+        for size in reversed(self._sizes):
+            for pages in (1, 2) if self._takes_cascade(size) else (1,):
+                batch = PagedBatch(
+                    qo_indptr=np.arange(size + 1, dtype=np.int32),
+                    kv_indptr=np.arange(0, pages * size + 1, pages, dtype=np.int32),
+                    kv_indices=np.full(pages * size, self._pool.spare_page, np.int32),
+                    kv_last_page_len=np.ones(size, np.int32),
+                    page_size=self._pool.page_size,
+                    shared=(SharedPrefix(0, size, 1),) * (pages - 1),
+                )
+                self.run(np.zeros(size, np.int32), batch)
+        count = sum(replay is not None for replay in self._replays.values())
+        _log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - start)
+
+    def _takes_cascade(self, size: int) -> bool:
+        return self._model.attention.reads_shared_once and size >= MIN_ROWS
 
     @torch.inference_mode()
     def run(self, token_ids: Tokens | torch.Tensor, batch: PagedBatch) -> torch.Tensor | None:
@@ -89,8 +114,9 @@ class DecodeGraphs:
         try:
             return self._capture(compute)
         except Exception as error:  # out of memory, or a model that synchronises
-            first = str(error).partition("\n")[0]
-            _log.warning("decodes of one batch size run without a CUDA graph: %s", first)
+            if None not in self._replays.values():  # tell the first time
+                first = str(error).partition("\n")[0]
+                _log.warning("some batch sizes of decodes run without a CUDA graph: %s", first)
             return None
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixcache import PagePool, SamplingParams
+from radixcache import LLM, PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine import engine
@@ -207,6 +207,53 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
     assert torch.cuda.current_stream() is main
     assert len(tries) == len(planned) == 1
     assert record.getMessage().endswith("without a CUDA graph: out of memory")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # with a cascade, and without
+def test_an_llm_has_all_its_graphs_before_the_first_request(
+    folders, gpu, monkeypatch, caplog, family
+) -> None:
+    caplog.set_level("INFO", "radixcache")
+    group = cascade.group_by_prefix
+    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
+    llm = LLM(
+        folders[family], device="cuda", dtype="float32", kv_memory="4MiB", page_size=4,
+        max_num_seqs=9,
+    )  # fmt: skip
+    wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
+    wanted = [key for key in wanted if family == "llama" or not key[1]] + [(2, False), (1, False)]
+    graphs = llm.engine._graphs
+    assert graphs is not None and list(graphs._replays) == wanted
+    assert graphs_of(llm.engine) == set(wanted)
+    (line,) = [r.getMessage() for r in caplog.records if "captured" in r.getMessage()]
+    assert line.startswith(f"captured {len(wanted)} CUDA graphs in ")
+    prompts = [[*range(30), i] for i in range(7)] + [[5, 6]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    monkeypatch.setattr(decode_graphs._Capture, "__call__", None)
+    engines.finish(llm.engine)
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+    assert list(graphs._replays) == wanted
+
+
+def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch, caplog) -> None:
+    computes = DecodeGraphs._compute
+
+    def fail(self, *inputs):
+        if gpu.device.capturing is not None and len(inputs[0]) > 2:
+            raise RuntimeError("out of memory")
+        return computes(self, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    made = engines.make_engine(folders["llama"], max_num_seqs=8)
+    made.capture_graphs()
+    assert graphs_of(made) == {(2, False), (1, False)}
+    (record,) = caplog.records
+    assert record.getMessage().endswith("without a CUDA graph: out of memory")
+    prompts = [[i, 3, 4] for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(made, prompts, params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
 
 
 def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
