@@ -27,6 +27,9 @@ _log = logging.getLogger("radixcache")
 MAX_INDICES = 1 << 24
 """Page numbers in the tables of one batch; a batch with more runs without a graph."""
 
+_SAMPLING_COPIES = 6  # of the logits: noise, probabilities, what filters take
+_GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot use twice
+
 Compute = Callable[[], torch.Tensor]
 
 
@@ -41,9 +44,8 @@ class DecodeGraphs:
 
     def __init__(self, model: PagedModel, pool: KVPool, max_num_seqs: int) -> None:
         self._model, self._pool = model, pool
-        self._sizes = batch_sizes(min(max_num_seqs, model.attention.max_fixed_rows))
-        per_sequence = min(pool.num_pages, model.max_context // pool.page_size + 1)
-        self._max_indices = min(MAX_INDICES, self._sizes[-1] * per_sequence)
+        self._sizes, most = _limits(model, pool.page_size, max_num_seqs)
+        self._max_indices = min(most, self._sizes[-1] * pool.num_pages)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
         self._capture = _Capture(model.device)
         self._replays: dict[tuple[int, bool], Compute | None] = {}  # None: cannot be captured
@@ -118,6 +120,27 @@ class DecodeGraphs:
                 first = str(error).partition("\n")[0]
                 _log.warning("some batch sizes of decodes run without a CUDA graph: %s", first)
             return None
+
+
+def bytes_beside_pages(model: PagedModel, page_size: int, max_num_seqs: int) -> int:
+    """Bytes on the device that an engine takes besides the KV pages and a step's activations.
+
+    That is arithmetic for logits, index buffers and FlashInfer's wrappers; for what a graph itself
+    keeps, it is a guess.
+    """
+    logits = max_num_seqs * model.vocab_size
+    count = 4 * (1 + _SAMPLING_COPIES) * logits
+    if model.attention.max_fixed_rows:
+        sizes, most = _limits(model, page_size, max_num_seqs)
+        count += model.attention.fixed_bytes(sizes, most)
+        count += 2 * len(sizes) * _GRAPH_BYTES + model.dtype.itemsize * logits
+    return count
+
+
+def _limits(model: PagedModel, page_size: int, max_num_seqs: int) -> tuple[list[int], int]:
+    """Batch sizes, and page numbers in the tables of a batch if the pool has enough pages."""
+    sizes = batch_sizes(min(max_num_seqs, model.attention.max_fixed_rows))
+    return sizes, min(MAX_INDICES, sizes[-1] * (model.max_context // page_size + 1))
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+import radixcache.runtime.llm as llm_module
 from radixcache import LLM, PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine import engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model import decode_graphs
+from radixcache.runtime.model import decode_graphs, kv_pool
 from radixcache.runtime.model.decode_graphs import DecodeGraphs, batch_sizes, pad
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -234,6 +236,38 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     engines.finish(llm.engine)
     assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
     assert list(graphs._replays) == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
+    folders, gpu, monkeypatch, family
+) -> None:
+    """Buffers and wrappers are counted one by one once all of them are there."""
+    free, page_size, seqs = 3 << 30, 64, 9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
+    beside = []
+
+    def count_pages(memory, page_bytes, device, taken=0):
+        beside.append(taken)
+        assert (
+            kv_pool.count_pages(memory, page_bytes, device, taken)
+            == (int(0.9 * free) - (1 << 30) - taken) // page_bytes
+        )
+        return 40
+
+    monkeypatch.setattr(llm_module, "count_pages", count_pages)
+    made = LLM(
+        folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs
+    )  # fmt: skip
+    backend: Any = made.engine.model.attention
+    wrappers = sum(size > 0 for _, _, size in backend._wrappers)
+    assert wrappers == (8 if family == "llama" else 10)  # two levels from 4 rows; two layer kinds
+    buffers = [backend._fixed_upload._device, *backend._fixed_indices.values()]
+    fixed = sum(buffer.numel() for buffer in buffers)
+    assert fixed == 4 * seqs * 9 + 24 * (seqs + 4)  # 512 tokens of context in 9 pages
+    graphs = 10 * (8 << 20)
+    logits = seqs * 260 * (4 * 7 + 4)  # float32, with the sampler's; the model's own
+    assert beside == [8 * 2**20 * wrappers + 4 * fixed + graphs + logits]
 
 
 def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch, caplog) -> None:
