@@ -29,9 +29,10 @@ class _Launched(NamedTuple):
     """A step that is enqueued on the device, and the sequences that get a token from it."""
 
     sequences: list[Sequence]
-    logits: torch.Tensor  # valid until the next launch
     tokens: torch.Tensor
     fetched: Fetch  # the tokens
+    asking: list[int]  # rows whose log-probabilities are reported
+    top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
 
 
 class Engine:
@@ -194,8 +195,6 @@ class Engine:
         alive = [s for s in step.sequences if s.finish_reason is None]
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
-        if any(s.request.params.logprobs is not None for s in alive):  # the logits are needed
-            return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
         if not going_on:
             return None
@@ -293,10 +292,18 @@ class Engine:
         params = [sequence.request.params for sequence in sequences]
         generators = [sequence.generator for sequence in sequences]
         tokens = sample(logits, params, generators, self._keep_likeliest)
-        return _Launched(sequences, logits, tokens, Fetch(tokens))
+        fetched = Fetch(tokens)
+        counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
+        top: tuple[Fetch, ...] = ()
+        if counts:
+            rows = send([*counts], logits.device)
+            found = top_logprobs(logits[rows], tokens[rows], max(counts.values()))
+            top = tuple(Fetch(numbers) for numbers in found)
+        return _Launched(sequences, tokens, fetched, [*counts], top)
 
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
+        top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
         for row, (sequence, token) in enumerate(
             zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
@@ -307,11 +314,11 @@ class Engine:
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
-            count = sequence.request.params.logprobs
-            top = None if count is None else top_logprobs(step.logits[row], token, count)
             sequence.append(token)
-            if top is not None:
-                sequence.logprobs.append(top)
+            if row in top:
+                end = 1 + (sequence.request.params.logprobs or 0)
+                ids, values = top[row]
+                sequence.logprobs.append(dict(zip(ids[:end], values[:end], strict=True)))
             try:
                 self._finish_if_done(sequence, token)
             except BaseException as error:  # text that cannot be made ends this sequence, no other
