@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
@@ -29,10 +31,14 @@ class Sizes:
     head_dims: tuple[int, ...]
     shrink: int  # lengths are divided by it
     far_elements: int  # of one page tensor, whose last pages are used
+    other_dtypes: tuple[torch.dtype, ...]
     # Equality
     small: dict[str, Any]  # a model in whose logits greedy choices are clear
     stem: int
     answer: int
+    # LLM
+    tokens: int  # of an answer
+    streams: int
     # The big model and its workloads
     big: dict[str, Any]
     decode_batches: tuple[int, ...]
@@ -69,6 +75,7 @@ FULL = Sizes(
     head_dims=(64, 128),
     shrink=1,
     far_elements=(1 << 31) + (1 << 24),
+    other_dtypes=(torch.float16,),
     small={
         "vocab_size": 2048,
         "hidden_size": 512,
@@ -81,6 +88,8 @@ FULL = Sizes(
     },
     stem=1100,
     answer=24,
+    tokens=24,
+    streams=64,
     big=LLAMA_8B,
     decode_batches=(1, 16, 64, 256),
     decode_context=1024,
@@ -123,9 +132,12 @@ SMALL = Sizes(
     head_dims=(16,),
     shrink=32,
     far_elements=1 << 14,
+    other_dtypes=(),
     small=_TINY,
     stem=70,
-    answer=4,
+    answer=3,
+    tokens=6,
+    streams=6,
     big=_TINY,
     decode_batches=(1, 3),
     decode_context=40,
@@ -143,7 +155,7 @@ SMALL = Sizes(
     shared_rows=4,
     documents=2,
     document=(20, 60),
-    requests=4,
+    requests=3,
     suffixes=(8,),
     prefixes=(32,),
     fresh=32,
