@@ -10,9 +10,9 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 from urllib.error import HTTPError
@@ -45,21 +45,16 @@ MEMORY = "256MB"  # several LLMs are there at once, and by default each takes mo
 
 
 def run(place: Place, report: Report) -> None:
-    dtypes = dict.fromkeys((torch.float32, place.dtype))
-    with ExitStack() as stack:
-        again = stack.enter_context(_started(_again(place)))  # other processes, meanwhile
-        servers = {t: stack.enter_context(_started(_serve(place, t))) for t in dtypes}
-        cpu = LLM(device="cpu", kv_memory=MEMORY)
-        llm = _llm(place.dtype)
-        report.check("attention backend", _backend, place, llm)
-        report.check("greedy tokens are the CPU's", _greedy, place, llm, cpu)
-        report.check("seeded sampling", _sampled, place, llm, cpu)
-        report.check("stop strings", _stopped, place, llm)
-        report.check("concurrent streams, a third aborted", _streams, place, llm, cpu)
-        report.check("float32: the very tokens of the CPU", _float32, place, cpu)
-        report.check("a fresh process gives the same tokens", _restarted, place, llm, again)
-        for dtype, server in servers.items():
-            report.check(f"HTTP server, {dtype}", _served, place, cpu, dtype, server)
+    cpu, llm = LLM(device="cpu", kv_memory=MEMORY), _llm(place.dtype)
+    report.check("attention backend", _backend, place, llm)
+    report.check("greedy tokens are the CPU's", _greedy, place, llm, cpu)
+    report.check("seeded sampling", _sampled, place, llm, cpu)
+    report.check("stop strings", _stopped, place, llm)
+    report.check("concurrent streams, a third aborted", _streams, place, llm, cpu)
+    report.check("float32: the very tokens of the CPU", _float32, place, cpu)
+    report.check("a fresh process gives the same tokens", _restarted, place, llm)
+    for dtype in dict.fromkeys((torch.float32, place.dtype)):
+        report.check(f"HTTP server, {dtype}", _served, place, cpu, dtype)
 
 
 def _llm(dtype: torch.dtype) -> LLM:
@@ -181,73 +176,70 @@ def _float32(place: Place, cpu: LLM) -> str:
     return f"{sum(map(len, found))} tokens"
 
 
-def _command(place: Place, verb: str, dtype: torch.dtype, *rest: str) -> list[str]:
-    options = ["--device", place.other_process, "--dtype", _name(dtype), "--kv-memory", MEMORY]
-    return [sys.executable, "-m", "radixcache", verb, *options, *rest]
+def _options(verb: str, dtype: torch.dtype) -> list[str]:
+    """Of the command line."""
+    return [verb, "--device", "cuda", "--dtype", _name(dtype), "--kv-memory", MEMORY]
 
 
-def _again(place: Place) -> list[str]:
-    sampling = ["--temperature", "0", "--max-tokens", str(place.sizes.tokens)]
-    prompt = ["--prompt", PROMPTS[0], "--json"]
-    return _command(place, "generate", place.dtype, *prompt, *sampling)
-
-
-def _serve(place: Place, dtype: torch.dtype) -> list[str]:
-    return _command(place, "serve", dtype, "--port", "0")
+def generate_apart(options: Sequence[str]) -> str:
+    """What the command line prints, in a fresh process."""
+    command = [sys.executable, "-m", "radixcache", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+def serve_apart(options: Sequence[str]) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [sys.executable, "-m", "radixcache", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            yield process
+            assert server.stderr is not None
+            told = []
+            for line in server.stderr:
+                told.append(line)
+                if " at http" in line:
+                    break
+            else:
+                raise AssertionError("".join(told) or "the server says nothing")
+            yield line.split(" at ")[1].split()[0]
         finally:
-            process.kill()
+            server.kill()
 
 
-def _restarted(place: Place, llm: LLM, again: subprocess.Popen[str]) -> str:
+def _restarted(place: Place, llm: LLM) -> str:
     llm.cache.reset()
     (right,) = _generate(llm, PROMPTS[:1], _greedily(place))
-    out, told = again.communicate(timeout=60)
-    assert again.returncode == 0, told
-    found = json.loads(out.splitlines()[-1])["outputs"][0]["token_ids"]
+    sampling = ["--temperature", "0", "--max-tokens", str(place.sizes.tokens)]
+    options = [*_options("generate", place.dtype), "--prompt", PROMPTS[0], "--json", *sampling]
+    found = json.loads(generate_apart(options).splitlines()[-1])["outputs"][0]["token_ids"]
     assert found == right, f"{found} instead of {right}"
     return f"{len(found)} tokens"
 
 
-def _served(place: Place, cpu: LLM, dtype: torch.dtype, server: subprocess.Popen[str]) -> str:
+def _served(place: Place, cpu: LLM, dtype: torch.dtype) -> str:
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise NotRun(f"{' and '.join(missing)} cannot be imported")
     right = [o.outputs[0].text for o in cpu.generate(PROMPTS, _greedily(place), use_tqdm=False)]
-    url = _address(server)
+    refused = 0
+    with serve_apart([*_options("serve", dtype), "--port", "0"]) as url:
 
-    def ask(prompt: str) -> str:
-        text: str = _post(url, prompt, max_tokens=place.sizes.tokens)["choices"][0]["text"]
-        return text
+        def ask(prompt: str) -> str:
+            text: str = _post(url, prompt, max_tokens=place.sizes.tokens)["choices"][0]["text"]
+            return text
 
-    with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        found = list(clients.map(ask, PROMPTS))
+        with ThreadPoolExecutor(len(PROMPTS)) as clients:
+            found = list(clients.map(ask, PROMPTS))
+        try:
+            _post(url, "x", max_tokens=-1)
+        except HTTPError as error:
+            refused = error.code
     equal = sum(map(str.__eq__, found, right))
     assert equal == len(right) or dtype != torch.float32, f"{found} instead of {right}"
-    refused = 0
-    try:
-        _post(url, "x", max_tokens=-1)
-    except HTTPError as error:
-        refused = error.code
     assert refused in (400, 422), f"a bad request gets status {refused or 200}"
     return f"{equal} of {len(right)} texts are the CPU's"
-
-
-def _address(server: subprocess.Popen[str]) -> str:
-    assert server.stderr is not None
-    told = []
-    for line in server.stderr:
-        told.append(line)
-        if " at http" in line:
-            return line.split(" at ")[1].split()[0]
-    raise AssertionError("".join(told) or "the server says nothing")
 
 
 def _post(url: str, prompt: str, **options: Any) -> Any:

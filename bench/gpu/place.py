@@ -33,7 +33,6 @@ class Place:
         out: the folder of the results.
         kernels: FlashInfer, or the stand-in, and the module that holds `FlashInferBackend`; None
             where only plain torch runs.
-        other_process: what another process calls the device; a pretended one is not there.
         ceilings: what the device reaches at best: "bytes/s", "flop/s", "launch s".
         planted: give every backend a wrong page, to show that the checks see it.
     """
@@ -43,7 +42,6 @@ class Place:
     sizes: Sizes
     out: Path
     kernels: tuple[ModuleType, ModuleType] | None
-    other_process: str = "cuda"
     ceilings: dict[str, float] = field(default_factory=dict)
     planted: bool = False
 

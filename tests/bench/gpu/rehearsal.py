@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -13,14 +14,17 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from radixcache.bench.gpu import peers
+from radixcache import LLM
+from radixcache.bench.gpu import llm, peers
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun
 from radixcache.bench.gpu.sizes import SMALL
 from radixcache.kernels import cascade
+from radixcache.runtime import cli
 from radixcache.runtime.engine import engine as engine_module
 from tests.kernels.stand_in import pretend_gpu
 from tests.pretend_cuda import CUDA
+from tests.runtime.server.live import live
 
 
 @contextmanager
@@ -35,12 +39,14 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             pretend_gpu() as gpu,
             patch.object(engine_module, "group_by_prefix", group),
             patch.object(peers, "_peer", _not_here),
+            patch.object(llm, "generate_apart", _generate_here),
+            patch.object(llm, "serve_apart", _serve_here),
         ):
             for op in (fused_add_rmsnorm, silu_and_mul, rope_in_place, top_p_renorm_probs):
                 on_device: Callable[..., object] = functools.partial(gpu.device.launch, op)
                 vars(gpu.flashinfer).setdefault(NAMES.get(op.__name__, op.__name__), on_device)
             kernels = (gpu.flashinfer, gpu.backend)
-            yield Place(CUDA, torch.float32, SMALL, out, kernels, other_process="cpu")
+            yield Place(CUDA, torch.float32, SMALL, out, kernels)
     finally:
         torch.set_num_threads(threads)
         gc.unfreeze()
@@ -48,6 +54,22 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
 
 def _not_here(*_: object) -> None:
     raise NotRun("its thread pretends nothing")
+
+
+def _generate_here(options: Sequence[str]) -> str:
+    """Other processes pretend nothing, and take seconds to start."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
+        assert cli.main([*options]) == 0
+    return out.getvalue()
+
+
+@contextmanager
+def _serve_here(options: Sequence[str]) -> Iterator[str]:
+    """On the CPU, since the engine has a thread of its own."""
+    given = vars(cli._parser().parse_args([*options]))
+    on_cpu = LLM(device="cpu", dtype=given["dtype"], kv_memory=given["kv_memory"])
+    with live(on_cpu) as server:
+        yield server.url
 
 
 # FlashInfer's fused operations, in plain torch.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from radixcache.bench.gpu import check, processes
+from radixcache.bench.gpu import check, llm, processes
 from radixcache.bench.gpu.check import CANNOT_RUN, SECTIONS, Section, main
 from radixcache.bench.gpu.report import Row
 
@@ -137,9 +137,32 @@ def test_ceilings_are_measured_only_where_they_are_needed_and_not_there(tmp_path
     assert check.with_what_they_need(["ttft"], ceilings) == ["environment", "ttft"]
 
 
-def test_a_real_section_in_a_process_of_its_own(tmp_path) -> None:
-    assert main(["--rehearse", "--only", "environment", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
-    found = {row["name"]: row for row in rows}
-    assert found["FlashInfer runs"]["status"] == "ok" and "torch" in found
-    assert os.listdir(tmp_path).count("environment.log") == 1
+def test_a_machine_without_a_gpu_is_told_so_in_one_sentence(tmp_path, capsys) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["--out", str(tmp_path)]) == CANNOT_RUN  # by a section in a process of its own
+    assert "cannot run here: no CUDA device is visible" in capsys.readouterr().out
+
+
+def test_a_section_of_a_rehearsal_writes_what_the_next_ones_need(tmp_path, capsys) -> None:
+    assert main(["--rehearse", "--section", "ceilings", "--out", str(tmp_path)]) == 0
+    assert set(json.loads((tmp_path / "ceilings.json").read_text())) == {
+        "bytes/s", "flop/s", "launch s",
+    }  # fmt: skip
+    assert "device-to-device copy" in capsys.readouterr().out
+
+
+def test_a_server_in_another_process_is_waited_for(monkeypatch, tmp_path) -> None:
+    script = tmp_path / "python"
+    script.write_text(
+        "#!/bin/sh\necho loading >&2; echo Serving m at http://h:1 '(x)' >&2; sleep 9"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with llm.serve_apart(["serve"]) as url:
+        assert url == "http://h:1"
+    script.write_text("#!/bin/sh\necho no such device >&2; exit 1")
+    with pytest.raises(AssertionError, match="no such device"), llm.serve_apart(["serve"]):
+        pass
+    with pytest.raises(AssertionError, match="no such device"):
+        llm.generate_apart(["generate"])
