@@ -171,11 +171,14 @@ def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
         place: AbstractContextManager[Place] = rehearsal.rehearsal_place(args.out)
         return place
     try:
-        from radixcache.bench.gpu.place import gpu_place
+        import torch
 
-        return nullcontext(gpu_place(args.out, with_flashinfer=not args.torch))
-    except (ImportError, RuntimeError) as error:
+        if not torch.cuda.is_available():
+            raise NoDevice("the GPU check cannot run here: no CUDA device is visible")
+        from radixcache.bench.gpu.place import gpu_place
+    except ImportError as error:
         raise NoDevice(f"the GPU check cannot run here: {error}") from error
+    return nullcontext(gpu_place(args.out, with_flashinfer=not args.torch))
 
 
 def merge(out: Path, folders: Sequence[Path]) -> int:

@@ -81,7 +81,7 @@ def _eager(place: Place, make: Callable[[], Step]) -> str:
 
 def _graphs(place: Place, make: Callable[..., Step]) -> str:
     """Graphs of two sizes, with a shared prefix and without, replayed in turn on other tables."""
-    sizes, share, turns = (3, 8), 1024 // place.sizes.shrink, 12
+    sizes, share, turns = (3, 8), 1024 // place.sizes.shrink, 8
     probe = make(0, [(1, 5)])
     backend = place.make_backend(probe.kind)
     backend.allocate_fixed(max(sizes), max(sizes) * 4096)
