@@ -41,6 +41,7 @@ _WAITING = {
 }  # fmt: skip
 _COPYING = {"copy_", "_to_copy"}
 _INDEXING = {"index", "index_put", "index_put_"}
+_SINGLE: set[Any] = set()  # operations that are known to be made of no others
 
 
 class Copies:
@@ -247,10 +248,12 @@ class Device(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             _check_mask(*args[3:4], **kwargs)
-        with self:  # in inference mode, what is made of other operations comes in one piece
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if func not in _SINGLE:  # in inference mode, what is made of others comes in one piece
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            _SINGLE.add(func)
         name = func._schema.name.partition("::")[2]
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
