@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build = args.build.resolve()
     fetch(build, args.python)
     compile_kernels(build, chosen, args.arch)
-    names = write(build, args.archive, chosen, args.arch)
+    write(build, args.archive, chosen, args.arch, args.python)
     size = args.archive.stat().st_size / 2**20
-    lacking = missing(names)
-    print(f"{args.archive}: {len(names)} kernels, {size:.1f} MiB; {len(lacking)} are left out")
+    lacking = missing(chosen)
+    print(f"{args.archive}: {len(chosen)} kernels, {size:.1f} MiB; {len(lacking)} are left out")
     print(*lacking, sep="\n")
     return 0
 
@@ -102,11 +102,12 @@ def fetch(build: Path, python: str) -> None:
                 archive.extractall(target, members)
     if not (build / "tools").exists():
         _pip("install", "--no-deps", "--target", build / "tools", "ninja", *NEEDED)
-    if not (build / "site").exists():
+    site = build / f"site-{python}"
+    if not site.exists():
         there = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
         for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
             there += ["--platform", f"{platform}_x86_64"]
-        _pip("install", "--no-deps", "--target", build / "site", *there, *NEEDED)
+        _pip("install", "--no-deps", "--target", site, *there, *NEEDED)
 
 
 def _pip(verb: str, *arguments: str | Path) -> None:
@@ -173,8 +174,8 @@ def _spec(name: str, kernel: Attention | None) -> Any:
     return modules._gen_batch_prefill_primary_module("fa2", *rest, False)
 
 
-def write(build: Path, archive: Path, kernels: dict[str, Attention | None], arch: str) -> list[str]:
-    """Write the archive; returns the names of the kernels in it."""
+def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python: str) -> None:
+    """Write the archive: the kernels, what loads them, and what that needs."""
     code = f"import flashinfer, sys\nfrom flashinfer import {', '.join(PARTS.split())}\n" + (
         "print(*(m.__file__ for n, m in list(sys.modules.items())"
         " if n.split('.')[0] == 'flashinfer' and getattr(m, '__file__', None)), sep='\\n')"
@@ -194,13 +195,12 @@ def write(build: Path, archive: Path, kernels: dict[str, Attention | None], arch
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(build / "env.sh", "env.sh")
-        tar.add(build / "site", "site", filter=_no_caches)
+        tar.add(build / f"site-{python}", "site", filter=_no_caches)
         for file in sorted(files):
             tar.add(file, f"site/{file.relative_to(sources)}")
         for name in kernels:
             library = build / "aot" / arch / name / f"{name}.so"
             tar.add(library, f"site/flashinfer/data/aot/{name}/{name}.so")
-    return list(kernels)
 
 
 def _no_caches(member: tarfile.TarInfo) -> tarfile.TarInfo | None:

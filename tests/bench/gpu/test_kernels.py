@@ -120,10 +120,10 @@ def test_the_archive_holds_kernels_and_what_loads_them(tmp_path) -> None:
         write(f"{package}/{name}.py")
     for name in ("page.cu", "batch_decode.jinja", "utils.h", "gemm.cu"):
         write(f"{package}/data/csrc/{name}")
-    write("site/tvm_ffi/__init__.py")
+    write("site-3.12/tvm_ffi/__init__.py")
     write("aot/9.0a/page/page.so", "ELF")
     archive = tmp_path / "flashinfer.tgz"
-    assert pack.write(tmp_path / "build", archive, {"page": None}, "9.0a") == ["page"]
+    pack.write(tmp_path / "build", archive, ["page"], "9.0a", "3.12")
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path / "there", filter="data")
     there = tmp_path / "there"
