@@ -118,18 +118,28 @@ def finish(engine: Engine) -> None:
 
 
 def begin_decoding(
-    engine: Engine, prompts: Sequence[Tokens], steps: int, params: SamplingParams | None = None
+    engine: Engine,
+    prompts: Sequence[Tokens],
+    steps: int,
+    params: SamplingParams | None = None,
+    over: int = 1,
 ) -> None:
-    """All prompts decode, their KV taken as computed, and go on for `steps` or more."""
-    params = replace(params or greedy(1), max_tokens=steps + 16, ignore_eos=True)
+    """All prompts decode, their KV taken as computed, and go on for `steps` or more.
+
+    They begin one after another, within as many steps as `over` says.
+    """
+    params = replace(params or greedy(1), max_tokens=over + steps + 16, ignore_eos=True)
     for prompt in prompts:
         remember(engine, prompt[:-1])
-    for prompt in prompts:
-        engine.add_request(prompt, params)
-    for _ in range(8):  # until all are admitted
+    for turn in range(over):
+        first, end = (len(prompts) * at // over for at in (turn, turn + 1))
+        for prompt in prompts[first:end]:
+            engine.add_request(prompt, params)
         engine.step()
+    for _ in range(8):
         if len(engine.scheduler.running) == len(prompts):
             break
+        engine.step()
     else:
         raise RuntimeError(f"{len(engine.scheduler.running)} of {len(prompts)} prompts decode")
     for _ in range(3):  # the first one captures the graph

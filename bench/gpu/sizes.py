@@ -60,6 +60,7 @@ class Sizes(NamedTuple):
     decode_batches: tuple[int, ...] = (1, 16, 64, 256)
     decode_context: int = 1024
     steps: int = 15
+    period: int = 128  # steps after which a decode reserves pages anew, as in the scheduler
     cached: tuple[int, ...] = (4096, 16_384, 32_768)
     question: int = 64
     chunk: int = 8192  # max_num_batched_tokens
@@ -105,6 +106,7 @@ SMALL = Sizes(
     decode_batches=(1, 3),
     decode_context=40,
     steps=2,
+    period=8,
     cached=(64,),
     question=8,
     chunk=128,

@@ -1,4 +1,5 @@
-"""Decodes as they are in service: reservations end out of phase, and tokens are sampled.
+"""Decodes as they are in service: begun at different times, so that their reservations end out of
+phase, after prompts of different lengths, and with tokens that are sampled.
 
 A step overlaps if it was launched before the tokens of the one before it were read.
 """
@@ -25,9 +26,6 @@ from radixcache.bench.gpu.report import Figure, Report
 AIM = 95
 """Percent of the steps that overlap."""
 
-PERIOD = 128
-"""Lengths differ by up to so many tokens: the engine reserves that many at a time."""
-
 SAMPLED = {
     "greedy": SamplingParams(temperature=0),
     "temperature 0.8": SamplingParams(temperature=0.8),
@@ -49,14 +47,14 @@ def _steps(
     greedy: list[float],
 ) -> Iterator[Figure]:  # fmt: skip
     """`greedy` gets the seconds of the first of several, which the others are compared with."""
-    context, steps = place.sizes.decode_context, 4 * place.sizes.steps
+    context, steps, period = place.sizes.decode_context, 4 * place.sizes.steps, place.sizes.period
     rng = np.random.default_rng(batch)
-    lengths = [context + 37 * row % PERIOD for row in range(batch)]
+    lengths = [context + 37 * row % period for row in range(batch)]
     with engine_on(
-        place, model, num_tokens=batch * (context + steps + 3 * PERIOD), max_num_seqs=batch
+        place, model, num_tokens=batch * (context + steps + 3 * period + 128), max_num_seqs=batch
     ) as engine:
         prompts = [random_tokens(rng, engine, length) for length in lengths]
-        begin_decoding(engine, prompts, steps, params)
+        begin_decoding(engine, prompts, steps, params, over=period)
         taken, overlapped = [], 0
         for _ in range(steps):
             taken += seconds_of_steps(engine, 1)

@@ -17,6 +17,7 @@ from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import DeviceLost, Figure, NotRun, Report, Row, failed, table
 from radixcache.bench.gpu.sizes import FULL, SMALL
 from radixcache.runtime.engine import engine
+from radixcache.runtime.engine.scheduler import DECODE_AHEAD
 from tests.bench.gpu.rehearsal import rehearsal_place
 from tests.models import continuous_batching
 
@@ -74,7 +75,7 @@ def test_every_path_is_checked_at_every_shape(rehearsed) -> None:
                 for group in (1, 4, 8):
                     row = f"{path}: page {page_size}, head_dim {dim}, GQA {group}"
                     assert names[row].status == "ok"
-    assert FULL.head_dims == (64, 128)
+    assert FULL.head_dims == (64, 128) and FULL.period == DECODE_AHEAD
     assert sum(name.startswith("self-test") for name in names) == 7
     for rule in ("window", "softcap", "window and softcap"):
         assert {f"{rule}, 8/2 heads", f"{rule}, 8/4 heads"} <= set(names)
