@@ -114,14 +114,14 @@ def _scores(
 
 def _sampled(place: Place, llm: LLM, cpu: LLM) -> str:
     answers: dict[int, list[list[int]]] = {}
-    for seed in (1, 1, 2):
+    for seed in (1, 1, *range(2, 9)):  # the model is sure of most tokens
         params = SamplingParams(
             temperature=TEMPERATURE, top_p=TOP_P, seed=seed, max_tokens=place.sizes.tokens,
             ignore_eos=True,
         )  # fmt: skip
         found = _generate(llm, PROMPTS, params)
         assert answers.setdefault(seed, found) == found, "one seed gives two answers"
-    assert answers[1] != answers[2], "two seeds give one answer"
+    assert any(found != answers[1] for found in answers.values()), "all seeds give one answer"
     scores = [one for found in answers.values() for one in _scores(cpu, PROMPTS, found)]
     farthest = max(_mass_before(*token) for answer in scores for token in answer)
     assert farthest < TOP_P + SLACK, f"a token outside of the nucleus: {farthest:.3f} before it"

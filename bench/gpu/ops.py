@@ -103,4 +103,5 @@ def _top_p(place: Place, rows: int) -> Pair:
         kept = torch.zeros_like(probs).scatter_(-1, order, ordered)
         return kept / kept.sum(-1, keepdim=True)
 
-    return by_sorting, lambda: fused(probs, 0.95)
+    limits = probs.new_full((rows,), 0.95)
+    return by_sorting, lambda: fused(probs, limits, is_deterministic=True)

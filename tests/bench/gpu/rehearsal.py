@@ -42,7 +42,7 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             patch.object(llm, "generate_apart", _generate_here),
             patch.object(llm, "serve_apart", _serve_here),
         ):
-            for op in (fused_add_rmsnorm, silu_and_mul, rope_in_place, top_p_renorm_probs):
+            for op in (fused_add_rmsnorm, silu_and_mul, rope_in_place):
                 on_device: Callable[..., object] = functools.partial(gpu.device.launch, op)
                 vars(gpu.flashinfer).setdefault(NAMES.get(op.__name__, op.__name__), on_device)
             kernels = (gpu.flashinfer, gpu.backend)
@@ -98,10 +98,3 @@ def rope_in_place(
         low, high = flat.view(len(flat), -1, head_size).chunk(2, -1)
         turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
         flat.copy_(turned.view_as(flat))
-
-
-def top_p_renorm_probs(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    ordered, order = probs.sort(descending=True)
-    kept = ordered.where(ordered.cumsum(-1) - ordered < top_p, 0)
-    found = torch.zeros_like(probs).scatter_(-1, order, kept)
-    return found / found.sum(-1, keepdim=True)
