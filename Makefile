@@ -39,7 +39,7 @@ bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, wit
 	@GOMP_SPINCOUNT=1000 $(BIN)/radixcache bench $(BENCH) --report bench-report.html $(ARGS)
 
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
-	@$(BIN)/python -m radixcache.bench.ttft $(ARGS)
+	@$(BIN)/python -m radixcache.bench.probes.ttft $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
@@ -52,10 +52,10 @@ bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM an
 	@$(BIN)/python -m bench.peers.engines $(ARGS)
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
-	@$(BIN)/python -m radixcache.bench.trimming $(ARGS)
+	@$(BIN)/python -m radixcache.bench.probes.trimming $(ARGS)
 
 bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
-	@$(BIN)/python -m radixcache.bench.history $(ARGS)
+	@$(BIN)/python -m radixcache.bench.probes.history $(ARGS)
 
 gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (8 minutes)
 	@$(BIN)/python -m bench.gpu_check $(ARGS)
@@ -76,7 +76,7 @@ serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled mode
 	@$(BIN)/radixcache serve $(ARGS)
 
 bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
-	@$(BIN)/python -m radixcache.bench.serve_load $(ARGS)
+	@$(BIN)/python -m radixcache.bench.probes.serve_load $(ARGS)
 
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from radixcache import __version__
-from radixcache.bench.generators import GENERATORS, generate
-from radixcache.bench.modes import DEFAULT_MODES, Memory, Mode, parse_memory, parse_mode
+from radixcache.bench.schemes.modes import DEFAULT_MODES, Memory, Mode, parse_memory, parse_mode
+from radixcache.bench.workloads.generators import GENERATORS, generate
 from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
-    from radixcache.bench.index_level import Serving
+    from radixcache.bench.replay.index_level import Serving
     from radixcache.bench.report import Report, WorkloadReport
-    from radixcache.bench.workload import Workload
+    from radixcache.bench.workloads.workload import Workload
     from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
@@ -171,8 +171,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _serving(args: argparse.Namespace) -> Serving:
-    from radixcache.bench.index_level import Serving
-    from radixcache.bench.replay import Arrivals
+    from radixcache.bench.replay.index_level import Serving
+    from radixcache.bench.replay.play import Arrivals
 
     arrivals = Arrivals(concurrency=args.concurrency)
     if args.arrivals == "poisson":
@@ -185,7 +185,7 @@ def _serving(args: argparse.Namespace) -> Serving:
 
 
 def _workloads(args: argparse.Namespace, vocabulary: int) -> Iterator[Workload]:
-    from radixcache.bench.public_data import load_public
+    from radixcache.bench.workloads.public_data import load_public
 
     names = args.workloads or ([] if args.file else list(GENERATORS))
     for name in names:
@@ -198,7 +198,7 @@ def _workloads(args: argparse.Namespace, vocabulary: int) -> Iterator[Workload]:
 
 
 def _load_file(args: argparse.Namespace, vocabulary: int) -> Workload:
-    from radixcache.bench import loaders
+    from radixcache.bench.workloads import loaders
 
     if args.format == "mooncake":
         return loaders.load_mooncake(
@@ -215,8 +215,8 @@ def _load_file(args: argparse.Namespace, vocabulary: int) -> Workload:
 def _encoder(args: argparse.Namespace) -> Callable[[str], list[int]]:
     """The model's tokenizer if one is named or needed, else one trained on the file itself."""
     if args.model is None and args.level == "index":
-        from radixcache.bench.loaders import read_text
-        from radixcache.bench.public_data import train_encoder
+        from radixcache.bench.workloads.loaders import read_text
+        from radixcache.bench.workloads.public_data import train_encoder
 
         return train_encoder([read_text(args.file)])
     from radixcache.runtime.llm import BUNDLED_MODEL
@@ -254,9 +254,9 @@ def _compare(
     model: PagedModel | None,
 ) -> WorkloadReport:
     """One workload in all modes and memories."""
-    from radixcache.bench.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
-    from radixcache.bench.index_level import run_index
+    from radixcache.bench.replay.index_level import run_index
     from radixcache.bench.report import WorkloadReport
+    from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
 
     count = len(workload.arrivals)
     with _progress(f"{workload.name}: bounds", count) as tick:
@@ -285,7 +285,7 @@ def _compare(
                     row = run_index(workload, mode, tokens, serving, memory.text, tick)
                 found.rows.append(row)
         if model is not None:
-            from radixcache.bench.engine_level import run_engine
+            from radixcache.bench.replay.engine_level import run_engine
 
             runs = count * len(modes) * (args.repeats + 1)
             with _progress(f"{workload.name} {memory.text} engine", runs) as tick:
@@ -309,7 +309,7 @@ _CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
 def _add_overheads(
     report: Report, modes: list[Mode], serving: Serving, args: argparse.Namespace, model: PagedModel
 ) -> None:
-    from radixcache.bench.engine_level import measure_overhead
+    from radixcache.bench.replay.engine_level import measure_overhead
 
     workload = generate("zero-sharing:requests=100", args.seed, model.vocab_size)
     tokens = workload.prompt_tokens // 2

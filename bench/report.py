@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixcache.bench.figures import Figures, Overhead
+from radixcache.bench.replay.figures import Figures, Overhead
 from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from radixcache.bench.figures import Figures, Overhead
-from radixcache.bench.modes import DEFAULT_MODES, Memory, parse_memory, parse_mode
+from radixcache.bench.replay.figures import Figures, Overhead
 from radixcache.bench.report import Report, WorkloadReport, verdicts
+from radixcache.bench.schemes.modes import DEFAULT_MODES, Memory, parse_memory, parse_mode
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 

@@ -25,8 +25,8 @@ from bench.peers.engines.cases import SIZES, WORKLOADS, Sizes
 from bench.peers.engines.memory import held_bytes
 from bench.peers.engines.place import THREADS
 from bench.peers.engines.report import Results, Turn, agreements, tables, targets
-from bench.peers.index import conditions
 from bench.peers.process import Worker, python_of
+from radixcache.bench.machine import conditions
 
 ENGINES = {
     "ours": ".venv",

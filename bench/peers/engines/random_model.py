@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from radixcache.bench.random_llama import save_random_llama
+from radixcache.bench.probes.random_llama import save_random_llama
 
 if __name__ == "__main__":
     size = save_random_llama(Path(sys.argv[1]), int(sys.argv[2]))

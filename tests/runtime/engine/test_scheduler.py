@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixcache.bench.generators import generate
-from radixcache.bench.modes import parse_mode
-from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.workloads.generators import generate
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 
