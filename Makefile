@@ -17,6 +17,10 @@ BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
 	--level both --modes none hash-16 radix-1 radix-16 --memory 50% 100% --concurrency 8 \
 	--repeats 2 --overhead 5
 
+# Long documents in far too little memory, one question at a time.
+TRIMMING := documents:documents=60,questions=900,document=17800,question=60,answer=1 \
+	--modes whole-16 radix-16 hash-16 --memory 6% --concurrency 1
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo serve test stress bench bench-ttft bench-index bench-peers bench-trimming bench-history \
@@ -51,8 +55,8 @@ bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM an
 	@$(MAKE) -s $(LLAMA_CPP)/.stamp || true
 	@$(BIN)/python -m bench.peers.engines $(ARGS)
 
-bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block
-	@$(BIN)/python -m radixcache.bench.probes.trimming $(ARGS)
+bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block (1 minute)
+	@for seed in 0 1 2; do $(BIN)/radixcache bench $(TRIMMING) --seed $$seed $(ARGS) || exit; done
 
 bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
 	@$(BIN)/python -m radixcache.bench.probes.history $(ARGS)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
 
 from radixcache.bench.replay.figures import Figures, Overhead
+from radixcache.bench.tables import as_markdown, table
 from radixcache.errors import InvalidRequest, MissingDependency
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from rich.console import Console
+TITLE = "Prefix caching: radix against hash-block"
 
 TIE = 0.02
 """Two modes tie if their prefilled tokens differ by less than this share."""
@@ -75,6 +77,11 @@ class Report:
     settings: dict[str, Any]
     workloads: list[WorkloadReport] = field(default_factory=list)
     overheads: list[Overhead] = field(default_factory=list)
+
+    @property
+    def conditions(self) -> str:
+        """The settings, in one line."""
+        return ", ".join(f"{key} {value}" for key, value in self.settings.items())
 
     def to_json(self) -> str:
         """Everything but the hits of single requests."""
@@ -144,35 +151,31 @@ def _page_for_page(rows: list[Figures]) -> Iterator[str]:
                 )
 
 
-# Tables: a header and rows of text, shown by rich, Markdown or HTML alike.
-
-Table = tuple[list[str], list[list[str]]]
+# What it says.
 
 
 def index_table(workload: WorkloadReport) -> Table:
     """Hits, work and memory at index level."""
     header = ["memory", "mode", "hit", "of unlimited", "of optimal", "prefilled", "doubled"]
     header += ["evicted", "peak pages", "empty slots", "cache µs", "refused"]
-    rows = []
-    for row in workload.level("index"):
-        optimal = workload.optimal_hits.get(row.memory_tokens, 0)
-        rows.append(
-            [
-                row.memory,
-                row.mode,
-                f"{row.hit_rate:.1%}",
-                _share(row.hit_tokens, workload.unlimited_hits),
-                _share(row.hit_tokens, optimal),
-                f"{row.computed_tokens:,}",
-                f"{row.doubled_tokens or 0:,}",
-                f"{row.evicted_tokens:,}",
-                f"{row.peak_used_pages or 0:,}",
-                f"{row.empty_share or 0:.1%}",
-                f"{row.cache_us or 0:,.0f}",
-                f"{row.refused:,}",
-            ]
-        )
-    return header, rows
+    rows = [
+        [
+            row.memory,
+            row.mode,
+            f"{row.hit_rate:.1%}",
+            _share(row.hit_tokens, workload.unlimited_hits),
+            _share(row.hit_tokens, workload.optimal_hits.get(row.memory_tokens, 0)),
+            f"{row.computed_tokens:,}",
+            f"{row.doubled_tokens or 0:,}",
+            f"{row.evicted_tokens:,}",
+            f"{row.peak_used_pages or 0:,}",
+            f"{row.empty_share or 0:.1%}",
+            f"{row.cache_us or 0:,.0f}",
+            f"{row.refused:,}",
+        ]
+        for row in workload.level("index")
+    ]
+    return table(header, rows, left=2)
 
 
 def engine_table(workload: WorkloadReport) -> Table:
@@ -180,24 +183,15 @@ def engine_table(workload: WorkloadReport) -> Table:
     header = ["memory", "mode", "hit", "prefilled", "TTFT p50", "p90", "p99", "tokens/s", "range"]
     rows = []
     for row in workload.level("engine"):
-        timed = row.engine
-        if timed is not None:
-            spread = timed.throughput
-            rows.append(
-                [
-                    row.memory,
-                    row.mode,
-                    f"{row.hit_rate:.1%}",
-                    f"{row.computed_tokens:,}",
-                    *(
-                        f"{1000 * p.median:,.1f} ms"
-                        for p in (timed.ttft_p50, timed.ttft_p90, timed.ttft_p99)
-                    ),
-                    f"{spread.median:,.0f}",
-                    f"{spread.low:,.0f}–{spread.high:,.0f}",
-                ]
-            )
-    return header, rows
+        assert row.engine is not None
+        timed, spread = row.engine, row.engine.throughput
+        ttfts = [
+            f"{1000 * p.median:,.1f} ms" for p in (timed.ttft_p50, timed.ttft_p90, timed.ttft_p99)
+        ]
+        served = [f"{spread.median:,.0f}", f"{spread.low:,.0f}–{spread.high:,.0f}"]
+        hit = [f"{row.hit_rate:.1%}", f"{row.computed_tokens:,}"]
+        rows.append([row.memory, row.mode, *hit, *ttfts, *served])
+    return table(header, rows, left=2)
 
 
 def _share(part: int, whole: int) -> str:
@@ -220,7 +214,7 @@ def sections(report: Report) -> Iterator[tuple[str, list[str], list[Table]]]:
                 else f"Index and engine level DIFFER in {differ} requests."
             )
         tables = [index_table(workload), engine_table(workload)]
-        yield workload.name, [*notes, *verdicts(workload)], [t for t in tables if t[1]]
+        yield workload.name, [*notes, *verdicts(workload)], [t for t in tables if t.row_count]
     if report.overheads:
         header = ["mode", "throughput lost", "range", "pairs"]
         rows = [
@@ -232,164 +226,115 @@ def sections(report: Report) -> Iterator[tuple[str, list[str], list[Table]]]:
             ]
             for overhead in report.overheads
         ]
-        yield "Nothing to hit", ["Runs with the cache and without, in pairs."], [(header, rows)]
+        notes = ["Runs with the cache and without, in pairs."]
+        yield "Nothing to hit", notes, [table(header, rows)]
+
+
+# Where it goes: a terminal, a page of HTML, a page of Markdown.
 
 
 def print_report(report: Report, console: Console) -> None:
     """Show the tables on a terminal."""
-    from rich.table import Table as RichTable
-
     for title, notes, tables in sections(report):
         console.rule(title, align="left")
-        console.print(*notes, sep="\n", highlight=False, markup=False)
-        for header, rows in tables:
-            shown = RichTable(box=None, pad_edge=False, header_style="bold")
-            for name in header:
-                left = name in ("memory", "mode")
-                shown.add_column(name, justify="left" if left else "right", no_wrap=True)
-            for row in rows:
-                shown.add_row(*row)
-            console.print(shown, highlight=False)
-    for line in _settings_lines(report):
-        console.print(line, style="dim", highlight=False, markup=False)
-
-
-def _settings_lines(report: Report) -> list[str]:
-    return [", ".join(f"{key} {value}" for key, value in report.settings.items())]
+        console.print(*notes, sep="\n", markup=False)
+        console.print(*tables)
+    console.print(report.conditions, style="dim", markup=False)
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write one self-contained page: .html with the figures inside, .md with PNG files beside it.
+    """Write one self-contained page: .html with figures inside, or .md with the tables alone.
 
     Raises:
         InvalidRequest: another ending, or a place that cannot be written.
-        MissingDependency: matplotlib is not installed.
+        MissingDependency: figures need matplotlib, and it is not installed.
     """
     if path.suffix not in (".html", ".md"):
         raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
-    figures = [(title, _draw(draw)) for title, draw in _figures(report)]
+    write(path, _html(report) if path.suffix == ".html" else _markdown(report))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file. Raises InvalidRequest if it cannot be written."""
     try:
-        if path.suffix == ".html":
-            path.write_text(_html(report, figures), encoding="utf-8")
-        else:
-            path.write_text(_markdown(report, figures, path.stem), encoding="utf-8")
-            for number, (_, png) in enumerate(figures, 1):
-                path.with_name(f"{path.stem}-{number}.png").write_bytes(png)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
 
 
-def _markdown(report: Report, figures: Sequence[tuple[str, bytes]], stem: str) -> str:
-    parts = ["# Prefix caching: radix against hash-block", *_settings_lines(report)]
+def _markdown(report: Report) -> str:
+    parts = [f"# {TITLE}", report.conditions]
     for title, notes, tables in sections(report):
-        parts += [f"## {title}", *notes]
-        for header, rows in tables:
-            lines = [header, ["---"] * len(header), *rows]
-            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    for number, (title, _) in enumerate(figures, 1):
-        parts.append(f"![{title}]({stem}-{number}.png)")
+        parts += [f"## {title}", *notes, *map(as_markdown, tables)]
     return "\n\n".join(parts) + "\n"
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }
-th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left }
-img { max-width: 100% } figure { margin: 2em 0 }
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>TITLE</title>
+<style>body {{ margin: 2em; font-family: system-ui }} img {{ max-width: 100% }} {stylesheet}</style>
+<h1>TITLE</h1><pre>{code}</pre>
 """
 
 
-def _html(report: Report, figures: Sequence[tuple[str, bytes]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    title = "Prefix caching: radix against hash-block"
-    parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>',
-        f"<style>{_STYLE}</style><h1>{title}</h1>",
-        *(f"<p>{html.escape(line)}</p>" for line in _settings_lines(report)),
-    ]
-    for name, notes, tables in sections(report):
-        parts.append(f"<h2>{html.escape(name)}</h2>")
-        parts += [f"<p>{html.escape(note)}</p>" for note in notes]
-        for header, rows in tables:
-            body = "".join(row(cells, "td") for cells in rows)
-            parts.append(f"<table>{row(header, 'th')}{body}</table>")
-    for name, png in figures:
-        data = base64.b64encode(png).decode()
-        caption = html.escape(name)
-        parts.append(f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"></figure>')
+def _html(report: Report) -> str:
+    """What the terminal shows, and the figures."""
+    console = Console(file=io.StringIO(), record=True, width=150, highlight=False)
+    print_report(report, console)
+    parts = [console.export_html(code_format=_PAGE.replace("TITLE", TITLE))]
+    for plot in _plots(report):
+        data = base64.b64encode(_draw(plot)).decode()
+        parts.append(f'<h2>{escape(plot.title)}</h2><img src="data:image/png;base64,{data}">')
     return "\n".join(parts) + "</html>\n"
 
 
 # Figures.
 
-Draw = Callable[["Axes"], None]
+
+class Plot(NamedTuple):
+    """Lines over two axes. A line is its label, its style, and its points."""
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
+    most: float | None = None
 
 
-def _figures(report: Report) -> Iterator[tuple[str, Draw]]:
+def _plots(report: Report) -> Iterator[Plot]:
     for workload in report.workloads:
         rows = workload.level("index") or workload.level("engine")
         if rows:
-            yield f"{workload.name}: hit rate over memory", _hit_rates(workload, rows)
+            yield _hit_rates(workload, rows)
         if any(len(row.computed_by_turn) > 1 for row in rows):
-            yield f"{workload.name}: prefill tokens by turn", _by_turn(workload, rows)
-        timed = workload.level("engine")
-        if timed:
-            yield f"{workload.name}: time to first token", _ttfts(workload, timed)
+            yield _by_turn(workload, rows)
 
 
-def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Draw:
-    def draw(axes: Axes) -> None:
-        for name, points in workload.curves.items():
-            axes.plot(*zip(*points, strict=True), ":", linewidth=1, label=f"{name}, LRU, one pass")
-        for mode in dict.fromkeys(row.mode for row in rows):
-            at = sorted((row.memory_tokens, row.hit_rate) for row in rows if row.mode == mode)
-            axes.plot(*zip(*at, strict=True), "o-", markersize=4, label=mode)
-        if workload.optimal_hits:
-            best = sorted((m, h / workload.prompt_tokens) for m, h in workload.optimal_hits.items())
-            axes.plot(*zip(*best, strict=True), "k--", label="offline optimum")
-        axes.axhline(
-            workload.unlimited_hits / workload.prompt_tokens, color="grey", label="unlimited memory"
-        )
-        axes.set_xlabel("KV memory, tokens")
-        axes.set_ylabel("share of prompt tokens hit")
-        axes.set_ylim(0, 1)
-
-    return draw
+def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
+    lines: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
+        (f"{name}, LRU, one pass", ":", points) for name, points in workload.curves.items()
+    ]
+    for mode in dict.fromkeys(row.mode for row in rows):
+        at = sorted((row.memory_tokens, row.hit_rate) for row in rows if row.mode == mode)
+        lines.append((mode, "o-", at))
+    best = sorted((m, h / workload.prompt_tokens) for m, h in workload.optimal_hits.items())
+    lines.append(("offline optimum", "k--", best))
+    unlimited = workload.unlimited_hits / workload.prompt_tokens
+    lines.append(("unlimited memory", "s", [(workload.footprint, unlimited)]))
+    title = f"{workload.name}: hit rate over memory"
+    return Plot(title, "KV memory, tokens", "share of prompt tokens hit", lines, most=1)
 
 
-def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Draw:
-    def draw(axes: Axes) -> None:
-        most = max(row.memory_tokens for row in rows)
-        for row in rows:
-            if row.memory_tokens == most:
-                turns = range(1, len(row.computed_by_turn) + 1)
-                axes.plot(turns, row.computed_by_turn, "o-", markersize=4, label=row.mode)
-        axes.set_xlabel("turn")
-        axes.set_ylabel(f"prefilled tokens per request, {most:,} tokens of memory")
-        axes.set_ylim(bottom=0)
-
-    return draw
+def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
+    most = max(row.memory_tokens for row in rows)
+    lines = [
+        (row.mode, "o-", list(enumerate(row.computed_by_turn, 1)))
+        for row in rows
+        if row.memory_tokens == most
+    ]
+    y = f"prefilled tokens per request, {most:,} tokens of memory"
+    return Plot(f"{workload.name}: prefill tokens by turn", "turn", y, lines)
 
 
-def _ttfts(workload: WorkloadReport, rows: list[Figures]) -> Draw:
-    def draw(axes: Axes) -> None:
-        most = max(row.memory_tokens for row in rows)
-        for row in rows:
-            if row.memory_tokens == most and row.engine is not None:
-                times = sorted(1000 * time for time in row.engine.ttfts)
-                shares = [(n + 1) / len(times) for n in range(len(times))]
-                axes.plot(times, shares, label=row.mode)
-        axes.set_xlabel(f"time to first token, ms, {most:,} tokens of memory")
-        axes.set_ylabel("share of requests")
-        axes.set_xscale("log")
-
-    return draw
-
-
-def _draw(draw: tuple[str, Draw] | Draw) -> bytes:
+def _draw(plot: Plot) -> bytes:
     """A figure as PNG."""
     try:
         from matplotlib.figure import Figure
@@ -399,8 +344,9 @@ def _draw(draw: tuple[str, Draw] | Draw) -> bytes:
         ) from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    assert callable(draw)
-    draw(axes)
+    for label, style, points in plot.lines:
+        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set(xlabel=plot.x, ylabel=plot.y, ylim=(0, plot.most))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     out = io.BytesIO()

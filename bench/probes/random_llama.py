@@ -1,7 +1,11 @@
-"""A Llama with random weights, big enough for its matrix products to cost what they cost."""
+"""A Llama with random weights, big enough for its matrix products to cost what they cost.
+
+python -m radixcache.bench.probes.random_llama FOLDER SEED
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -25,3 +29,7 @@ def save_random_llama(folder: Path, seed: int = 0) -> int:
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
+
+
+if __name__ == "__main__":
+    save_random_llama(Path(sys.argv[1]), int(sys.argv[2]))

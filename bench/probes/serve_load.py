@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
+import numpy as np
+from openai import AsyncOpenAI, OpenAIError
+
+from radixcache.bench.machine import cpu_seconds, held_bytes
 
 NAMES = "Ada Bea Cleo Dora Elsa Finn Gus Hugo Ida Jon Kai Lena Milo Nora Otto Pia".split()
 SURNAMES = "Lund Holm Frost Marsh Rossi Tanaka Byron Silva".split()
@@ -56,61 +56,47 @@ def make_table(rng: random.Random) -> tuple[str, list[str]]:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows), people
 
 
-async def converse(
-    client: httpx.AsyncClient,
-    tally: Tally,
-    rng: random.Random,
-    impatient: bool,
-    table: str,
-    people: list[str],
-) -> None:
-    """One conversation of six turns."""
-    messages = [{"role": "system", "content": f"{table}\n"}]
-    hang_up_in = rng.randrange(TURNS) if impatient else None
-    for turn in range(TURNS):
-        question = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
-        messages.append({"role": "user", "content": question})
-        if turn == hang_up_in:
-            await ask(client, tally, messages, hang_up_after=rng.randrange(1, 8))
-        answer = await ask(client, tally, messages)
-        messages.append({"role": "assistant", "content": answer})
+class Client:
+    """Somebody who talks about tables, and may be impatient."""
 
+    def __init__(self, url: str, tally: Tally, rng: random.Random, impatient: bool) -> None:
+        self.api = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.tally, self.rng, self.impatient = tally, rng, impatient
 
-async def ask(
-    client: httpx.AsyncClient,
-    tally: Tally,
-    messages: list[dict[str, str]],
-    hang_up_after: int | None = None,
-) -> str:
-    """The streamed answer; or hang up after some chunks."""
-    start, answer, chunks = time.perf_counter(), "", 0
-    body = {"messages": messages, "stream": True, "max_tokens": 40}
-    try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                tally.errors[f"status {response.status_code}"] += 1
-                return answer
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    tally.answers += 1
-                    break
-                if line:
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        tally.errors[chunk["error"]["message"]] += 1
-                        break
+    async def converse(self, table: str, people: list[str]) -> None:
+        """One conversation of six turns."""
+        messages = [{"role": "system", "content": f"{table}\n"}]
+        hang_up_in = self.rng.randrange(TURNS) if self.impatient else None
+        for turn in range(TURNS):
+            person, what = self.rng.choice(people), self.rng.choice([*FIELDS]).lower()
+            messages.append({"role": "user", "content": f"What is the {what} of {person}?"})
+            if turn == hang_up_in:
+                await self.ask(messages, hang_up_after=self.rng.randrange(1, 8))
+            messages.append({"role": "assistant", "content": await self.ask(messages)})
+
+    async def ask(self, messages: list[Any], hang_up_after: int | None = None) -> str:
+        """The streamed answer; or hang up after some chunks."""
+        start, answer, chunks, ended = time.perf_counter(), "", 0, False
+        try:
+            async with await self.api.chat.completions.create(
+                model="tabletalk", messages=messages, max_tokens=40, stream=True
+            ) as stream:
+                async for chunk in stream:
                     if not chunks:
-                        tally.ttft.append(time.perf_counter() - start)
+                        self.tally.ttft.append(time.perf_counter() - start)
                     chunks += 1
-                    answer += chunk["choices"][0]["delta"].get("content", "")
+                    answer += chunk.choices[0].delta.content or ""
+                    ended = chunk.choices[0].finish_reason is not None
                     if chunks == hang_up_after:
-                        tally.hang_ups += 1
+                        self.tally.hang_ups += 1
                         return answer
+            if ended:
+                self.tally.answers += 1
             else:
-                tally.errors["a stream without an end"] += 1
-    except httpx.HTTPError as error:
-        tally.errors[type(error).__name__] += 1
-    return answer
+                self.tally.errors["a stream without an end"] += 1
+        except OpenAIError as error:
+            self.tally.errors[f"{type(error).__name__}: {error}"] += 1
+        return answer
 
 
 async def load(url: str, pid: int, clients: int, minutes: float, seed: int) -> None:
@@ -121,60 +107,34 @@ async def load(url: str, pid: int, clients: int, minutes: float, seed: int) -> N
 
     async def talk(number: int) -> None:
         own = random.Random(f"{seed} {number}")
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            while time.monotonic() < end:
-                table, people = own.choice(tables)
-                await converse(client, tally, own, number % 3 == 0, table, people)
+        client = Client(url, tally, own, impatient=number % 3 == 0)
+        while time.monotonic() < end:
+            await client.converse(*own.choice(tables))
 
     async def watch() -> None:
         while True:
-            memory.append(resident_mib(pid))
+            memory.append(held_bytes(pid) / (1 << 20))
             await asyncio.sleep(5)
 
     watcher = asyncio.create_task(watch())
     await asyncio.gather(*(talk(number) for number in range(clients)))
     watcher.cancel()
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        stats = (await client.get("/v1/cache?max_nodes=0")).json()["stats"]
-        check = (await client.get("/check")).json()
+    async with AsyncOpenAI(base_url=url, api_key="none") as client:
+        found = await client.get("/check", cast_to=dict[str, Any])
     before, cpu = time.monotonic(), cpu_seconds(pid)
     await asyncio.sleep(20)
     idle = (cpu_seconds(pid) - cpu) / (time.monotonic() - before)
-    tally.ttft.sort()
+    median, late = np.percentile(tally.ttft, (50, 95))
     third = len(memory) // 3
     print(f"seed {seed}, {clients} clients, {minutes:g} minutes")
     print(f"answers {tally.answers:,}, hang-ups {tally.hang_ups:,}, errors {dict(tally.errors)}")
-    print(f"hit rate {stats['hit_rate']:.1%}, evicted pages {stats['evicted_pages']:,}")
+    print(f"time to first chunk, as the clients saw it: median {median:.3f} s, 95 % {late:.3f} s")
+    print("afterwards: " + ", ".join(f"{what} {value}" for what, value in found.items()))
     print(
-        f"time to first chunk, as the clients saw it: median {quantile(tally.ttft, 0.5):.3f} s, "
-        f"95 % {quantile(tally.ttft, 0.95):.3f} s"
-    )
-    print(
-        f"afterwards: check {check['check']}, leases {check['leases']}, pages lost {check['lost']}"
-    )
-    print(
-        f"resident MiB: start {memory[0]:.0f}, second third {max(memory[third : 2 * third]):.0f}, "
-        f"last third {max(memory[2 * third :]):.0f}; every 30 s: "
-        + " ".join(f"{value:.0f}" for value in memory[::6])
+        f"MiB held: start {memory[0]:.0f}, second third {max(memory[third : 2 * third + 1]):.0f}, "
+        f"last third {max(memory[2 * third :]):.0f}"
     )
     print(f"idle: {idle:.2%} of a core")
-
-
-def quantile(values: list[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
-
-
-def resident_mib(pid: int) -> float:
-    """Resident memory of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    match = re.search(r"VmRSS:\s+(\d+) kB", status)
-    return int(match[1]) / 1024 if match else float("nan")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_server(kv_memory: str) -> None:
@@ -193,13 +153,18 @@ def run_server(kv_memory: str) -> None:
 
     def look() -> dict[str, Any]:
         cache = llm.cache
-        found: dict[str, Any] = {"check": "ok", "leases": len(cache._leases)}  # type: ignore[attr-defined]
+        found = {
+            "hit rate": f"{cache.stats.hit_rate:.1%}",
+            "evicted pages": cache.stats.evicted_pages,
+            "leases": len(cache._leases),  # type: ignore[attr-defined]
+            "check": "ok",
+        }
         try:
             cache.check()
         except AssertionError as error:
             found["check"] = str(error)
         cache.evict(cache.pool.num_pages)
-        return {**found, "lost": cache.pool.num_pages - cache.pool.num_free}
+        return {**found, "pages lost": cache.pool.num_pages - cache.pool.num_free}
 
     app.add_api_route("/check", check)
     serve(app, listen("127.0.0.1", 0), shutdown_timeout=10)
@@ -216,40 +181,20 @@ def main() -> None:
     if args.serve:
         run_server(args.kv_memory)
         return
-    command = [
-        sys.executable,
-        "-m",
-        "radixcache.bench.probes.serve_load",
-        "--serve",
-        "--kv-memory",
-        args.kv_memory,
-    ]
+    command = [sys.executable, "-m", "radixcache.bench.probes.serve_load", "--serve"]
+    command += ["--kv-memory", args.kv_memory]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        url = ""
-        while not url:
-            line = server.stderr.readline()
-            assert line, "the server did not start"
-            url = "".join(re.findall(r"at (http://\S+)", line))
-        asyncio.run(wait_for(url))
+        urls = (re.search(r"at (http://\S+)", line) for line in server.stderr)
+        url = next((found[1] for found in urls if found), None)
+        assert url, "the server did not start"
         try:
             asyncio.run(load(url, server.pid, args.clients, args.minutes, args.seed))
         finally:
-            server.send_signal(signal.SIGTERM)
+            server.terminate()
             start = time.monotonic()
             server.wait(60)
             print(f"SIGTERM to end: {time.monotonic() - start:.1f} s")
-
-
-async def wait_for(url: str) -> None:
-    """Wait until the server answers."""
-    async with httpx.AsyncClient(base_url=url) as client:
-        while True:
-            try:
-                await client.get("/health")
-                return
-            except httpx.TransportError:
-                await asyncio.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,10 +96,21 @@ def run_engine(
             run = _run_once(workload, ScriptedEngine(model, pool, mode, serving), serving, progress)
             if repeat:
                 timed.append(run)
-    return [
-        _figures(workload, mode, memory, memory_tokens, timed)
-        for mode, timed in zip(modes, runs, strict=True)
-    ]
+    found = []
+    for mode, timed in zip(modes, runs, strict=True):
+        figures = summarise(
+            timed[0].outcomes,
+            workload,
+            mode,
+            memory_tokens,
+            memory=memory,
+            level="engine",
+            evicted_tokens=timed[0].evicted_tokens,
+            seconds=statistics.median(run.seconds for run in timed),
+        )
+        figures.engine = _times(workload, timed)
+        found.append(figures)
+    return found
 
 
 def _run_once(
@@ -111,35 +123,19 @@ def _run_once(
     return Timed(outcomes, seconds, engine.cache.stats.evicted_tokens)
 
 
-def _figures(
-    workload: Workload, mode: Mode, memory: str, memory_tokens: int, runs: list[Timed]
-) -> Figures:
+def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:
     ttfts = [[o.ttft for o in run.outcomes if o.ttft is not None] for run in runs]
     served = workload.prompt_tokens + workload.answer_tokens
-    figures = summarise(
-        runs[0].outcomes,
-        level="engine",
-        workload=workload.name,
-        mode=mode.name,
-        page_size=mode.page_size,
-        memory=memory,
-        memory_tokens=memory_tokens,
-        evicted_tokens=runs[0].evicted_tokens,
-        seconds=float(np.median([run.seconds for run in runs])),
-    )
-
-    def percentile(share: float) -> Spread:
-        return Spread.of([float(np.percentile(times, share)) for times in ttfts])
-
-    figures.engine = EngineFigures(
+    percentiles = [np.percentile(times, (50, 90, 99)).tolist() for times in ttfts]
+    p50, p90, p99 = map(Spread.of, zip(*percentiles, strict=True))
+    return EngineFigures(
         repeats=len(runs),
-        ttft_p50=percentile(50),
-        ttft_p90=percentile(90),
-        ttft_p99=percentile(99),
+        ttft_p50=p50,
+        ttft_p90=p90,
+        ttft_p99=p99,
         throughput=Spread.of([served / run.seconds for run in runs]),
         ttfts=[time for times in ttfts for time in times],
     )
-    return figures
 
 
 def measure_overhead(

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from radixcache.bench.replay.play import Outcome
+from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.workloads.workload import Workload
 
 
 @dataclass
@@ -44,7 +46,6 @@ class Figures:
     seconds: float
     doubled_tokens: int | None = None
     peak_used_pages: int | None = None
-    peak_held_pages: int | None = None
     empty_share: float | None = None
     cache_us: float | None = None
     engine: EngineFigures | None = None
@@ -111,25 +112,18 @@ class Overhead:
 
 def summarise(
     outcomes: Sequence[Outcome],
-    *,
-    level: str,
-    workload: str,
-    mode: str,
-    page_size: int,
-    memory: str,
+    workload: Workload,
+    mode: Mode,
     memory_tokens: int,
-    evicted_tokens: int,
-    seconds: float,
+    **more: Any,
 ) -> Figures:
-    """The figures that both levels have."""
+    """The figures that both levels have; `more` are those that `outcomes` do not say."""
     turns = 1 + max(outcome.turn for outcome in outcomes)
     by_turn = [[o.computed_tokens for o in outcomes if o.turn == turn] for turn in range(turns)]
     return Figures(
-        level=level,
-        workload=workload,
-        mode=mode,
-        page_size=page_size,
-        memory=memory,
+        workload=workload.name,
+        mode=mode.name,
+        page_size=mode.page_size,
         memory_tokens=memory_tokens,
         requests=len(outcomes),
         refused=sum(outcome.error is not None for outcome in outcomes),
@@ -137,8 +131,7 @@ def summarise(
         hit_tokens=sum(outcome.hit_tokens for outcome in outcomes),
         computed_tokens=sum(outcome.computed_tokens for outcome in outcomes),
         preemptions=sum(outcome.preemptions for outcome in outcomes),
-        evicted_tokens=evicted_tokens,
         computed_by_turn=[float(np.mean(computed)) for computed in by_turn if computed],
-        seconds=seconds,
         hits=[outcome.hit_tokens for outcome in outcomes],
+        **more,
     )

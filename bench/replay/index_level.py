@@ -56,12 +56,11 @@ def run_index(
     )
     figures = summarise(
         outcomes,
-        level="index",
-        workload=workload.name,
-        mode=mode.name,
-        page_size=mode.page_size,
+        workload,
+        mode,
+        memory_tokens,
         memory=memory,
-        memory_tokens=memory_tokens,
+        level="index",
         evicted_tokens=cache.stats.evicted_tokens,
         seconds=time.perf_counter() - start,
     )
@@ -69,7 +68,6 @@ def run_index(
     figures.doubled_tokens = scheduler.doubled_tokens
     figures.cache_us = clock.seconds * 1e6 / figures.requests
     figures.peak_used_pages = max((s.used_pages for s in surveys), default=0)
-    figures.peak_held_pages = max((s.used_pages + s.cached_pages for s in surveys), default=0)
     held = sum((s.used_pages + s.cached_pages) * mode.page_size for s in surveys)
     figures.empty_share = sum(s.empty_slots for s in surveys) / held if held else 0.0
     return figures

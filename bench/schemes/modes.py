@@ -8,23 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
-from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.errors import InvalidRequest
 
-KINDS: dict[str, tuple[Callable[[PagePool], PrefixCache], str]] = {
-    "none": (NoCache, "nothing is shared"),
-    "hash": (HashBlockCache, "whole blocks under the hash of their prefix, as vLLM"),
-    "radix": (RadixCache, "token-exact radix tree over pages"),
-    "aligned": (PageAlignedRadixCache, "radix tree in whole pages, as SGLang"),
+
+class WholeLeaves(RadixCache):
+    """Drops each leaf whole, as SGLang's eviction does, however little is asked for."""
+
+    def evict(self, num_pages: int) -> int:
+        freed = 0
+        while freed < num_pages and (leaf := self._order.first()) is not None:
+            freed += super().evict(leaf.num_pages)
+        return freed
+
+
+KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
+    "none": NoCache,
+    "hash": HashBlockCache,
+    "radix": RadixCache,
+    "whole": WholeLeaves,
 }
 
-DEFAULT_MODES = (
-    "none",
-    *(f"hash-{size}" for size in (16, 32, 64, 128, 256)),
-    "radix-1",
-    "radix-16",
-    "aligned-16",
-)
+DEFAULT_MODES = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16".split()
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,11 @@ class Mode:
 
     def make(self, num_tokens: int) -> PrefixCache:
         """An empty cache over pages for `num_tokens` tokens."""
-        return KINDS[self.kind][0](PagePool(num_tokens // self.page_size, self.page_size))
+        return KINDS[self.kind](PagePool(num_tokens // self.page_size, self.page_size))
 
 
 def parse_mode(name: str) -> Mode:
-    """The mode called "none", "hash-B", "radix-P" or "aligned-P".
+    """The mode called "none", "hash-B", "radix-P" or "whole-P".
 
     Raises:
         InvalidRequest: none is called so.
@@ -54,9 +58,7 @@ def parse_mode(name: str) -> Mode:
     if kind == "none" and not size:
         return Mode("none", 16)
     if kind not in KINDS or kind == "none" or not re.fullmatch(r"[1-9]\d{0,4}", size):
-        raise InvalidRequest(
-            f"no mode {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
-        )
+        raise InvalidRequest(f"no mode {name!r}; say none, hash-16, radix-1, whole-16 or the like")
     return Mode(kind, int(size))
 
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from radixcache.bench.workloads.byte_level_bpe import Encode
 from radixcache.bench.workloads.workload import Arrival, Tokens, Workload
 from radixcache.errors import InvalidRequest
 
-Encode = Callable[[str], list[int]]
-
 _ANSWER = 128
 """Tokens generated for a prompt of a file that knows no answer."""
-
-_UNREADABLE = "JSON that is too deep, or has too long a number"
 
 
 def load_mooncake(
@@ -105,31 +103,18 @@ def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
     Raises:
         InvalidRequest: the file is no such list.
     """
-    try:
-        conversations = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{path}: not JSON: {error.msg} in line {error.lineno}") from None
-    except (RecursionError, ValueError):
-        raise InvalidRequest(f"{path}: {_UNREADABLE}") from None
+    conversations = _json(str(path), read_text(path))
     if not isinstance(conversations, list):
         raise InvalidRequest(f"{path}: not a list of conversations")
     chats = []
     for number, conversation in enumerate(conversations[:limit]):
+        where = f"{path}: conversation {number}"
         match conversation:
-            case {"conversations": [*messages]}:
-                chats.append(
-                    [_sharegpt_turn(f"{path}: conversation {number}", m) for m in messages]
-                )
+            case {"conversations": [*turns]}:
+                chats.append([_turn(where, turn, "from", "value") for turn in turns])
             case _:
-                raise InvalidRequest(f'{path}: conversation {number} has no list "conversations"')
+                raise InvalidRequest(f'{where} has no list "conversations"')
     return _chats(path, chats, encode)
-
-
-def _sharegpt_turn(where: str, message: Any) -> tuple[str, str]:
-    match message:
-        case {"from": str(role), "value": str(text)}:
-            return {"gpt": "assistant", "human": "user"}.get(role, role), text
-    raise InvalidRequest(f'{where}: a turn needs "from" and "value", both text')
 
 
 def load_messages(path: Path, encode: Encode, *, limit: int | None = None) -> Workload:
@@ -144,18 +129,19 @@ def load_messages(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
     chats = []
     for where, record in _json_lines(path, limit):
         match record:
-            case {"messages": [*messages]} if messages:
-                chats.append([_openai_message(where, message) for message in messages])
+            case {"messages": [*turns]} if turns:
+                chats.append([_turn(where, turn, "role", "content") for turn in turns])
             case _:
                 raise InvalidRequest(f'{where}: not a chat: say {{"messages": [...]}}')
     return _chats(path, chats, encode)
 
 
-def _openai_message(where: str, message: Any) -> tuple[str, str]:
-    match message:
-        case {"role": str(role), "content": str(text)}:
-            return role, text
-    raise InvalidRequest(f'{where}: a message needs a "role" and a "content", both text')
+def _turn(where: str, turn: Any, speaker: str, content: str) -> tuple[str, str]:
+    """Who says what, under the names that a format has for the two."""
+    role, text = (turn.get(speaker), turn.get(content)) if isinstance(turn, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(text, str):
+        raise InvalidRequest(f'{where}: a turn needs "{speaker}" and "{content}", both text')
+    return {"gpt": "assistant"}.get(role, role), text
 
 
 def load_prompts(path: Path, encode: Encode, *, limit: int | None = None) -> Workload:
@@ -203,19 +189,18 @@ def _not_empty(workload: Workload, path: Path) -> Workload:
 
 def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Any]]:
     """Each line's place and content."""
-    count = 0
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        if count == limit:
-            return
-        count += 1
-        try:
-            yield f"{path}:{number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidRequest(f"{path}:{number}: not JSON: {error.msg}") from None
-        except (RecursionError, ValueError):
-            raise InvalidRequest(f"{path}:{number}: {_UNREADABLE}") from None
+    lines = enumerate(read_text(path).split("\n"), 1)
+    for number, line in islice(((n, line) for n, line in lines if line.strip()), limit):
+        yield f"{path}:{number}", _json(f"{path}:{number}", line)
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"{where}: not JSON: {error}") from None  # says line and column
+    except (RecursionError, ValueError):
+        raise InvalidRequest(f"{where}: JSON that is too deep, or has too long a number") from None
 
 
 def read_text(path: Path) -> str:

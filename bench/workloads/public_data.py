@@ -13,17 +13,15 @@ import io
 import json
 import os
 import tarfile
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from radixcache.bench.workloads.byte_level_bpe import train_encoder
 from radixcache.bench.workloads.workload import Tokens, Workload
-from radixcache.errors import InvalidRequest, MissingDependency
+from radixcache.errors import InvalidRequest
 
 VOCABULARY = 32_768
 
@@ -60,7 +58,7 @@ def load_public(name: str, folder: Path | None = None) -> Workload:
         raise InvalidRequest(
             f"{name} needs {', '.join(_FILES)} in ../shared/data, or in the folder RADIXCACHE_DATA"
         )
-    return PUBLIC[name](folder, trained_encoder(str(folder)))
+    return PUBLIC[name](folder, trained_encoder(folder))
 
 
 Encode = Callable[[str], Tokens]
@@ -199,46 +197,10 @@ def _choices(row: list[str]) -> str:
 
 
 @cache
-def trained_encoder(folder: str) -> Encode:
+def trained_encoder(folder: Path) -> Encode:
     """Text to tokens by a tokenizer trained on the public data."""
-    path = Path(folder)
-    texts = [f"{question}\n{answer}" for question, answer in _gsm8k(path)]
-    texts += [_choices(row) for _, dev, test in _mmlu(path) for row in (*dev, *test)]
-    texts += [(path / "mt_bench_question.jsonl").read_text()]
-    encode = train_encoder(texts)
+    texts = [f"{question}\n{answer}" for question, answer in _gsm8k(folder)]
+    texts += [_choices(row) for _, dev, test in _mmlu(folder) for row in (*dev, *test)]
+    texts += [(folder / "mt_bench_question.jsonl").read_text()]
+    encode = train_encoder(texts, VOCABULARY)
     return lambda text: np.array(encode(text), np.int32)
-
-
-def train_encoder(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Callable[[str], list[int]]:
-    """A byte-level BPE of at most `vocabulary` tokens, kept in a temporary folder once trained.
-
-    Raises:
-        MissingDependency: tokenizers is not installed.
-    """
-    try:
-        import tokenizers
-        from tokenizers import models, pre_tokenizers, trainers
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            "tokenising needs tokenizers: pip install 'radixcache[bench]'"
-        ) from error
-    texts = list(texts)
-    digest = sha256("\0".join([str(vocabulary), tokenizers.__version__, *texts]).encode())
-    kept = (
-        Path(tempfile.gettempdir()) / f"radixcache-bpe-{os.getuid()}-{digest.hexdigest()[:16]}.json"
-    )
-    if kept.is_file() and kept.stat().st_uid == os.getuid():
-        tokenizer: Any = tokenizers.Tokenizer.from_file(str(kept))
-    else:
-        tokenizer = tokenizers.Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
-        tokenizer.train_from_iterator(texts, trainer)
-        half = kept.with_suffix(f".{os.getpid()}")
-        tokenizer.save(str(half))
-        half.replace(kept)
-    return lambda text: list(tokenizer.encode(text).ids)

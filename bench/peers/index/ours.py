@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Literal
 
 import numpy as np
@@ -11,9 +10,10 @@ from bench.peers.index.base import Stopwatch, Tokens
 from bench.peers.index.trace_t import Request
 from radixcache import Lease, PagePool, RadixCache
 
-Decoding = Literal["ahead", "token"]
+Decoding = Literal["ahead", "token", "closed"]
 """How decoded tokens get in: all when the request ends, with room reserved for `AHEAD` at a time,
-as our scheduler does; or each reserved and published in the step that computes it."""
+as our scheduler does; or each reserved and published in the step that computes it; or as our
+scheduler does, with word of each conversation's end."""
 
 AHEAD = 128
 
@@ -28,10 +28,9 @@ class Ours:
         self.cache = RadixCache(PagePool(num_tokens // page_size, page_size))
         self.page_size = page_size
         self.texts = texts
-        self.stride = {"ahead": AHEAD, "token": 1}[decoding]
-        self.at_once = decoding == "token"
+        self.decoding = decoding
+        self.stride = 1 if decoding == "token" else AHEAD
         self.leases: dict[int, Lease] = {}
-        self.stored: deque[Lease] = deque()
 
     def convert(self, tokens: Tokens) -> Tokens:
         return tokens
@@ -106,7 +105,7 @@ class Ours:
             if request.done >= lease.capacity:
                 cache.reserve(lease, min(request.done + self.stride, request.num_tokens))
         watch.lap("decode")
-        if self.at_once:
+        if self.decoding == "token":
             for request in requests:
                 tokens = self.texts[request.conversation][request.done : request.done + 1]
                 cache.publish(leases[request.number], tokens)
@@ -119,13 +118,10 @@ class Ours:
 
     def finish(self, request: Request) -> None:
         lease = self.leases.pop(request.number)
+        text = self.texts[request.conversation]
+        is_over = self.decoding == "closed" and request.done == len(text) - 1
         self.watch.start()
         if lease.num_tokens < request.done:
-            self._publish(request, lease)
-        self.cache.release(lease)
+            self.cache.publish(lease, text[lease.num_tokens : request.done], written=True)
+        self.cache.release(lease, closed=is_over)
         self.watch.lap("finish")
-
-    def _publish(self, request: Request, lease: Lease) -> None:
-        """Publish what was decoded and not published yet."""
-        tokens = self.texts[request.conversation][lease.num_tokens : request.done]
-        self.cache.publish(lease, tokens, written=True)

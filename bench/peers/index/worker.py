@@ -8,57 +8,47 @@ environment, in which neither torch nor our dependencies need to be those of the
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 from bench.peers.index.cases import CASES, Make, Round
-from bench.peers.process import one_line, say
+from bench.peers.process import serve
 
-PACKAGES = {"ours": "radixcache", "sglang": "sglang", "vllm": "vllm"}
+rounds: Iterator[Round] = iter(())
 
 
-def make_of(name: str) -> Make:
-    """How to make the index called `name`; imports the library that has it."""
-    library, _, variant = name.partition("-")
+def load() -> tuple[Make, str]:
+    """How to make the index that was asked for, and its library's version."""
+    library, _, variant = sys.argv[1].partition("-")
+    make: Make
     if library == "ours":
         from bench.peers.index.ours import Decoding, Ours
 
-        return partial(Ours, decoding=cast(Decoding, variant or "ahead"))
-    if library == "sglang":
+        make = partial(Ours, decoding=cast(Decoding, variant or "ahead"))
+    elif library == "sglang":
         from bench.peers.index.sglang import SGLang
 
         core, _, decoding = variant.partition("-")
-        return partial(SGLang, core=core, decoding=decoding or "step")
-    from bench.peers.index.vllm import VLLM
+        make = partial(SGLang, core=core, decoding=decoding or "step")
+    else:
+        from bench.peers.index.vllm import VLLM
 
-    return VLLM
+        make = VLLM
+    package = import_module({"ours": "radixcache"}.get(library, library))
+    return make, package.__version__
 
 
-def main() -> None:
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints is not an answer
-    rounds: Iterator[Round] = iter(())
-    try:
-        make = make_of(sys.argv[1])
-    except Exception as error:
-        say(answers, {"error": one_line(error)})
-        return
-    package = import_module(PACKAGES[sys.argv[1].partition("-")[0]])
-    say(answers, {"version": package.__version__})
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request:
-                rounds = iter(())
-                rounds = CASES[request.pop("case")](make, **request)
-            say(answers, next(rounds, {"end": True}))
-        except Exception as error:
-            say(answers, {"error": one_line(error)})
+def answer(make: Make, request: dict[str, Any]) -> Round:
+    """Set a case up, or run its next round."""
+    global rounds
+    if request:
+        rounds = iter(())  # what the last case held is gone before the next
+        rounds = CASES[request.pop("case")](make, **request)
+    return next(rounds, {"end": True})
 
 
 if __name__ == "__main__":
-    main()
+    serve(load, answer)

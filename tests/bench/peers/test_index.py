@@ -8,7 +8,7 @@ from bench.peers.index import __main__ as index
 from bench.peers.index.cases import CASES
 from bench.peers.index.ours import Ours
 from bench.peers.index.trace_t import TraceT, arrivals, replay_all
-from bench.peers.index.trace_t_lru import TokenLRU
+from tests.bench.peers.token_lru import TokenLRU
 
 SMALL = [
     ("match", {"length": 300, "node": 64}),
@@ -76,6 +76,14 @@ def test_hits_of_page_size_1_are_those_of_an_exact_lru(seed):
     assert ours.cache.stats.evicted_tokens > 0
     assert found.rate < replay_all(*unlimited(trace)).rate
     ours.cache.check()
+
+
+@pytest.mark.slow
+def test_hits_of_the_whole_trace_are_those_of_an_exact_lru():
+    trace = TraceT()
+    found = replay_all(trace, Ours(trace.num_pages(1), 1, trace.texts(), "token"))
+    assert found == replay_all(trace, TokenLRU(trace))
+    assert (found.hit_tokens, found.prompt_tokens) == (7_379_127, 11_800_000)
 
 
 def unlimited(trace: TraceT) -> tuple[TraceT, TokenLRU]:

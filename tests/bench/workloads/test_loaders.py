@@ -112,7 +112,7 @@ def test_plain_prompts_are_lines(tmp_path):
         (loaders.load_sharegpt, "[" * 100_000, "JSON that is too deep"),
         (loaders.load_messages, "9" * 5000, ":1: JSON that is too deep, or has too long a number"),
         (loaders.load_messages, '{"messages": []}', ":1: not a chat"),
-        (loaders.load_messages, '{"messages": [{"role": "user"}]}', ":1: a message needs"),
+        (loaders.load_messages, '{"messages": [{"role": "user"}]}', ":1: a turn needs"),
         (loaders.load_prompts, "\n\n", "no request in it"),
     ],
 )

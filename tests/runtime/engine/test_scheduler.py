@@ -39,7 +39,6 @@ def first_tokens(engine: IndexEngine, requests: list[Request]) -> list[int]:
         ("radix-64", [1, 2, 2, 2], [60, 1, 1, 1]),
         ("radix-1", [1, 1, 1, 1], [60, 1, 1, 1]),
         ("hash-16", [1, 1, 1, 1], [60, 12, 12, 12]),  # as vLLM, which computes them at once
-        ("aligned-16", [1, 1, 1, 1], [60, 12, 12, 12]),
         ("none", [1, 1, 1, 1], [60, 60, 60, 60]),
     ],
 )
