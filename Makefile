@@ -15,7 +15,7 @@ BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
 	documents:documents=4,questions=16,document=1200 agents:agents=4,steps=8,action=10 \
 	short:requests=100,answer=8 zero-sharing:requests=40,answer=8 bursts:bursts=3,size=16,answer=8 \
 	--level both --modes none hash-16 radix-1 radix-16 --memory 50% 100% --concurrency 8 \
-	--repeats 2 --overhead 5
+	--repeats 2
 
 # Long documents in far too little memory, one question at a time.
 TRIMMING := documents:documents=60,questions=900,document=17800,question=60,answer=1 \

@@ -24,7 +24,6 @@ from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
-    from radixcache.bench.replay.figures import Overhead
     from radixcache.bench.replay.index_level import Serving
     from radixcache.bench.report import WorkloadReport
     from radixcache.runtime.model.paged_model import PagedModel
@@ -89,9 +88,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
     engine.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
-    engine.add_argument(
-        "--overhead", type=int, default=0, metavar="N", help="N pairs of runs with nothing to hit"
-    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
         "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
@@ -117,8 +113,6 @@ def run(args: argparse.Namespace) -> int:
         report.workloads.append(
             _compare(workload, modes, memories, serving, token_bytes, args, model)
         )
-    if model is not None and args.overhead:
-        report.overheads += _overheads(modes, serving, args, model)
     if args.report is not None:
         write_report(report, args.report)
     if str(args.json) == "-":
@@ -137,9 +131,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
-    for name in ("seed", "overhead"):
-        if getattr(args, name) < 0:
-            raise InvalidRequest(f"--{name} must be at least 0, not {getattr(args, name)}")
+    if args.seed < 0:
+        raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
     if args.arrivals == "poisson" and args.rate is None:
@@ -274,22 +267,6 @@ def _compare(
 
 _CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
 """Modes whose hits at every size of memory one pass gives."""
-
-
-def _overheads(
-    modes: list[Mode], serving: Serving, args: argparse.Namespace, model: PagedModel
-) -> Iterator[Overhead]:
-    from radixcache.bench.replay.engine_level import measure_overhead
-
-    workload = generate("zero-sharing:requests=100", args.seed, model.vocab_size)
-    tokens, pairs = workload.prompt_tokens // 2, args.overhead
-    for mode in modes:
-        if mode.kind != "none":
-            runs = 2 * (pairs + 1) * len(workload.arrivals)
-            with _progress(f"overhead of {mode.name}", runs) as tick:
-                yield measure_overhead(
-                    workload, mode, tokens, serving, model, pairs=pairs, progress=tick
-                )
 
 
 @contextmanager

@@ -1,22 +1,20 @@
-"""The report of a benchmark: tables for the terminal, JSON, and one page with figures."""
+"""The report of a benchmark: tables for the terminal or a page, and JSON."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import escape
+from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from radixcache.bench.replay.figures import Figures, Overhead
+from radixcache.bench.replay.figures import Figures
 from radixcache.bench.tables import as_markdown, table
-from radixcache.errors import InvalidRequest, MissingDependency
+from radixcache.errors import InvalidRequest
 
 TITLE = "Prefix caching: radix against hash-block"
 
@@ -71,12 +69,10 @@ class Report:
 
     Attributes:
         settings: what was asked for, and on what it ran.
-        overheads: what a cache costs where nothing is hit, at engine level.
     """
 
     settings: dict[str, Any]
     workloads: list[WorkloadReport] = field(default_factory=list)
-    overheads: list[Overhead] = field(default_factory=list)
 
     @property
     def conditions(self) -> str:
@@ -96,10 +92,6 @@ class Report:
                         "rows": [row.to_json() for row in workload.rows],
                     }
                     for workload in self.workloads
-                ],
-                "overheads": [
-                    {"mode": o.mode, "ratios": o.ratios, "share_lost": o.share.median}
-                    for o in self.overheads
                 ],
             },
             indent=2,
@@ -215,19 +207,6 @@ def sections(report: Report) -> Iterator[tuple[str, list[str], list[Table]]]:
             )
         tables = [index_table(workload), engine_table(workload)]
         yield workload.name, [*notes, *verdicts(workload)], [t for t in tables if t.row_count]
-    if report.overheads:
-        header = ["mode", "throughput lost", "range", "pairs"]
-        rows = [
-            [
-                overhead.mode,
-                f"{overhead.share.median:+.2%}",
-                f"{overhead.share.low:+.2%} to {overhead.share.high:+.2%}",
-                str(len(overhead.ratios)),
-            ]
-            for overhead in report.overheads
-        ]
-        notes = ["Runs with the cache and without, in pairs."]
-        yield "Nothing to hit", notes, [table(header, rows)]
 
 
 # Where it goes: a terminal, a page of HTML, a page of Markdown.
@@ -243,11 +222,10 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write one self-contained page: .html with figures inside, or .md with the tables alone.
+    """Write what the terminal shows as one page, .html or .md.
 
     Raises:
         InvalidRequest: another ending, or a place that cannot be written.
-        MissingDependency: figures need matplotlib, and it is not installed.
     """
     if path.suffix not in (".html", ".md"):
         raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
@@ -269,86 +247,9 @@ def _markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>TITLE</title>
-<style>body {{ margin: 2em; font-family: system-ui }} img {{ max-width: 100% }} {stylesheet}</style>
-<h1>TITLE</h1><pre>{code}</pre>
-"""
-
-
 def _html(report: Report) -> str:
-    """What the terminal shows, and the figures."""
-    console = Console(file=io.StringIO(), record=True, width=150, highlight=False)
+    console = Console(file=StringIO(), record=True, width=150, highlight=False)
     print_report(report, console)
-    parts = [console.export_html(code_format=_PAGE.replace("TITLE", TITLE))]
-    for plot in _plots(report):
-        data = base64.b64encode(_draw(plot)).decode()
-        parts.append(f'<h2>{escape(plot.title)}</h2><img src="data:image/png;base64,{data}">')
-    return "\n".join(parts) + "</html>\n"
-
-
-# Figures.
-
-
-class Plot(NamedTuple):
-    """Lines over two axes. A line is its label, its style, and its points."""
-
-    title: str
-    x: str
-    y: str
-    lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
-    most: float | None = None
-
-
-def _plots(report: Report) -> Iterator[Plot]:
-    for workload in report.workloads:
-        rows = workload.level("index") or workload.level("engine")
-        if rows:
-            yield _hit_rates(workload, rows)
-        if any(len(row.computed_by_turn) > 1 for row in rows):
-            yield _by_turn(workload, rows)
-
-
-def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
-    lines: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
-        (f"{name}, LRU, one pass", ":", points) for name, points in workload.curves.items()
-    ]
-    for mode in dict.fromkeys(row.mode for row in rows):
-        at = sorted((row.memory_tokens, row.hit_rate) for row in rows if row.mode == mode)
-        lines.append((mode, "o-", at))
-    best = sorted((m, h / workload.prompt_tokens) for m, h in workload.optimal_hits.items())
-    lines.append(("offline optimum", "k--", best))
-    unlimited = workload.unlimited_hits / workload.prompt_tokens
-    lines.append(("unlimited memory", "s", [(workload.footprint, unlimited)]))
-    title = f"{workload.name}: hit rate over memory"
-    return Plot(title, "KV memory, tokens", "share of prompt tokens hit", lines, most=1)
-
-
-def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
-    most = max(row.memory_tokens for row in rows)
-    lines = [
-        (row.mode, "o-", list(enumerate(row.computed_by_turn, 1)))
-        for row in rows
-        if row.memory_tokens == most
-    ]
-    y = f"prefilled tokens per request, {most:,} tokens of memory"
-    return Plot(f"{workload.name}: prefill tokens by turn", "turn", y, lines)
-
-
-def _draw(plot: Plot) -> bytes:
-    """A figure as PNG."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            "a report with figures needs matplotlib: pip install 'radixcache[bench]'"
-        ) from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for label, style, points in plot.lines:
-        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set(xlabel=plot.x, ylabel=plot.y, ylim=(0, plot.most))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    return out.getvalue()
+    page = '<!doctype html><html lang="en"><meta charset="utf-8"><title>TITLE</title>'
+    page += "<style>{stylesheet}</style><h1>TITLE</h1><pre>{code}</pre></html>\n"
+    return console.export_html(code_format=page.replace("TITLE", TITLE))

@@ -11,7 +11,9 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from radixcache import PagePool, RadixCache
 from radixcache.base import CacheStats
@@ -85,26 +87,27 @@ def replay(
     return cache.stats
 
 
-def time_last_turn(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[float, float, float]:
-    """Median seconds to tokenise the last prompt whole, through the history, and to remember."""
+def time_last_turn(args: argparse.Namespace, tokenizer: Tokenizer) -> list[float]:
+    """Median ms to tokenise the last prompt whole, through the history, and to remember it."""
     history = TokenHistory(tokenizer)
-    times: list[tuple[float, float, float]] = []
+    times = []
     for number in range(args.conversations):
         talk = Conversation(tokenizer, random.Random(args.seed + number), args.words)
         for _ in range(args.turns - 1):
             history.remember(history.encode(talk.ask()), talk.answer(args.drift[-1]))
         text = talk.ask()
-        start = time.perf_counter()
-        tokenizer.encode(text, special=False)
-        whole = time.perf_counter()
-        prompt = history.encode(text)
-        spliced = time.perf_counter()
-        generated = talk.answer(args.drift[-1])
-        before = time.perf_counter()
-        history.remember(prompt, generated)
-        times.append((whole - start, spliced - whole, time.perf_counter() - before))
-    whole, spliced, remembering = (statistics.median(column) for column in zip(*times, strict=True))
-    return whole, spliced, remembering
+        whole, _ = timed(tokenizer.encode, text, special=False)
+        spliced, prompt = timed(history.encode, text)
+        remembering, _ = timed(history.remember, prompt, talk.answer(args.drift[-1]))
+        times.append((whole, spliced, remembering))
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def timed(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[float, Any]:
+    """Milliseconds of a call, and what it returned."""
+    start = time.perf_counter()
+    result = call(*args, **options)
+    return (time.perf_counter() - start) * 1000, result
 
 
 def main() -> None:
@@ -134,9 +137,8 @@ def main() -> None:
     for name, tokenizer in (("byte-level BPE", bpe), ("tabletalk", tabletalk)):
         whole, spliced, remembering = time_last_turn(args, tokenizer)
         print(
-            f"{name}, turn {args.turns}: {whole * 1000:.2f} ms tokenised whole, "
-            f"{spliced * 1000:.2f} ms token-stable, 1/{whole / spliced:.0f}; "
-            f"{remembering * 1000:.2f} ms to remember the answer afterwards"
+            f"{name}, turn {args.turns}: {whole:.2f} ms tokenised whole, {spliced:.2f} ms "
+            f"token-stable, 1/{whole / spliced:.0f}; {remembering:.2f} ms to remember the answer"
         )
 
 

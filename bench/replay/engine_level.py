@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixcache.bench.replay.figures import EngineFigures, Figures, Overhead, Spread, summarise
+from radixcache.bench.replay.figures import EngineFigures, Figures, Spread, summarise
 from radixcache.bench.replay.index_level import Serving
 from radixcache.bench.replay.play import Outcome, WallClock, play
 from radixcache.bench.schemes.modes import Mode
@@ -136,31 +136,3 @@ def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:
         throughput=Spread.of([served / run.seconds for run in runs]),
         ttfts=[time for times in ttfts for time in times],
     )
-
-
-def measure_overhead(
-    workload: Workload,
-    mode: Mode,
-    memory_tokens: int,
-    serving: Serving,
-    model: PagedModel,
-    *,
-    pairs: int,
-    progress: Callable[[], object] = lambda: None,
-) -> Overhead:
-    """Pairs of runs of a workload without hits, one with the mode's cache and one without any.
-
-    Both use pages of the same size, so that the model's work is the same. The order within the
-    pairs alternates; the pair before the first does not count.
-    """
-    none = Mode("none", mode.page_size)
-    pool = model.allocate(memory_tokens // mode.page_size, mode.page_size)
-    ratios = []
-    for pair in range(pairs + 1):
-        seconds = {}
-        for each in (mode, none) if pair % 2 else (none, mode):
-            engine = ScriptedEngine(model, pool, each, serving)
-            seconds[each] = _run_once(workload, engine, serving, progress).seconds
-        if pair:
-            ratios.append(seconds[mode] / seconds[none])
-    return Overhead(mode.name, ratios)

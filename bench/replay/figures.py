@@ -93,23 +93,6 @@ class EngineFigures:
     ttfts: list[float]
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """What a cache costs where nothing can be hit: pairs of runs, with it and without.
-
-    Attributes:
-        ratios: of each pair, the time with the cache over the time without.
-    """
-
-    mode: str
-    ratios: list[float]
-
-    @property
-    def share(self) -> Spread:
-        """Of the throughput that is lost."""
-        return Spread.of([1 - 1 / ratio for ratio in self.ratios])
-
-
 def summarise(
     outcomes: Sequence[Outcome],
     workload: Workload,

@@ -47,19 +47,24 @@ class Outcome:
     error: str | None = None
 
 
-class Clock(Protocol):
+class WallClock:
     """The time of a run, in seconds from its start."""
 
-    def now(self) -> float: ...
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
 
     def tick(self) -> None:
         """A step has run."""
 
     def wait_until(self, moment: float) -> None:
         """There is nothing to do before `moment`."""
+        time.sleep(max(0.0, moment - self.now()))
 
 
-class StepClock:
+class StepClock(WallClock):
     """Time without a model: every step lasts the same."""
 
     def __init__(self, step_time: float) -> None:
@@ -76,22 +81,6 @@ class StepClock:
         self._now = max(self._now, moment)
 
 
-class WallClock:
-    """The real time."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._start
-
-    def tick(self) -> None:
-        pass
-
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(0.0, moment - self.now()))
-
-
 @dataclass(frozen=True)
 class Arrivals:
     """When the requests of a workload come; exactly one way is meant.
@@ -101,19 +90,15 @@ class Arrivals:
             the workload's order, but for those that wait for one before.
         rate: Poisson: this many requests, or bursts, a second, in the workload's order.
         as_recorded: at the times that the workload has.
-        times: seconds from the start, one for each request.
     """
 
     concurrency: int | None = None
     rate: float | None = None
     as_recorded: bool = False
-    times: tuple[float, ...] | None = None
     seed: int = 0
 
     def due(self, workload: Workload) -> list[float]:
         """The moment at which each request is due, if it waits for no other."""
-        if self.times is not None:
-            return list(self.times)
         if self.as_recorded:
             return [arrival.at for arrival in workload.arrivals]
         if self.rate is None:
@@ -179,7 +164,7 @@ def play(
     workload: Workload,
     arrivals: Arrivals,
     engine: Steps,
-    clock: Clock,
+    clock: WallClock,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
     """Run a whole workload; returns the outcomes in the order of its requests.

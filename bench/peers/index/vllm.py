@@ -14,15 +14,12 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
 from bench.peers.index.base import Stopwatch, Tokens
 from bench.peers.index.trace_t import Request
-
-MAX_LENGTH = 1 << 18
+from bench.peers.vllm_manager import make_manager
 
 
 class VLLM:
@@ -36,21 +33,7 @@ class VLLM:
         sha256 = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(sha256)
         self.hasher = kv_cache_utils.get_request_block_hasher(page_size, sha256)
-        spec = FullAttentionSpec(
-            block_size=page_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        config = KVCacheConfig(
-            num_blocks=num_tokens // page_size + 1,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        )
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=MAX_LENGTH,
-            scheduler_block_size=page_size,
-            hash_block_size=page_size,
-            enable_caching=True,
-        )
+        self.manager = make_manager(num_tokens // page_size + 1, page_size, enable_caching=True)
         self.requests: dict[int, Any] = {}
         self.taken: list[Any] = []
         self._next = 0

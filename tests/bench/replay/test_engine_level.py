@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from radixcache.bench.replay.engine_level import ScriptedEngine, measure_overhead, run_engine
+from radixcache.bench.replay.engine_level import ScriptedEngine, run_engine
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.modes import parse_mode
@@ -73,11 +73,3 @@ def test_prompts_beyond_the_context_are_refused_in_one_sentence(model):
     workload = generate("documents:document=2000", 0, model.vocab_size)
     with pytest.raises(InvalidRequest, match="the model's context has 512"):
         run_engine(workload, [parse_mode("none")], 4096, SERVING, model, repeats=1)
-
-
-def test_overhead_compares_pairs(model):
-    workload = generate("zero-sharing:requests=6,prompt=20,answer=2", 0, model.vocab_size)
-    found = measure_overhead(workload, parse_mode("radix-16"), 512, SERVING, model, pairs=2)
-    assert len(found.ratios) == 2 and all(ratio > 0 for ratio in found.ratios)
-    low, high = sorted(1 - 1 / ratio for ratio in found.ratios)
-    assert (found.share.low, found.share.high) == (low, high)
