@@ -22,7 +22,12 @@ FLOORS = [
     {"radixcache.runtime.demo"},
     {"radixcache.runtime.server"},
     {"radixcache.runtime.cli"},
-    {"radixcache.__main__", "radixcache.bench.machine", "radixcache.bench.gpu"},
+    {
+        "radixcache.__main__",
+        "radixcache.bench.machine",
+        "radixcache.bench.tables",
+        "radixcache.bench.gpu",
+    },
     {"radixcache.bench.workloads"},
     {"radixcache.bench.schemes"},
     {"radixcache.bench.replay"},
