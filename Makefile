@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+PROCESSES := -n auto --maxprocesses 4 --dist worksteal
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
 VLLM_CPU := .venv-vllm-cpu
@@ -23,18 +24,21 @@ TRIMMING := documents:documents=60,questions=900,document=17800,question=60,answ
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve test stress bench bench-ttft bench-index bench-peers bench-trimming bench-history \
-	bench-serve conformance gpu-check check clean
+.PHONY: help demo serve test test-exhaustive stress bench bench-ttft bench-index bench-peers bench-trimming \
+	bench-history bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
 
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
 	@$(BIN)/radixcache demo $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 minutes on two cores)
+	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
+
+test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more seeds, public data
+	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive $(ARGS)
 
 stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
 	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)

@@ -1,7 +1,9 @@
-"""Settings of the whole test run."""
+"""Settings of the whole test run, and of the processes that tests start."""
 
 import os
 
-# libgomp's threads spin while they wait for each other, which on shared cores takes up to 25 times
-# as long as sleeping. Read when torch is first imported.
+# Two test processes share two cores, and threads that share a busy core wait for each other more
+# than they work. Both are read when torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# libgomp's threads spin while they wait, which takes up to 25 times as long as sleeping.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -12,15 +12,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# The programs of server.md need a server: tests/runtime/server/test_server_docs.py runs them.
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    if page.name != "server.md"
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["runtime", "index"])
-def test_the_readme_runs_and_prints_what_its_comments_say(block: str) -> None:
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs_and_prints_what_its_comments_say(block: str) -> None:
     out = io.StringIO()
     with redirect_stdout(out):
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, "a page", "exec"), {})
     printed = out.getvalue()
     claims = re.findall(r"^print\(.*\)\s+# ([^:\n]+)", block, re.MULTILINE)
     assert claims, "no print with a comment: nothing would be checked"
@@ -28,13 +35,29 @@ def test_the_readme_runs_and_prints_what_its_comments_say(block: str) -> None:
         assert claim.strip() in printed, f"{claim!r} is not in:\n{printed}"
 
 
-def test_readme_blocks_are_about_twenty_lines() -> None:
-    assert all(len(block.strip().splitlines()) <= 24 for block in BLOCKS)
+def test_the_blocks_are_found() -> None:
+    assert [block.id for block in BLOCKS] == ["README-0", "README-1", "own-engine-0", "runtime-0"]
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 130 and text.count("\n![") == 1
+    code = "".join(re.findall(r"```.*?```", text, re.DOTALL))
+    assert all(len(line) <= 80 for line in code.splitlines())
+
+
+def test_a_block_is_at_most_24_lines() -> None:
+    assert all(len(str(block.values[0]).strip().splitlines()) <= 24 for block in BLOCKS)
+
+
+def test_no_page_installs_what_is_not_published() -> None:
+    for page in PAGES:
+        assert not re.search(r"pip install [^\n`]*\bradixcache\b", page.read_text()), page.name
 
 
 @pytest.mark.parametrize(
     "module",
-    ["pages", "radix", "none", "block_hash", "free_queue", "hash_block", "runtime.explain"],
+    ["pages", "radix", "none", "block_hash", "free_queue", "hash_block", "runtime.engine.explain"],
 )
 def test_doctests(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"radixcache.{module}"))
@@ -42,6 +65,15 @@ def test_doctests(module: str) -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor:
+                assert anchor in anchors_of(target), f"{page.name}: {link}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

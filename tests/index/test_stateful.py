@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.cover import seeds
 from tests.index.machine import Machine, Request
 from tests.index.reference import NAMESPACES
 from tests.index.stress import SHAPES, RandomDriver, stress
@@ -145,12 +146,15 @@ class CacheUnderRules(RuleBasedStateMachine):
             self.machine.finish()
 
 
+@pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
-def test_any_sequence_of_calls_keeps_every_invariant_and_every_byte(page_size: int) -> None:
+def test_any_sequence_of_calls_keeps_every_invariant_and_every_byte(
+    page_size: int, examples: int
+) -> None:
     machine: Any = type(f"PageSize{page_size}", (CacheUnderRules,), {"page_size": page_size})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=60,
+        max_examples=examples,
         stateful_step_count=50,
         deadline=None,
         derandomize=True,
@@ -159,7 +163,7 @@ def test_any_sequence_of_calls_keeps_every_invariant_and_every_byte(page_size: i
     case("runTest").runTest()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@seeds(1, 4)
 @pytest.mark.parametrize(("page_size", "num_pages"), SHAPES)
 def test_an_erratic_scheduler_never_reads_a_wrong_byte(
     seed: int, page_size: int, num_pages: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,14 +22,6 @@ SHAPES = {
     "mixed": [(1, 37), (20, 0), (1, 5), (9, 50), (1, 120), (3, 31)],
 }
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(step: Step, backend: TorchBackend | None = None, **options) -> torch.Tensor:

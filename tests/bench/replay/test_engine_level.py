@@ -13,6 +13,7 @@ from radixcache.bench.schemes.modes import parse_mode
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.scheduler import Scheduler
+from tests.cover import covering
 from tests.engines import paged_model
 from tests.models import tiny_model
 
@@ -30,9 +31,7 @@ def model(tmp_path_factory):
     return paged_model(tiny_model("llama", tmp_path_factory.mktemp("llama"), tokenizer=False))
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "longest-prefix"])
-@pytest.mark.parametrize("memory", [160, 1024])
-@pytest.mark.parametrize("spec", SPECS)
+@covering(spec=SPECS, memory=[160, 1024], policy=["fcfs", "longest-prefix"])
 def test_both_levels_hit_the_same_tokens_in_every_request(model, spec, memory, policy):
     workload = generate(spec, 1, model.vocab_size)
     modes = [parse_mode(name) for name in MODES]

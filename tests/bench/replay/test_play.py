@@ -20,6 +20,7 @@ from tests.bench.replay.brute_force import (
     BruteTokens,
     BruteUnits,
 )
+from tests.cover import covering
 
 BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits}
 
@@ -109,9 +110,7 @@ def exact(cache):
 MODES = ["none", "hash-4", "hash-16", "radix-1"]
 
 
-@pytest.mark.parametrize("memory", [192, 320, 640, 4096])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(6))
+@covering(seed=range(6), mode=MODES, memory=[192, 320, 640, 4096])
 def test_hits_are_those_of_a_brute_force_simulation(seed, mode, memory):
     workload = random_workload(seed)
     mode = parse_mode(mode)

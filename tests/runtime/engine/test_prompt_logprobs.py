@@ -16,6 +16,7 @@ from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.engine import prompt_logprobs
 from radixcache.runtime.engine.prompt_logprobs import SCORE, ScoredPrompts
 from radixcache.runtime.engine.request import Request
+from tests.cover import covering, seeds
 from tests.engines import (
     assert_no_page_is_lost,
     finish,
@@ -102,9 +103,7 @@ def assert_scored(path: Path, request: Request) -> None:
             assert not likeliest
 
 
-@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
-@pytest.mark.parametrize("chunk", [8, 64])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@covering(page_size=[1, 4, 16], chunk=[8, 64], mode=["radix", "hash-block", "none"])
 def test_scores_equal_plain_transformers_cold_and_warm_among_other_requests(
     path: Path, page_size: int, chunk: int, mode: str
 ) -> None:
@@ -236,11 +235,12 @@ def test_requests_preempted_while_they_are_scored_get_the_same_scores(
     assert half_scored > 0
 
 
+@seeds(SEED, 4)
 @pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
 def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
-    path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
 ) -> None:
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
     small = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
     engine._scored = small
@@ -263,7 +263,7 @@ def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
     monkeypatch.setattr(prompt_logprobs, "_score", flaky_score)
     live: list[Request] = []
     failures = finished = 0
-    for _ in range(500):
+    for _ in range(300):
         if rng.random() < 0.3:
             known = rng.choice(prompts())
             prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)

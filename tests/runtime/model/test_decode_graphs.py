@@ -21,6 +21,7 @@ from radixcache.runtime.model.decode_graphs import DecodeGraphs, batch_sizes, pa
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines
+from tests.cover import covering
 from tests.engines import generated, plain_greedy, run
 from tests.kernels import fake_flashinfer
 from tests.kernels.stand_in import Gpu, pretend_gpu
@@ -81,9 +82,7 @@ def test_filling_rows_stand_on_the_spare_page() -> None:
     assert padded.slots().tolist()[3:] == [396, 396]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("cache", ["radix", "none"])
+@covering(family=["llama", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
 def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache) -> None:
     rng = np.random.default_rng(page_size)
     stem = rng.integers(0, 256, 40).tolist()

@@ -6,19 +6,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-import torch
 
 from radixcache import LLM
 from tests.runtime.server.live import LiveServer, live
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that share two busy cores wait for each other more than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -250,8 +249,7 @@ def fail_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, which: range) -> list[
 def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`radixcache serve` as a process, and its address."""
     command = [sys.executable, "-m", "radixcache", "serve", "--port", "0", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as running:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stderr is not None
             line = running.stderr.readline()

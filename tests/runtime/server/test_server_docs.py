@@ -1,4 +1,4 @@
-"""The examples of docs/server.md answer what they say."""
+"""The examples of docs/server.md, and the one of the README, answer what they say."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 from radixcache.runtime.cli import main
 from tests.runtime.server.live import LiveServer
 
-PAGE = (Path(__file__).parents[3] / "docs/server.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/server.md").read_text()
+BOTH = (ROOT / "README.md").read_text() + PAGE
 ADDRESS = "http://127.0.0.1:8000"
 COMMANDS = re.findall(
     r"^(curl .*?)\n# ([^\n]+)",
-    "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)),
+    "\n".join(re.findall(r"```bash\n(.*?)```", BOTH, re.DOTALL)),
     re.DOTALL | re.MULTILINE,
 )
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -25,7 +27,7 @@ COMMANDS = re.findall(
 
 def test_every_curl_prints_what_is_below_it(server: LiveServer):
     server.post("/v1/cache/flush")
-    assert len(COMMANDS) == PAGE.count("\ncurl ")
+    assert len(COMMANDS) == BOTH.count("\ncurl ")
     for command, claim in COMMANDS:
         assert ADDRESS in command
         done = subprocess.run(
