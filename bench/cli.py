@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="MODE",
         default=DEFAULT_MODES,
-        help=f"none, hash-B, radix-P, whole-P ({' '.join(DEFAULT_MODES)})",
+        help=f"none, hash-B, radix-P, whole-P, aligned-P ({' '.join(DEFAULT_MODES)})",
     )
     parser.add_argument(
         "--memory",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from radixcache import HashBlockCache, PrefixCache, RadixCache
+from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.nodes import common_length
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
@@ -40,6 +41,9 @@ def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
                 filled[node.pages[:-1]] = size
                 last = int(node.pages[-1])
                 filled[last] = max(filled[last], (node.end - 1) % size + 1)
+    elif isinstance(cache, PageAlignedRadixCache):
+        for node in cache.tree._tree:
+            filled[node.pages] = size
     elif isinstance(cache, HashBlockCache):
         filled[[page for page, block in enumerate(cache._blocks) if block is not None]] = size
     used = np.zeros(num_pages, bool)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
+from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.errors import InvalidRequest
 
 
@@ -26,9 +27,10 @@ KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
     "hash": HashBlockCache,
     "radix": RadixCache,
     "whole": WholeLeaves,
+    "aligned": PageAlignedRadixCache,
 }
 
-DEFAULT_MODES = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16".split()
+DEFAULT_MODES = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Mode:
 
 
 def parse_mode(name: str) -> Mode:
-    """The mode called "none", "hash-B", "radix-P" or "whole-P".
+    """The mode called "none", "hash-B", "radix-P", "whole-P" or "aligned-P".
 
     Raises:
         InvalidRequest: none is called so.
@@ -58,7 +60,9 @@ def parse_mode(name: str) -> Mode:
     if kind == "none" and not size:
         return Mode("none", 16)
     if kind not in KINDS or kind == "none" or not re.fullmatch(r"[1-9]\d{0,4}", size):
-        raise InvalidRequest(f"no mode {name!r}; say none, hash-16, radix-1, whole-16 or the like")
+        raise InvalidRequest(
+            f"no mode {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
+        )
     return Mode(kind, int(size))
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report import Report, WorkloadReport, verdicts
-from radixcache.bench.schemes.modes import DEFAULT_MODES, Memory, parse_memory, parse_mode
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 
@@ -62,6 +61,7 @@ def test_the_best_of_each_side_is_compared_and_those_that_refused_are_not():
         figures("radix-1", 800),
         figures("radix-16", 950),
         figures("whole-16", 1),
+        figures("aligned-16", 1),
     ]
     (said,) = verdicts(workload(*rows))
     assert "hash-32 prefills 1.12x the tokens of radix-1" in said
@@ -162,21 +162,6 @@ def test_bad_flags_are_refused_in_one_sentence(flags, complaint, capsys):
     assert main(["bench", *flags]) == 2
     said = capsys.readouterr().err
     assert complaint in said and said.count("\n") == 1
-
-
-def test_every_default_mode_is_one():
-    assert [parse_mode(name).name for name in DEFAULT_MODES] == list(DEFAULT_MODES)
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("50%", 512), ("600", 512), ("4096B", 512), ("8KiB", 512), ("8.2kB", 512), ("1%", 512)],
-)
-def test_memory_is_cut_to_whole_pages_of_every_mode(text, tokens):
-    modes = [parse_mode("hash-256"), parse_mode("radix-1"), parse_mode("hash-16")]
-    memory = parse_memory(text)
-    assert isinstance(memory, Memory)
-    assert memory.tokens(1100, 16, modes) == tokens
 
 
 def test_nothing_can_be_written_where_there_is_no_folder(tmp_path, capsys):

@@ -166,7 +166,7 @@ class Unit:
 class BruteUnits(BruteForce):
     """A radix tree in units of `page_size` tokens, each in a page of its own, under exact LRU.
 
-    Page size 1 is the token-exact tree; for larger pages it is where paths part at page ends. What
+    Page size 1 is the token-exact tree. For larger pages it is the page-aligned one, where what
     does not fill a unit is nowhere but with its request.
     """
 

@@ -18,7 +18,7 @@ from tests.engines import paged_model
 from tests.models import tiny_model
 
 SERVING = Serving(Arrivals(concurrency=5), max_num_batched_tokens=64, max_num_seqs=4)
-MODES = ["none", "hash-16", "radix-1", "radix-16", "whole-16"]
+MODES = ["none", "hash-16", "radix-1", "radix-16", "whole-16", "aligned-16"]
 SPECS = [
     "chat:conversations=4,turns=3,system=30,user=10,answer=8",
     "best-of-n:questions=4,n=3,question=30,answer=6",

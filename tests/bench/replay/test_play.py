@@ -22,7 +22,7 @@ from tests.bench.replay.brute_force import (
 )
 from tests.cover import covering
 
-BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits}
+BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
 
 
 def random_workload(seed: int) -> Workload:
@@ -95,19 +95,20 @@ def exact(cache):
     `RadixCache` splits such an edge only when nothing else is left to evict, or for the lease that
     asks. That is the one point in which it is not exactly LRU, and the brute force is.
     """
-    if isinstance(cache, RadixCache):
-        allocate = cache._allocate
+    tree = getattr(cache, "tree", cache)
+    if isinstance(tree, RadixCache):
+        allocate = tree._allocate
 
         def expose_and_allocate(count, lease):
-            if count > cache.pool.num_free:
-                cache._expose_tails()
+            if count > tree.pool.num_free:
+                tree._expose_tails()
             return allocate(count, lease)
 
-        setattr(cache, "_allocate", expose_and_allocate)  # noqa: B010 (mypy minds the other way)
+        setattr(tree, "_allocate", expose_and_allocate)  # noqa: B010 (mypy minds the other way)
     return cache
 
 
-MODES = ["none", "hash-4", "hash-16", "radix-1"]
+MODES = ["none", "hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
 
 
 @covering(seed=range(6), mode=MODES, memory=[192, 320, 640, 4096])

@@ -30,6 +30,7 @@ def twins(concurrency):
         ("hash-16", 8, 0),
         ("radix-16", 0, 0),  # the second waits a step
         ("radix-1", 0, 0),
+        ("aligned-8", 0, 0),
     ],
 )
 def test_doubled_is_what_a_request_in_flight_had_already(mode, together, apart):
@@ -47,6 +48,7 @@ def test_doubled_is_what_a_request_in_flight_had_already(mode, together, apart):
         ("hash-16", Survey(2, 0, 12), Survey(0, 1, 0)),  # the half-filled page is let go
         ("radix-16", Survey(2, 0, 12), Survey(0, 2, 12)),
         ("radix-1", Survey(20, 0, 0), Survey(0, 20, 0)),
+        ("aligned-16", Survey(2, 0, 12), Survey(0, 1, 0)),
     ],
 )
 def test_a_survey_counts_pages_and_the_slots_that_hold_no_token(mode, while_running, afterwards):
