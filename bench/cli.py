@@ -25,7 +25,7 @@ from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from radixcache.bench.replay.index_level import Serving
-    from radixcache.bench.report import WorkloadReport
+    from radixcache.bench.report.results import WorkloadReport
     from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     modes = [parse_mode(name) for name in dict.fromkeys(args.modes)]
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
-    from radixcache.bench.report import Report, print_report, write, write_report
+    from radixcache.bench.report.pages import print_report, write, write_report
+    from radixcache.bench.report.results import Report
     from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
@@ -126,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what makes no sense before anything is loaded."""
+    from radixcache.bench.report.pages import check_page, check_writable
+
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
     for name in (*positive.split(), "hash_block", "token_bytes"):
         value = getattr(args, name)
@@ -139,14 +142,10 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
     if args.arrivals == "trace" and (args.format != "mooncake" or args.workloads):
         raise InvalidRequest("--arrivals trace needs a file with times: --format mooncake, alone")
-    if args.report is not None and args.report.suffix not in (".html", ".md"):
-        raise InvalidRequest(f"a report ends in .html or .md, not {args.report.name!r}")
-    for path in (args.report, args.json):
-        if path is not None and str(path) != "-":
-            try:
-                path.open("a").close()  # now rather than when all has been measured
-            except OSError as error:
-                raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
+    if args.report is not None:
+        check_page(args.report)
+    if args.json is not None and str(args.json) != "-":
+        check_writable(args.json)
 
 
 def _serving(args: argparse.Namespace) -> Serving:
@@ -219,7 +218,7 @@ def _compare(
 ) -> WorkloadReport:
     """One workload in all modes and memories."""
     from radixcache.bench.replay.index_level import run_index
-    from radixcache.bench.report import WorkloadReport
+    from radixcache.bench.report.results import WorkloadReport
 
     count = len(workload.arrivals)
     with _progress(f"{workload.name}: bounds", count) as tick:

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.report import Report, WorkloadReport, verdicts
-from radixcache.errors import InvalidRequest
+from radixcache.bench.report.results import Report, WorkloadReport, verdicts
 from radixcache.runtime.cli import main
 
 SMALL = ["bench", "best-of-n:questions=4,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
@@ -102,12 +101,14 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
         and row["hit_tokens"] + row["computed_tokens"] == (found["workloads"][0]["prompt_tokens"])
     )
     html = page.read_text()
+    assert html.count("data:image/png;base64,") == 3  # two hit rates, one by turn
+    assert "prefill tokens by turn" in html
     assert "<script" not in html and 'src="http' not in html
     assert all(line.strip() in html for line in said.splitlines() if "radix-1 " in line)
     assert html.count("radix wins") == said.count("radix wins") > 0
 
 
-def test_a_markdown_page_has_the_tables(tmp_path, capsys):
+def test_a_markdown_page_has_the_tables_and_its_charts_beside_it(tmp_path, capsys):
     page = tmp_path / "r.md"
     assert main([SMALL[0], SMALL[1], "--modes", "radix-1", "--report", str(page)]) == 0
     capsys.readouterr()
@@ -116,6 +117,8 @@ def test_a_markdown_page_has_the_tables(tmp_path, capsys):
     tables = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
     assert tables[0][1:4] == ["memory", "mode", "hit"] and set("".join(tables[1])) == {"-"}
     assert tables[2][1:3] == ["30%", "radix-1"] and tables[3][1:3] == ["100%", "radix-1"]
+    assert "![best-of-n:questions=4,n=3: hit rate over memory](r-1.png)" in lines
+    assert (tmp_path / "r-1.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_both_levels_agree_in_the_command(capsys):
@@ -174,8 +177,16 @@ def test_a_report_without_workloads_is_empty_but_whole():
     assert json.loads(Report({"seed": 0}).to_json())["workloads"] == []
 
 
-def test_a_report_refuses_other_endings(tmp_path):
-    from radixcache.bench.report import write_report
+def test_a_run_that_is_refused_leaves_the_files_as_they_were(tmp_path, capsys):
+    there, fresh = tmp_path / "there.html", tmp_path / "fresh.json"
+    there.write_text("of yesterday")
+    assert main(["bench", "nothing", "--report", str(there), "--json", str(fresh)]) == 2
+    assert "no workload 'nothing'" in capsys.readouterr().err
+    assert there.read_text() == "of yesterday" and not fresh.exists()
 
-    with pytest.raises(InvalidRequest):
-        write_report(Report({}), tmp_path / "r.txt")
+
+def test_a_report_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("radixcache.bench.report.pages.find_spec", lambda name: None)
+    assert main(["bench", *SMALL[1:], "--report", str(tmp_path / "r.md")]) == 2
+    assert "a report needs matplotlib" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

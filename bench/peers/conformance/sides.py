@@ -34,8 +34,8 @@ SEEDS = {"sha256": None, "sha256_cbor": "7", "xxhash": "0", "xxhash_cbor": "0"}
 
 
 RECENT = 40
-"""Requests that the logged hit rate covers, on both sides: the real 1,000 are seldom reached. A step
-of more than that never comes; tests/index/test_hash_block.py has one."""
+"""Requests that the logged hit rate covers, on both sides: the real 1,000 are seldom reached.
+A step of more than that never comes; tests/index/test_hash_block.py has one."""
 
 
 class Difference(Exception):
