@@ -17,10 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from bench.peers.conformance.sides import Shape, Sides, counted
 from radixcache import LeaseError, OutOfPages
-from radixcache.block_hash import (
-    BlockNamespace,
-    Image,
-)
+from radixcache.block_hash import BlockNamespace, Image
 from radixcache.hash_block import BlockLease
 
 

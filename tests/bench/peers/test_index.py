@@ -78,7 +78,7 @@ def test_hits_of_page_size_1_are_those_of_an_exact_lru(seed):
     ours.cache.check()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hits_of_the_whole_trace_are_those_of_an_exact_lru():
     trace = TraceT()
     found = replay_all(trace, Ours(trace.num_pages(1), 1, trace.texts(), "token"))
