@@ -65,8 +65,8 @@ bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and 
 bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
 	@$(BIN)/python -m radixcache.bench.probes.history $(ARGS)
 
-gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (8 minutes)
-	@$(BIN)/python -m bench.gpu_check $(ARGS)
+gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (20 minutes)
+	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)

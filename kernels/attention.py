@@ -8,6 +8,7 @@ aligned at the bottom right. The arrays are those that FlashInfer's paged wrappe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +156,10 @@ class AttentionBackend(ABC):
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
         """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
+        raise NotImplementedError
+
+    def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
+        """Bytes on the device that `plan_fixed` takes in the end, for batches of these sizes."""
         raise NotImplementedError
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ MAX_FIXED_ROWS = 256
 """Sequences in a batch for `plan_fixed`."""
 
 _WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
+_WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
 _Use = Literal["decode", "prefill", "ragged", "shared"]
 
 
@@ -113,11 +114,16 @@ class FlashInferBackend(AttentionBackend):
             if len(self._fixed_indices["shared"]) < max_indices:
                 raise ValueError(f"room was made for fewer page numbers than {max_indices}")
             return
-        self._fixed_upload = Upload(self.device, 2 * max_indices + 24 * (max_rows + 4))
+        self._fixed_upload = Upload(self.device, _upload_capacity(max_rows, max_indices))
         for use in ("decode", "shared"):
             self._fixed_indices[use] = torch.zeros(
                 max_indices, dtype=torch.int32, device=self.device
             )
+
+    def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
+        levels = sum(1 + (self.reads_shared_once and size >= MIN_ROWS) for size in sizes)
+        int32s = _upload_capacity(max(sizes), max_indices) + 2 * max_indices
+        return levels * len(self._kinds) * _WRAPPER_BYTES + 4 * int32s
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         assert self._fixed_upload is not None, "allocate_fixed() first"
@@ -341,6 +347,11 @@ def max_groups(size: int) -> int | None:
     one has a single row, so one group of all rows would read its pages tile after small tile.
     """
     return size // MIN_ROWS + 1 if size else None
+
+
+def _upload_capacity(max_rows: int, max_indices: int) -> int:
+    """int32s of the arrays that go up for a batch of decodes, on both levels."""
+    return 2 * max_indices + 24 * (max_rows + 4)
 
 
 def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:

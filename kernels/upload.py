@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +23,15 @@ class Staged(NamedTuple):
 class Upload:
     """One pinned host buffer and one device buffer, both growing to the largest step.
 
-    While the capacity suffices, an array's device address depends only on the lengths of the arrays
-    before it, which is what CUDA graphs need.
-
     Args:
-        capacity: int32s to make room for at once.
+        fixed: int32s that must suffice: nothing grows, and an array's device address depends only
+            on the lengths of the arrays before it, which is what CUDA graphs need.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 12) -> None:
+    def __init__(self, device: torch.device, fixed: int = 0) -> None:
         self._place = device
-        self._grow(capacity)
+        self._is_fixed = bool(fixed)
+        self._grow(fixed or 1 << 12)
 
     def __call__(self, arrays: Sequence[NDArray[np.integer]]) -> list[Staged]:
         """Copy integer arrays to the device as int32.
@@ -43,6 +43,7 @@ class Upload:
             starts.append(end)
             end += -(-len(array) // _ALIGN) * _ALIGN
         if end > len(self._host):
+            assert not self._is_fixed, "graphs read these addresses"
             self._grow(max(end, 2 * len(self._host)))
         for start, array in zip(starts, arrays, strict=True):
             self._view[start : start + len(array)] = array
@@ -56,6 +57,14 @@ class Upload:
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
         self._view = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, to whose stream events, captures and some kernels go.
+
+    Each thread has a current device of its own, which is the first GPU if nobody says otherwise.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def send(values: ArrayLike, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -99,6 +108,6 @@ class Fetch:
         self._fence = Fence(numbers.device)
         self._fence.record()
 
-    def tolist(self) -> list[int]:
+    def tolist(self) -> list[Any]:
         self._fence.wait()
         return self._on_host.tolist()

@@ -20,6 +20,7 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as Completion
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
@@ -102,7 +103,8 @@ class LLM:
         path = str(model if model is not None else BUNDLED_MODEL)
         paged = load_model(path, dtype=dtype, device=device)
         page_bytes = paged.bytes_per_token * page_size
-        num_pages = count_pages(kv_memory, page_bytes, paged.device)
+        taken = bytes_beside_pages(paged, page_size, max_num_seqs)
+        num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
         if kv_memory is None:  # more than every sequence at full context is never used
             most = (paged.max_context // page_size + 2) * max_num_seqs * 4
             num_pages = min(num_pages, most)
@@ -116,6 +118,7 @@ class LLM:
             self.tokenizer.decode if self.tokenizer else None,
             seed,
         )
+        self.engine.capture_graphs()
         self.explainer = Explainer(prefix_cache)
         self.engine.scheduler.on_publish = self._before_publish
         self.prefixes = NamedPrefixes(self.engine)

@@ -32,7 +32,6 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # which the first operation in a mode imports: not while torch is patched
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -42,6 +41,7 @@ _WAITING = {
 }  # fmt: skip
 _COPYING = {"copy_", "_to_copy"}
 _INDEXING = {"index", "index_put", "index_put_"}
+_SINGLE: set[Any] = set()  # operations that are known to be made of no others
 
 
 class Copies:
@@ -100,7 +100,9 @@ class Event:
         self._before = self._launches = 0
 
     def record(self, stream: object = None) -> None:
-        self._before = next(Copies._numbers)
+        """On the current device, on which nothing is done if it is not the pretended one."""
+        elsewhere = self._device is not None and self._device.current != self._device.place.index
+        self._before = 0 if elsewhere else next(Copies._numbers)
         self._launches = self._device.launches if self._device is not None else 0
         self._time = time.perf_counter()
 
@@ -118,6 +120,7 @@ class DeviceTensor(torch.Tensor):
     """Says that it is on the device; `memory` is a tensor on the CPU."""
 
     memory: torch.Tensor
+    place = CUDA
 
     @staticmethod
     def __new__(cls, memory: torch.Tensor) -> DeviceTensor:
@@ -128,7 +131,7 @@ class DeviceTensor(torch.Tensor):
                 strides=memory.stride(),
                 storage_offset=memory.storage_offset(),
                 dtype=memory.dtype,
-                device=CUDA,
+                device=cls.place,
             )
         tensor.memory = memory
         return tensor
@@ -195,14 +198,20 @@ class Device(TorchDispatchMode):
     """Runs every operation of torch, and those of `launch`, and sees that a GPU could have.
 
     Attributes:
+        place: where the tensors are.
+        current: the index of the current device.
         launches: operations so far.
+        ops: their names, but for views, until somebody clears the list.
         waits: for each time that the host waited, how many of them it did not wait for.
         capturing: the graph that records, if any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: torch.device) -> None:
         super().__init__()
+        self.place = place
+        self.current = 0
         self.launches = 0
+        self.ops: list[str] = []
         self.waits: list[int] = []
         self.capturing: Graph | None = None
         self._pinned: dict[int, torch.Tensor] = {}  # by address, which is so not used again
@@ -222,6 +231,7 @@ class Device(TorchDispatchMode):
                 f"{kernel} got a tensor on the host"
             )
         work = functools.partial(kernel, *unwrap(args), **unwrap(kwargs))
+        self.ops.append(kernel.__name__)
         with _disable_current_modes():
             return self._launch(work, tree_leaves((args, kwargs)))
 
@@ -248,17 +258,21 @@ class Device(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             _check_mask(*args[3:4], **kwargs)
-        with self:  # in inference mode, what is made of other operations comes in one piece
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if func not in _SINGLE:  # in inference mode, what is made of others comes in one piece
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            _SINGLE.add(func)
         name = func._schema.name.partition("::")[2]
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
-        target = CUDA if ours else CPU
+        target = self.place if ours else CPU
         if kwargs.get("device") is not None:
             target = torch.device(kwargs["device"])
+            if target.type == "cuda" and target.index not in (None, self.place.index):
+                raise RuntimeError(f"CUDA error: nothing is on {target}")
             kwargs["device"] = CPU if target.type == "cuda" else target
         elif name == "copy_":
             target = args[0].device
@@ -277,6 +291,8 @@ class Device(TorchDispatchMode):
                 with _disable_current_modes():
                     Copies("a copy to the host", {}, self.pin(result))
             return result
+        if not func.is_view:
+            self.ops.append(name)
         return self._launch(work, leaves)
 
     def _launch(self, work: Callable[[], Any], arguments: list[Any]) -> Any:
@@ -347,6 +363,21 @@ def unwrap(value: Any) -> Any:
     return tree_map(lambda x: x.memory if isinstance(x, DeviceTensor) else x, value)
 
 
+def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """`change` of all that is not a tuple, a list or a dict; torch's own is slow."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([tree_map(change, item) for item in value])
+    if isinstance(value, dict):
+        return {key: tree_map(change, item) for key, item in value.items()}
+    return change(value)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    leaves: list[Any] = []
+    tree_map(leaves.append, value)
+    return leaves
+
+
 class _Generator(torch.Generator):
     def __new__(cls, device: object = None) -> _Generator:
         return super().__new__(cls)
@@ -363,7 +394,8 @@ def _profile(**_: object) -> Iterator[SimpleNamespace]:
     row = SimpleNamespace(
         key="a kernel", count=1, self_device_time_total=1.0, device_type="DeviceType.CUDA"
     )
-    yield SimpleNamespace(key_averages=lambda: [row])
+    save = lambda path: Path(path).touch()  # noqa: E731
+    yield SimpleNamespace(key_averages=lambda: [row], export_chrome_trace=save)
 
 
 def _let_cuda_be_guarded() -> None:
@@ -382,10 +414,11 @@ def _let_cuda_be_guarded() -> None:
 
 
 @contextmanager
-def pretend_cuda() -> Iterator[Device]:
-    """A device "cuda:0" for this thread; whatever this replaces is as before afterwards."""
+def pretend_cuda(index: int = 0) -> Iterator[Device]:
+    """A device "cuda:<index>" for this thread, whose current device is 0 at first; whatever this
+    replaces is as before afterwards."""
     _let_cuda_be_guarded()
-    device = Device()
+    device = Device(torch.device("cuda", index))
     streams = [_Stream()]  # the last one is current
     properties = SimpleNamespace(
         name="a GPU pretended on a CPU: no time means anything",
@@ -394,6 +427,14 @@ def pretend_cuda() -> Iterator[Device]:
         major=9,
         minor=0,
     )
+
+    @contextmanager
+    def on_device(place: torch.device) -> Iterator[None]:
+        before, device.current = device.current, place.index or 0
+        try:
+            yield
+        finally:
+            device.current = before
 
     @contextmanager
     def on_stream(stream: _Stream) -> Iterator[None]:
@@ -424,8 +465,10 @@ def pretend_cuda() -> Iterator[Device]:
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "_lazy_init", lambda: None),
-            (torch.cuda, "device_count", lambda: 1),
-            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "device_count", lambda: index + 1),
+            (torch.cuda, "current_device", lambda: device.current),
+            (torch.cuda, "device", on_device),
+            (DeviceTensor, "place", device.place),
             (torch.cuda, "get_device_name", lambda *_: properties.name),
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),

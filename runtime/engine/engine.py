@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import ContextExceeded, InvalidRequest
+from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
-from radixcache.kernels.upload import Fetch, send
+from radixcache.kernels.likeliest import choose_filter
+from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.sampler import sample, top_logprobs
@@ -28,9 +29,10 @@ class _Launched(NamedTuple):
     """A step that is enqueued on the device, and the sequences that get a token from it."""
 
     sequences: list[Sequence]
-    logits: torch.Tensor  # valid until the next launch
     tokens: torch.Tensor
     fetched: Fetch  # the tokens
+    asking: list[int]  # rows whose log-probabilities are reported
+    top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
 
 
 class Engine:
@@ -54,11 +56,13 @@ class Engine:
         self.kv_pool = kv_pool
         self.cache = cache
         self.scheduler = scheduler
-        self._graphs = (
-            DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
-            if model.attention.max_fixed_rows
-            else None
-        )
+        with on_device(model.device):
+            self._graphs = (
+                DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
+                if model.attention.max_fixed_rows
+                else None
+            )
+            self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
@@ -71,6 +75,12 @@ class Engine:
         """Requests that `step` has yet to tell of: those of a step that failed after it had read
         some of its tokens."""
 
+    def capture_graphs(self) -> None:
+        """Capture what CUDA graphs there are to be; without this, each when it is first needed."""
+        if self._graphs is not None:
+            with on_device(self.model.device):
+                self._graphs.capture()
+
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
 
@@ -78,11 +88,12 @@ class Engine:
         wait for the next one.
         """
         try:
-            step = self._ahead or self._launch()
-            self._ahead = None
-            if step is not None:
-                self._ahead = self._launch_ahead(step)
-                self._finish(step)
+            with on_device(self.model.device):
+                step = self._ahead or self._launch()
+                self._ahead = None
+                if step is not None:
+                    self._ahead = self._launch_ahead(step)
+                    self._finish(step)
         except BaseException:
             self._ahead = None
             self.failed_step = self.scheduler.recover()
@@ -184,14 +195,13 @@ class Engine:
         alive = [s for s in step.sequences if s.finish_reason is None]
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
-        if any(s.request.params.logprobs is not None for s in alive):  # the logits are needed
-            return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
-        for sequence in going_on:
-            assert sequence.lease is not None
-            if sequence.num_computed >= sequence.lease.capacity:
-                return None
         if not going_on:
+            return None
+        try:
+            for sequence in going_on:
+                self.scheduler.reserve_decode(sequence)
+        except OutOfPages:  # somebody must be put back
             return None
         row = {sequence: i for i, sequence in enumerate(step.sequences)}
         for sequence in going_on:
@@ -200,7 +210,7 @@ class Engine:
         rows = [row[chunk.sequence] for chunk in chunks]
         same = rows == list(range(len(step.sequences)))
         tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
-        logits = self._compute(tokens, batch, np.arange(len(chunks)))
+        logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
         return self._sample([chunk.sequence for chunk in chunks], logits)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
@@ -230,10 +240,6 @@ class Engine:
     def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
         """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
         the prompt tokens whose successors are to be scored."""
-        leases = [chunk.sequence.lease for chunk in chunks]
-        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
-        if copies:
-            self.kv_pool.copy(copies)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         is_last = np.array([chunk.is_last for chunk in chunks])
         rows = batch.qo_indptr[1:][is_last] - 1
@@ -241,12 +247,24 @@ class Engine:
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
                 rows = np.append(rows, chunk.scored_positions + first)
-        return self._compute(tokens, batch, rows)
+        return self._compute(chunks, tokens, batch, rows)
 
     def _compute(
-        self, tokens: Tokens | torch.Tensor, batch: PagedBatch, rows: NDArray[np.integer]
+        self,
+        chunks: list[Chunk],
+        tokens: Tokens | torch.Tensor,
+        batch: PagedBatch,
+        rows: NDArray[np.integer],
     ) -> torch.Tensor:
-        """Logits of these rows, from a CUDA graph if there is one for the batch."""
+        """Logits of these rows, from a CUDA graph if there is one for the batch.
+
+        The page copies run before; all of it is in the order of the device, so that a page may be
+        evicted and written again while the step before still reads it.
+        """
+        leases = [chunk.sequence.lease for chunk in chunks]
+        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
+        if copies:
+            self.kv_pool.copy(copies)
         if self._graphs is not None and len(rows) == len(tokens):
             logits = self._graphs.run(tokens, batch)
             if logits is not None:
@@ -272,11 +290,20 @@ class Engine:
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
         params = [sequence.request.params for sequence in sequences]
-        tokens = sample(logits, params, [sequence.generator for sequence in sequences])
-        return _Launched(sequences, logits, tokens, Fetch(tokens))
+        generators = [sequence.generator for sequence in sequences]
+        tokens = sample(logits, params, generators, self._keep_likeliest)
+        fetched = Fetch(tokens)
+        counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
+        top: tuple[Fetch, ...] = ()
+        if counts:
+            rows = send([*counts], logits.device)
+            found = top_logprobs(logits[rows], tokens[rows], max(counts.values()))
+            top = tuple(Fetch(numbers) for numbers in found)
+        return _Launched(sequences, tokens, fetched, [*counts], top)
 
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
+        top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
         for row, (sequence, token) in enumerate(
             zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
@@ -287,11 +314,11 @@ class Engine:
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
-            count = sequence.request.params.logprobs
-            top = None if count is None else top_logprobs(step.logits[row], token, count)
             sequence.append(token)
-            if top is not None:
-                sequence.logprobs.append(top)
+            if row in top:
+                end = 1 + (sequence.request.params.logprobs or 0)
+                ids, values = top[row]
+                sequence.logprobs.append(dict(zip(ids[:end], values[:end], strict=True)))
             try:
                 self._finish_if_done(sequence, token)
             except BaseException as error:  # text that cannot be made ends this sequence, no other

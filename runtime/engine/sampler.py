@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 
+from radixcache.kernels.likeliest import KeepLikeliest, by_sort
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.sampling import SamplingParams
 
@@ -14,13 +15,18 @@ def sample(
     logits: torch.Tensor,
     params: list[SamplingParams],
     generators: list[torch.Generator],
+    keep_likeliest: KeepLikeliest = by_sort,
 ) -> torch.Tensor:
     """One token for each row: [R] int64, on the logits' device, which nobody waits for.
+
+    The largest of probability / noise is a draw from the probabilities (an exponential race), so
+    every row needs only its own noise, whatever the other rows are.
 
     Args:
         logits: [R, vocab] float32.
         params: of each row.
         generators: each row's source of noise, on the logits' device; greedy rows use none.
+        keep_likeliest: how top_k and top_p are done.
     """
     tokens = logits.argmax(-1)
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
@@ -32,37 +38,38 @@ def sample(
     for generator, group in groupby(drawn, key=lambda row: generators[row]):
         start, end = end, end + len(list(group))
         noise[start:end].exponential_(generator=generator)
-    return tokens.index_copy_(0, rows, _draw(logits[rows], [params[row] for row in drawn], noise))
+    probs = _probabilities(logits[rows], [params[row] for row in drawn], keep_likeliest)
+    return tokens.index_copy_(0, rows, probs.div_(noise).argmax(-1))
 
 
-def _draw(logits: torch.Tensor, params: list[SamplingParams], noise: torch.Tensor) -> torch.Tensor:
-    """[R] tokens drawn from the filtered distributions; `noise` [R, vocab] is exponential.
-
-    The largest of probability / noise is a draw from the probabilities (exponential races), so
-    every row needs only its own noise, whatever the other rows are.
-    """
-    vocab = logits.shape[-1]
-    settings = [
-        (max(p.temperature, 1e-30), p.top_k if p.top_k > 0 else vocab, p.top_p, p.min_p)
-        for p in params
-    ]
-    table = send(settings, logits.device, torch.float64)
-    temperature, top_k, top_p, min_p = table[:, :, None].unbind(1)  # [R, 1] each
-    # Scaled in float64: a tiny temperature must not overflow, nor be 0 in float32.
-    scaled = (logits.double() / temperature).softmax(-1).float()
-    probs, order = scaled.sort(dim=-1, descending=True)
-    before = probs.cumsum(-1) - probs
-    rank = torch.arange(vocab, device=logits.device)
-    dropped = (rank >= top_k) | (before >= top_p.float()) | (probs < probs[:, :1] * min_p.float())
-    dropped[:, 0] = False
-    winner = (probs.masked_fill(dropped, 0.0) / noise).argmax(-1, keepdim=True)
-    return order.gather(-1, winner)[:, 0]
+def _probabilities(
+    logits: torch.Tensor, params: list[SamplingParams], keep_likeliest: KeepLikeliest
+) -> torch.Tensor:
+    """[R, vocab] in the place of `logits`, 0 for what is filtered out; no need to add up to 1."""
+    temperature = send([max(p.temperature, 1e-30) for p in params], logits.device, logits.dtype)
+    # From the maximum down: a tiny temperature may make -inf of them, but nothing else.
+    logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    probs = logits.softmax(-1)
+    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if not filtered:
+        return probs
+    rows, cut = send(filtered, logits.device), [params[i] for i in filtered]
+    kept = some = probs[rows]
+    if any(p.top_k > 0 or p.top_p < 1 for p in cut):
+        kept = keep_likeliest(some, [p.top_k for p in cut], [p.top_p for p in cut])
+    if any(p.min_p for p in cut):
+        min_p = send([p.min_p for p in cut], logits.device, logits.dtype)[:, None]
+        kept = kept.masked_fill(some < some.amax(-1, keepdim=True) * min_p, 0)
+    return probs.index_copy_(0, rows, kept)
 
 
-def top_logprobs(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
-    """Log-probabilities of a token and the `count` likeliest, by the unmodified logits [vocab]."""
+def top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, its token and then the `count` likeliest: [R, 1 + count] token ids, and their
+    log-probabilities by the unmodified logits [R, vocab]."""
     logprobs = logits.log_softmax(-1)
-    values, tokens = logprobs.topk(min(count, len(logprobs)))
-    result = {token: float(logprobs[token])}
-    result.update(zip(tokens.tolist(), values.tolist(), strict=True))
-    return result
+    values, likeliest = logprobs.topk(min(count, logits.shape[-1]))
+    chosen = tokens[:, None]
+    values = torch.cat([logprobs.gather(-1, chosen), values], 1)
+    return torch.cat([chosen, likeliest], 1), values

@@ -88,11 +88,14 @@ class Scheduler:
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
         self._short_of_pages = False
+        self._no_room = False
+        """Nobody could be admitted for want of pages, and nobody has come or ended since."""
         self._failed: list[Request] = []
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(sequence)
+        self._no_room = False
 
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
@@ -113,7 +116,7 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether the next step might begin with a waiting sequence."""
-        room = len(self.running) < self.max_num_seqs
+        room = len(self.running) < self.max_num_seqs and not self._no_room
         return bool(self.waiting) and room and not (self._short_of_pages and self.running)
 
     def _schedule_running(
@@ -161,6 +164,7 @@ class Scheduler:
                 if not self.running:
                     self.waiting.remove(sequence)
                     self.fail(sequence, str(error))
+                self._no_room = bool(self.running)
                 return
             if not sequence.resumes:
                 sequence.cached_tokens = hit
@@ -203,13 +207,24 @@ class Scheduler:
             if end > lease.num_tokens:  # else computed for its logits only
                 self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
-        elif end > lease.capacity:
+        else:
+            self.reserve_decode(sequence)
+        sequence.num_computed = end
+        return Chunk(sequence, len(tokens))
+
+    def reserve_decode(self, sequence: Sequence) -> None:
+        """Pages for the next token of a sequence that decodes, and for more if there are enough.
+
+        Raises:
+            OutOfPages: there are none.
+        """
+        lease, end = sequence.lease, sequence.num_computed + 1
+        assert lease is not None
+        if end > lease.capacity:
             try:
                 self.cache.reserve(lease, min(end + DECODE_AHEAD - 1, sequence.max_length))
             except OutOfPages:
                 self.cache.reserve(lease, end)
-        sequence.num_computed = end
-        return Chunk(sequence, len(tokens))
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
@@ -255,7 +270,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._short_of_pages = False
+        self._short_of_pages = self._no_room = False
 
     def recover(self) -> list[Sequence]:
         """The step failed: what it published is rolled back, its sequences wait for another.
@@ -273,5 +288,5 @@ class Scheduler:
             self._release(sequence)
             self.waiting.appendleft(sequence)
         put_back, self.running = self.running, []
-        self._short_of_pages = False
+        self._short_of_pages = self._no_room = False
         return put_back

@@ -99,13 +99,16 @@ def parse_memory(memory: int | str) -> int:
     return size
 
 
-def count_pages(memory: int | str | None, page_bytes: int, device: torch.device) -> int:
-    """Pages of `page_bytes` (all layers together) that `memory` holds; None means the default.
+def count_pages(
+    memory: int | str | None, page_bytes: int, device: torch.device, taken: int = 0
+) -> int:
+    """Pages of `page_bytes` (all layers together) that `memory` holds; None means the default,
+    which leaves `taken` bytes of a GPU for other things.
 
     Raises:
         InvalidRequest: `memory` is no amount of memory, or holds no page.
     """
-    size = default_memory(device) if memory is None else parse_memory(memory)
+    size = default_memory(device, taken) if memory is None else parse_memory(memory)
     if size < page_bytes:
         raise InvalidRequest(
             f"{size / 2**20:.1f} MiB of KV memory hold no page; one takes {page_bytes} bytes"
@@ -113,11 +116,12 @@ def count_pages(memory: int | str | None, page_bytes: int, device: torch.device)
     return size // page_bytes
 
 
-def default_memory(device: torch.device) -> int:
-    """Bytes for KV pages if nobody says: most of a GPU's free memory, little of a CPU's."""
+def default_memory(device: torch.device, taken: int = 0) -> int:
+    """Bytes for KV pages if nobody says: most of what a GPU has free besides what will be `taken`,
+    little of a CPU's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return max(0, int(0.9 * free) - _CUDA_MARGIN)
+        return max(0, int(0.9 * free) - _CUDA_MARGIN - taken)
     return min(_CPU_LIMIT, _available_memory() // 4)
 
 

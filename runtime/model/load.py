@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.upload import on_device
 from radixcache.runtime.model import gate
 from radixcache.runtime.model.packed_linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel, first_line
@@ -56,11 +57,12 @@ def load_model(
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
         )
-    model = model.to(place).eval()
-    pack_linears(model)
-    paged = PagedModel(model, attention)
-    if config.model_type not in VERIFIED:
-        check_logits(paged)
+    with on_device(place):
+        model = model.to(place).eval()
+        pack_linears(model)
+        paged = PagedModel(model, attention)
+        if config.model_type not in VERIFIED:
+            check_logits(paged)
     return paged
 
 
@@ -78,6 +80,8 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         raise InvalidRequest(f"unknown device {device!r}: say auto, cpu or cuda") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(f"device {str(device)!r} was asked for, but there is no CUDA here")
+    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+        raise InvalidRequest(f"device {str(device)!r} was asked for; CUDA has {count} here")
     if place.type not in ("cpu", "cuda"):
         try:
             torch.zeros(1, device=place).item()

@@ -154,8 +154,9 @@ class PagedModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`forward` once the step is planned and its inputs are on the device."""
+        """`forward` once the step is planned and its inputs are on the device; into `out`."""
 
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -171,7 +172,8 @@ class PagedModel:
             )
 
         with _serving(serve):
-            return self._logits(token_ids, positions, logit_rows)
+            logits = self._logits(token_ids, positions, logit_rows)
+        return logits.float() if out is None else out.copy_(logits)
 
     @torch.inference_mode()
     def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:
@@ -180,7 +182,7 @@ class PagedModel:
         try:
             rows = torch.arange(len(token_ids), device=self.device)
             ids = torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.device)
-            return self._logits(ids, rows, rows)
+            return self._logits(ids, rows, rows).float()
         finally:
             self._model.set_attn_implementation(_NAME)
 
@@ -192,7 +194,7 @@ class PagedModel:
         out = self._model(
             input_ids=ids[None], position_ids=position_ids[None], use_cache=False, **options
         )
-        return (out.logits[0] if self._keeps_logits else out.logits[0, keep]).float()
+        return out.logits[0] if self._keeps_logits else out.logits[0, keep]
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[AttentionCall], int]:

@@ -35,7 +35,7 @@ ALLOW_ANY_HEAD_DIM = False
 
 NUM_SMS = 132
 
-# ("plan", wrapper), ("run", wrapper), ("append",), ("merge",)
+# ("plan", wrapper), ("run", wrapper), ("append",), ("merge",), ("top_k",), ("top_p",)
 calls: list[tuple[str, ...]] = []
 kv_tokens_read = 0
 
@@ -715,7 +715,7 @@ def append_paged_kv_cache(
         slot = page, position % page_size
         # Which of two rows wins is not determined: both must stand for one token.
         other = written.setdefault(slot, row)
-        for rows in (append_key, append_value):
+        for rows in (append_key, append_value) if other != row else ():
             assert torch.allclose(rows[row].float(), rows[other].float(), rtol=0.02, atol=0.02), (
                 f"two rows with other K/V are appended to slot {slot}"
             )
@@ -751,3 +751,42 @@ def merge_state_in_place(
     mixed = v.double() * weight[:, :, None] + v_other.double() * weight_other[:, :, None]
     v[merged] = mixed.to(v.dtype)[merged]
     s[merged] = total.float()[merged]
+
+
+def top_k_renorm_probs(
+    probs: torch.Tensor, top_k: torch.Tensor, is_deterministic: bool = False
+) -> torch.Tensor:
+    """The k likeliest tokens of each row, and all that are as likely as the last of them."""
+    calls.append(("top_k",))
+    _check_filter(probs, top_k, torch.int32, is_deterministic)
+    assert (top_k > 0).all()
+    ordered = probs.sort(-1, descending=True).values
+    least = ordered.gather(-1, top_k[:, None].long().clamp(max=probs.shape[1]) - 1)
+    return _renormalised(probs, least)
+
+
+def top_p_renorm_probs(
+    probs: torch.Tensor, top_p: torch.Tensor, is_deterministic: bool = False
+) -> torch.Tensor:
+    """The likeliest tokens that reach p of a row's sum, and all that are as likely as the last."""
+    calls.append(("top_p",))
+    _check_filter(probs, top_p, torch.float32, is_deterministic)
+    assert ((top_p > 0) & (top_p <= 1)).all()
+    ordered = probs.double().sort(-1, descending=True).values
+    reached = ordered.cumsum(-1) >= top_p[:, None] * ordered.sum(-1, keepdim=True)
+    last = torch.where(reached.any(-1), reached.int().argmax(-1), probs.shape[1] - 1)
+    return _renormalised(probs, ordered.gather(-1, last[:, None]).float())
+
+
+def _check_filter(
+    probs: torch.Tensor, limits: torch.Tensor, dtype: torch.dtype, is_deterministic: bool
+) -> None:
+    assert probs.ndim == 2 and probs.dtype == torch.float32 and probs.is_contiguous()
+    assert limits.shape == probs.shape[:1] and limits.is_contiguous()
+    assert limits.dtype == dtype, f"{limits.dtype} would be converted in another launch"
+    assert is_deterministic, "sums would depend on the order of blocks"
+
+
+def _renormalised(probs: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    kept = probs.masked_fill(probs < least, 0)
+    return kept / kept.sum(-1, keepdim=True)

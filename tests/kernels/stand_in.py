@@ -29,12 +29,12 @@ class Gpu(NamedTuple):
 
 
 @contextmanager
-def pretend_gpu(any_dtype: bool = True) -> Iterator[Gpu]:
+def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     """A GPU with FlashInfer, which whoever imports the backend by its name gets.
 
     With `any_dtype` it takes float32 and heads of 16, too, which the real kernels do not.
     """
-    with pretend_cuda() as device:
+    with pretend_cuda(index) as device:
         fake_flashinfer.reset()
         fake_flashinfer.ALLOW_FLOAT32 = fake_flashinfer.ALLOW_ANY_HEAD_DIM = any_dtype
         flashinfer = flashinfer_on(device)
@@ -78,8 +78,11 @@ def flashinfer_on(device: Device) -> ModuleType:
     for name, kernel in (
         ("append_paged_kv_cache", append),
         ("merge_state_in_place", fake_flashinfer.merge_state_in_place),
+        ("top_k_renorm_probs", fake_flashinfer.top_k_renorm_probs),
+        ("top_p_renorm_probs", fake_flashinfer.top_p_renorm_probs),
     ):
-        setattr(module, name, functools.partial(device.launch, kernel))
+        launch = functools.partial(device.launch, kernel)
+        setattr(module, name, functools.update_wrapper(launch, kernel))
     return module
 
 

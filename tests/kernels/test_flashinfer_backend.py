@@ -223,15 +223,21 @@ def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:
     assert len(sent) == 1
 
 
-def test_uploads_keep_their_place_until_they_outgrow_it() -> None:
-    upload = Upload(CUDA, 64)
+@pytest.mark.parametrize("fixed", [0, 64])
+def test_uploads_keep_their_place_until_they_outgrow_it(fixed) -> None:
+    """Never, if graphs may read there."""
+    upload = Upload(CUDA, fixed)
     a, b = upload([np.arange(5), np.arange(3)])
     torch.cuda.synchronize()
     c, d = upload([np.arange(5) + 1, np.arange(40)])
     assert (a.device.data_ptr(), b.device.data_ptr()) == (c.device.data_ptr(), d.device.data_ptr())
     torch.cuda.synchronize()
-    (e,) = upload([np.arange(1000)])
-    assert e.device.tolist() == e.host.tolist() == list(range(1000))
+    if fixed:
+        with pytest.raises(AssertionError, match="graphs read"):
+            upload([np.arange(65)])
+        return
+    (e,) = upload([np.arange(10_000)])
+    assert e.device.tolist() == e.host.tolist() == list(range(10_000))
 
 
 def test_what_flashinfer_cannot_do_is_refused() -> None:

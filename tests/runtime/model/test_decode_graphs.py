@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixcache import PagePool, SamplingParams
+import radixcache.runtime.llm as llm_module
+from radixcache import LLM, PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine import engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model import decode_graphs
+from radixcache.runtime.model import decode_graphs, kv_pool
 from radixcache.runtime.model.decode_graphs import DecodeGraphs, batch_sizes, pad
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -189,15 +191,138 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
         raise RuntimeError("out of memory\nmore lines")
 
     main = torch.cuda.current_stream()
-    computes = DecodeGraphs._compute
+    computes, plans = DecodeGraphs._compute, gpu.backend.FlashInferBackend.plan_fixed
+    planned: list[int] = []
+
+    def plan(self, *args):
+        planned.append(1)
+        return plans(self, *args)
+
     monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    monkeypatch.setattr(gpu.backend.FlashInferBackend, "plan_fixed", plan)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = run(engines.make_engine(folders["llama"]), [prompt], params)
     assert generated(requests) == [[plain_greedy_all(folders["llama"], prompt)]]
     (record,) = caplog.records
     assert torch.cuda.current_stream() is main
-    assert len(tries) == 1 and record.getMessage().endswith("without a CUDA graph: out of memory")
+    assert len(tries) == len(planned) == 1
+    assert record.getMessage().endswith("without a CUDA graph: out of memory")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # with a cascade, and without
+def test_an_llm_has_all_its_graphs_before_the_first_request(
+    folders, gpu, monkeypatch, caplog, family
+) -> None:
+    caplog.set_level("INFO", "radixcache")
+    group = cascade.group_by_prefix
+    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
+    llm = LLM(
+        folders[family], device="cuda", dtype="float32", kv_memory="4MiB", page_size=4,
+        max_num_seqs=9,
+    )  # fmt: skip
+    wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
+    wanted = [key for key in wanted if family == "llama" or not key[1]] + [(2, False), (1, False)]
+    graphs = llm.engine._graphs
+    assert graphs is not None and list(graphs._replays) == wanted
+    assert graphs_of(llm.engine) == set(wanted)
+    (line,) = [r.getMessage() for r in caplog.records if "captured" in r.getMessage()]
+    assert line.startswith(f"captured {len(wanted)} CUDA graphs in ")
+    prompts = [[*range(30), i] for i in range(7)] + [[5, 6]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    monkeypatch.setattr(decode_graphs._Capture, "__call__", None)
+    engines.finish(llm.engine)
+    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+    assert list(graphs._replays) == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
+    folders, gpu, monkeypatch, family
+) -> None:
+    """Buffers and wrappers are counted one by one once all of them are there."""
+    free, page_size, seqs = 3 << 30, 64, 9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
+    beside = []
+
+    def count_pages(memory, page_bytes, device, taken=0):
+        beside.append(taken)
+        assert (
+            kv_pool.count_pages(memory, page_bytes, device, taken)
+            == (int(0.9 * free) - (1 << 30) - taken) // page_bytes
+        )
+        return 40
+
+    monkeypatch.setattr(llm_module, "count_pages", count_pages)
+    made = LLM(
+        folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs
+    )  # fmt: skip
+    backend: Any = made.engine.model.attention
+    wrappers = sum(size > 0 for _, _, size in backend._wrappers)
+    assert wrappers == (8 if family == "llama" else 10)  # two levels from 4 rows; two layer kinds
+    buffers = [backend._fixed_upload._device, *backend._fixed_indices.values()]
+    fixed = sum(buffer.numel() for buffer in buffers)
+    assert fixed == 4 * seqs * 9 + 24 * (seqs + 4)  # 512 tokens of context in 9 pages
+    graphs = 10 * (8 << 20)
+    logits = seqs * 260 * (4 * 7 + 4)  # float32, with the sampler's; the model's own
+    assert beside == [8 * 2**20 * wrappers + 4 * fixed + graphs + logits]
+
+
+def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch, caplog) -> None:
+    computes = DecodeGraphs._compute
+
+    def fail(self, *inputs):
+        if gpu.device.capturing is not None and len(inputs[0]) > 2:
+            raise RuntimeError("out of memory")
+        return computes(self, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    made = engines.make_engine(folders["llama"], max_num_seqs=8)
+    made.capture_graphs()
+    assert graphs_of(made) == {(2, False), (1, False)}
+    (record,) = caplog.records
+    assert record.getMessage().endswith("without a CUDA graph: out of memory")
+    prompts = [[i, 3, 4] for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = run(made, prompts, params)
+    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
+
+
+def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
+    model = load_model(folders["llama"], device="cuda", dtype="bfloat16")
+    graphs = DecodeGraphs(model, model.allocate(8, 4), 1)
+    batch = PagedBatch(
+        np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
+        np.array([2], np.int32), 4,
+    )  # fmt: skip
+    gpu.device.ops.clear()
+    logits = graphs.run(np.array([5], np.int32), batch)
+    assert logits is not None and logits.dtype == torch.float32
+    assert gpu.device.ops[-3:] == ["mm", "_unsafe_view", "copy_"]  # the end of the capture
+    plain = model.forward(np.array([5]), batch, np.array([0]), model.allocate(8, 4))
+    assert plain.dtype == torch.float32 and torch.equal(logits.cpu(), plain.cpu())
+
+
+def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:
+    main, computes = torch.cuda.current_stream(), DecodeGraphs._compute
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self, *inputs):
+        if gpu.device.capturing is not None and interrupts:
+            raise interrupts.pop()
+        return computes(self, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "_compute", interrupted)
+    made = engines.make_engine(folders["llama"])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    request = made.add_request([1, 2, 3, 4], params)
+    with pytest.raises(KeyboardInterrupt):
+        engines.finish(made)
+    assert torch.cuda.current_stream() is main
+    engines.finish(made)
+    assert generated([request]) == [[plain_greedy_all(folders["llama"], [1, 2, 3, 4])]]
+    assert (1, False) in graphs_of(made)  # nor does it count as a capture that failed
 
 
 def test_two_engines_may_take_turns_on_one_model(folders) -> None:
@@ -258,15 +383,17 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
     assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temperature) -> None:
+@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.8, None), (0.0, 2)])
+def test_the_device_goes_on_while_the_host_waits_for_tokens(
+    folders, gpu, temperature, logprobs
+) -> None:
     """Also while sequences draw, and end one after the other."""
     made = engines.make_engine(folders["llama"], page_size=4)
     rng = np.random.default_rng(4)
     for length in range(4, 9):
         params = SamplingParams(
             temperature=temperature, top_k=9, top_p=0.9, seed=length % 2 or None,
-            max_tokens=length, ignore_eos=True,
+            max_tokens=length, ignore_eos=True, logprobs=logprobs,
         )  # fmt: skip
         made.add_request(rng.integers(0, 256, 20).tolist(), params)
     made.step()  # the prompts
@@ -276,8 +403,8 @@ def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temper
         runs_ahead = made._ahead is not None
         made.step()
         if graphs_of(made) == captured and runs_ahead:
-            # For the plan's pinned buffers, and for tokens: not for the step that follows.
-            assert len(gpu.device.waits) <= 2
+            # For the plan's pinned buffers, and for what is read: not for the step that follows.
+            assert len(gpu.device.waits) <= (4 if logprobs else 2)
             assert all(gpu.device.waits) or made._ahead is None
     assert graphs_of(made)
 

@@ -1,0 +1,79 @@
+"""Keeps the likeliest tokens: by FlashInfer, which sorts nothing, where it works, or by a sort."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from radixcache.kernels.upload import send
+
+_log = logging.getLogger("radixcache")
+
+KeepLikeliest = Callable[[torch.Tensor, Sequence[int], Sequence[float]], torch.Tensor]
+"""From probabilities [R, vocab], float32, to those with 0 for what is not among the `top_k[row]`
+likeliest tokens, and for what lies behind the fewest likeliest ones that reach `top_p[row]`.
+A top_k below 1 and a top_p of 1 drop nothing."""
+
+
+def choose_filter(device: torch.device) -> KeepLikeliest:
+    """FlashInfer's kernels on a GPU if they can be trusted there, else a sort."""
+    if device.type != "cuda":
+        return by_sort
+    try:
+        import flashinfer
+
+        keep = partial(_by_flashinfer, flashinfer)
+        both = flashinfer.top_k_renorm_probs, flashinfer.top_p_renorm_probs
+        if not all("is_deterministic" in inspect.signature(one).parameters for one in both):
+            return by_sort  # before 0.7.2, tokens would depend on the order of blocks
+        probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
+        if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):
+            raise RuntimeError("its kernels give wrong results")
+    except ImportError:
+        return by_sort
+    except Exception as error:  # whatever a missing kernel, compiler or driver raises
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        _log.warning("top_k and top_p sort, which is slow on a GPU: FlashInfer: %s", first)
+        return by_sort
+    return keep
+
+
+def by_sort(probs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
+    """`KeepLikeliest` anywhere; of equal tokens at the border, no more than needed."""
+    vocab = probs.shape[1]
+    limits = [(_limit(k, vocab), p if p < 1 else 2.0) for k, p in zip(top_k, top_p, strict=True)]
+    most, mass = send(limits, probs.device, probs.dtype)[:, :, None].unbind(1)  # [R, 1] each
+    ordered, order = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    dropped = (torch.arange(vocab, device=probs.device) >= most) | (before >= mass)
+    dropped[:, 0] = False
+    return torch.empty_like(probs).scatter_(-1, order, ordered.masked_fill_(dropped, 0))
+
+
+def _by_flashinfer(
+    flashinfer: Any, probs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]
+) -> torch.Tensor:
+    """`KeepLikeliest` by thresholds: of equal tokens at the border, all.
+
+    Only which tokens are left is FlashInfer's: sums that it divides by may be rounded otherwise in
+    another batch.
+    """
+    kept, vocab = probs, probs.shape[1]
+    if any(k > 0 for k in top_k):
+        most = send([_limit(k, vocab) for k in top_k], probs.device, torch.int32)
+        found = flashinfer.top_k_renorm_probs(probs, most, is_deterministic=True)
+        kept = kept.masked_fill(found == 0, 0)
+    if any(p < 1 for p in top_p):
+        mass = send(top_p, probs.device, probs.dtype)
+        found = flashinfer.top_p_renorm_probs(probs, mass, is_deterministic=True)
+        kept = kept.masked_fill((found == 0) & (mass < 1)[:, None], 0)
+    return kept
+
+
+def _limit(top_k: int, vocab: int) -> int:
+    return min(top_k, vocab) if top_k > 0 else vocab

@@ -1,0 +1,238 @@
+"""Sampling against distributions worked out by brute force, and what it costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from radixcache import SamplingParams
+from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
+from radixcache.runtime.engine import sampler
+from radixcache.runtime.engine.sampler import sample
+from tests.kernels.stand_in import Gpu, pretend_gpu
+
+SEED = random.randrange(1 << 30)
+GREEDY = SamplingParams(temperature=0)
+PLAIN = SamplingParams(temperature=0.8)
+FILTERED = SamplingParams(top_k=9, top_p=0.9, min_p=0.01)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with pretend_gpu() as gpu:
+        yield gpu
+
+
+def probabilities(
+    logits: torch.Tensor, params: list[SamplingParams], keep: KeepLikeliest = by_sort
+) -> torch.Tensor:
+    return sampler._probabilities(logits.clone(), params, keep)
+
+
+def brute_force(logits: torch.Tensor, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """[vocab] probabilities in float64 before the filters, in descending order: them, and which of
+    them stay; -1 where rounding may decide."""
+    scaled = logits.double().numpy() / max(params.temperature, 1e-30)
+    probs = np.sort(np.exp(scaled - scaled.max()))[::-1]
+    probs /= probs.sum()
+    before = np.cumsum(probs) - probs
+    kept = before < params.top_p if params.top_p < 1 else np.full(len(probs), True)
+    if params.top_k > 0:
+        kept[params.top_k :] = False
+    kept &= probs >= params.min_p * probs[0]
+    kept[0] = True
+    least = params.min_p * probs[0]
+    border = (probs != least) & (np.abs(probs - least) < 1e-6 * least)  # where rounding decides
+    if params.top_p < 1:
+        border |= np.abs(before - params.top_p) < min(2e-5, params.top_p / 2)
+    return probs, np.where(border, -1, kept)
+
+
+def make_logits(kind: str, vocab: int, generator: torch.Generator) -> torch.Tensor:
+    logits = 4 * torch.randn(vocab, generator=generator)
+    if kind == "ties":  # as a model in bfloat16 gives them
+        logits = logits.bfloat16().float()
+    if kind == "masked":
+        logits[1:][torch.rand(vocab - 1, generator=generator) < 0.5] = -torch.inf
+    return logits
+
+
+CASES: list[dict[str, Any]] = [
+    {}, {"top_k": 1}, {"top_k": 40}, {"top_k": 1 << 30}, {"top_p": 0.9}, {"top_p": 1e-9},
+    {"top_p": 0.999}, {"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 1e-6}, {"top_k": -1},
+    {"temperature": 1e-300}, {"temperature": 0.3, "top_p": 0.7}, {"top_k": 7, "top_p": 0.8},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "temperature": 1.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "masked"])
+@pytest.mark.parametrize("vocab", [5, 1000, 128_000])
+@pytest.mark.parametrize("by", ["sort", "flashinfer"])
+def test_the_kept_tokens_and_their_weights_are_those_of_brute_force(by, vocab, kind, gpu) -> None:
+    print(f"seed {SEED}")
+    generator = np.random.default_rng(SEED)
+    logits = make_logits(kind, vocab, torch.Generator().manual_seed(int(generator.integers(99999))))
+    params = [SamplingParams(**options) for options in CASES]
+    table = logits.expand(len(params), -1)
+    device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
+    keep = choose_filter(device)
+    found = probabilities(table.to(device), params, keep).cpu()
+    assert (keep is by_sort) == (by == "sort")
+    for one, row in zip(params, found, strict=True):
+        probs, kept = brute_force(logits, one)
+        got = row.double().sort(descending=True).values.numpy()
+        got /= got[kept == 1].sum() / probs[kept == 1].sum() if (kept == 1).any() else 1
+        if by == "flashinfer" and (one.top_k > 0 or one.top_p < 1):  # ties with the last one
+            least = probs[kept != 0].min()
+            kept = np.where((kept == 0) & (probs == least), -1, kept)
+        sure = probs > 1e-37  # else 0 in float32
+        np.testing.assert_allclose(got[sure & (kept == 1)], probs[sure & (kept == 1)], rtol=2e-5)
+        assert not got[kept == 0].any(), f"{one}, seed {SEED}"
+        assert (kept >= 0).mean() > 0.5
+
+
+@pytest.mark.parametrize("by", ["sort", "flashinfer"])
+def test_only_ties_at_the_border_tell_the_filters_apart(by, gpu) -> None:
+    probs = torch.tensor([[0.3, 0.1, 0.3, 0.2, 0.1]])
+    device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
+    keep = choose_filter(device)
+
+    def count(top_k: int, top_p: float) -> int:
+        return int((keep(probs.to(device), [top_k], [top_p]).cpu() > 0).sum())
+
+    ties = by == "flashinfer"
+    assert count(2, 1.0) == 2 and count(3, 1.0) == 3 and count(0, 0.7) == 3
+    assert count(1, 1.0) == count(0, 0.2) == 1 + ties
+    assert count(4, 1.0) == count(0, 0.85) == 4 + ties
+
+
+@pytest.mark.parametrize("options", CASES[:-1], ids=str)
+def test_frequencies_follow_the_distribution(options) -> None:
+    """Chi-square over 6 tokens; beyond 60 once in 10^11."""
+    print(f"seed {SEED}")
+    generator, draws = torch.Generator().manual_seed(SEED), 20_000
+    logits = torch.randn(6, generator=generator)
+    params = SamplingParams(**options)
+    tokens = sample(logits.expand(draws, -1), [params] * draws, [generator] * draws)
+    seen = np.bincount(tokens.numpy(), minlength=6)[logits.argsort(descending=True).numpy()]
+    probs, kept = brute_force(logits, params)
+    expected = np.where(kept == 1, probs, 0) / probs[kept == 1].sum() * draws
+    assert not seen[expected == 0].any()
+    some = expected > 1e-9
+    assert ((seen - expected)[some] ** 2 / expected[some]).sum() < 60, f"seed {SEED}"
+
+
+def test_frequencies_in_a_large_vocabulary() -> None:
+    """Chi-square over 8 stretches of 128k tokens."""
+    print(f"seed {SEED}")
+    generator, rows, vocab = torch.Generator().manual_seed(SEED), 50, 128_000
+    logits = 2 * torch.randn(vocab, generator=generator)
+    params = [SamplingParams()] * rows
+    tokens = torch.cat(
+        [sample(logits.expand(rows, -1), params, [generator] * rows) for _ in range(16)]
+    )
+    seen = np.bincount(tokens.numpy() // (vocab // 8), minlength=8)
+    expected = logits.double().softmax(0).view(8, -1).sum(1).numpy() * len(tokens)
+    assert ((seen - expected) ** 2 / expected).sum() < 70, f"seed {SEED}"
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-300])
+def test_a_tiny_temperature_leaves_the_likeliest_tokens_alone(temperature) -> None:
+    logits = torch.tensor([[1e9, -3e38, 1e9, 9e8, -torch.inf]]).expand(400, -1)
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = sample(logits, [SamplingParams(temperature=temperature)] * 400, [generator] * 400)
+    seen = torch.bincount(tokens, minlength=5).tolist()
+    assert seen[0] + seen[2] == 400 and min(seen[0], seen[2]) > 100, f"seed {SEED}"
+
+
+@pytest.mark.parametrize("by", ["sort", "flashinfer"])
+def test_a_seed_gives_the_same_token_in_any_slot_of_any_batch(by, gpu) -> None:
+    print(f"seed {SEED}")
+    device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
+    keep, rng = choose_filter(device), random.Random(SEED)
+    logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(SEED))
+    kinds = [GREEDY, PLAIN, FILTERED, SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)]
+
+    def tokens_of(rows: list[int], params: list[SamplingParams]) -> list[int]:
+        sources = [torch.Generator().manual_seed(row) for row in rows]
+        return sample(logits[rows].to(device), params, sources, keep).tolist()
+
+    params = [kinds[row % 5] for row in range(9)]
+    alone = [tokens_of([row], [params[row]])[0] for row in range(9)]
+    for _ in range(20):
+        rows = rng.sample(range(9), rng.randrange(1, 10))
+        assert tokens_of(rows, [params[row] for row in rows]) == [alone[row] for row in rows]
+
+
+class Costs(TorchDispatchMode):
+    """Names of operations on a CPU, and the dtypes of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.ops.add(func._schema.name.partition("::")[2])
+        self.dtypes |= {x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        return result
+
+
+def test_nothing_is_sorted_or_doubled_that_need_not_be() -> None:
+    logits, sources = torch.randn(4, 50), [torch.Generator()] * 4
+    sorted_rows = []
+
+    def keep(probs, top_k, top_p):
+        sorted_rows.append(len(probs))
+        return by_sort(probs, top_k, top_p)
+
+    for params in ([GREEDY] * 4, [PLAIN, GREEDY] * 2, [SamplingParams(min_p=0.1), PLAIN] * 2):
+        with Costs() as costs:
+            sample(logits, params, sources, keep)
+        assert "sort" not in costs.ops and torch.float64 not in costs.dtypes
+        assert params != [GREEDY] * 4 or costs.ops == {"argmax"}
+    assert not sorted_rows
+    sample(logits, [PLAIN, FILTERED, GREEDY, FILTERED], sources, keep)
+    assert sorted_rows == [2]  # the rows that ask for it
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])
+def test_on_a_gpu_nobody_waits_and_nothing_is_sorted(gpu, params) -> None:
+    device = torch.device("cuda", 0)
+    keep, logits = choose_filter(device), torch.randn(6, 300).to(device)
+    gpu.device.ops.clear()
+    gpu.device.waits.clear()
+    sample(logits, [params, GREEDY] * 3, [torch.Generator(device)] * 6, keep)
+    assert not gpu.device.waits and "sort" not in gpu.device.ops
+    assert ("top_p_renorm_probs" in gpu.device.ops) == (params is FILTERED)
+    if params is GREEDY:
+        assert gpu.device.ops == ["argmax"]
+
+
+def test_kernels_that_cannot_be_trusted_are_replaced_by_a_sort(gpu, monkeypatch, caplog) -> None:
+    device = torch.device("cuda", 0)
+    assert choose_filter(device) is not by_sort
+    found = gpu.flashinfer.top_p_renorm_probs
+    monkeypatch.setattr(gpu.flashinfer, "top_p_renorm_probs", lambda probs, top_p: probs)
+    assert choose_filter(device) is by_sort and not caplog.records  # an older version
+
+    def wrong(probs, top_p, is_deterministic=False):
+        return found(probs, top_p / 2, is_deterministic=is_deterministic)
+
+    def missing(probs, top_p, is_deterministic=False):
+        raise RuntimeError("no kernel image\nmore lines")
+
+    for kernel, reason in ((wrong, "wrong results"), (missing, "no kernel image")):
+        monkeypatch.setattr(gpu.flashinfer, "top_p_renorm_probs", kernel)
+        assert choose_filter(device) is by_sort
+        assert caplog.records.pop().getMessage().endswith(reason)
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
+    assert choose_filter(device) is by_sort and not caplog.records
