@@ -32,7 +32,7 @@ FLOORS = [
     {"radixcache.bench.schemes"},
     {"radixcache.bench.replay"},
     {"radixcache.bench.report"},
-    {"radixcache.bench.cli", "radixcache.bench.probes", "radixcache.bench.gpu_check"},
+    {"radixcache.bench.cli", "radixcache.bench.probes"},
     {"bench.peers"},
     {"bench.peers.conformance", "bench.peers.engines", "bench.peers.index"},
 ]

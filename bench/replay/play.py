@@ -30,8 +30,8 @@ class Outcome:
         prompt_tokens, turn: as in its `Arrival`.
         hit_tokens: found in the cache when it was first admitted.
         computed_tokens: prompt tokens prefilled, again after a preemption included.
-        step, order: the engine's steps, and the requests, before it came.
-        ttft, latency: seconds from when it was due, on the clock of the run; None if it failed.
+        step: the engine's steps before it came.
+        ttft: seconds from when it was due, on the clock of the run; None if it failed.
         error: why it was refused or failed.
     """
 
@@ -41,9 +41,7 @@ class Outcome:
     computed_tokens: int = 0
     preemptions: int = 0
     step: int = 0
-    order: int = 0
     ttft: float | None = None
-    latency: float | None = None
     error: str | None = None
 
 
@@ -179,13 +177,11 @@ def play(
     open_requests: dict[Request, tuple[int, float]] = {}
     # A branch in mid-page holds one page twice for a moment, so the runtime keeps one to spare.
     room = (engine.cache.pool.num_pages - 1) * engine.cache.page_size
-    steps = come_so_far = 0
+    steps = 0
 
     def come(index: int, due: float) -> None:
         arrival, outcome = workload.arrivals[index], outcomes[index]
-        nonlocal come_so_far
-        outcome.step, outcome.order = steps, come_so_far
-        come_so_far += 1
+        outcome.step = steps
         if arrival.kv_tokens > room:
             outcome.error = f"{arrival.kv_tokens} tokens do not fit {room}"
             end(index)
@@ -220,11 +216,7 @@ def play(
                 outcome.computed_tokens = request.prefilled_tokens
                 outcome.preemptions = sequence.preemptions
                 outcome.error = request.error
-                outcome.latency = None if request.error else clock.now() - due
                 end(index)
-
-
-_NO_NOISE: Any = None
 
 
 class IndexEngine:
@@ -245,7 +237,8 @@ class IndexEngine:
     def add(self, prompt: Tokens, answer: Tokens) -> Request:
         params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
         request = Request(0, None, prompt, params)
-        request.add_sequences(len(answer), None, lambda index: _NO_NOISE)
+        no_noise: Any = None
+        request.add_sequences(len(answer), None, lambda index: no_noise)
         self.scheduler.add(request.sequences[0])
         self._answers[request] = answer
         return request

@@ -37,7 +37,7 @@ def load_mooncake(
     Raises:
         InvalidRequest: a line is no such record.
     """
-    workload = Workload(path.name, f"trace of {hash_block}-token blocks", has_times=True)
+    workload = Workload(path.name, f"trace of {hash_block}-token blocks")
     for where, record in _json_lines(path, limit):
         number = len(workload.arrivals)
         match record:

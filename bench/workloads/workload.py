@@ -56,13 +56,11 @@ class Workload:
 
     Attributes:
         shape: what was generated or read, in one sentence.
-        has_times: `Arrival.at` says when the requests came.
     """
 
     name: str
     shape: str
     arrivals: list[Arrival] = field(default_factory=list)
-    has_times: bool = False
 
     def add(
         self,
@@ -71,7 +69,6 @@ class Workload:
         *,
         after: int | None = None,
         turn: int = 0,
-        at: float = 0.0,
         together: bool = False,
     ) -> int:
         """Append a request whose prompt is `parts` one after the other; returns its index.
@@ -86,7 +83,6 @@ class Workload:
                 lambda: answer,
                 after=after,
                 turn=turn,
-                at=at,
                 together=together,
             )
         )
