@@ -76,7 +76,7 @@ def test_a_missing_kernel_is_named() -> None:
     assert missing(only_bf16, [torch.bfloat16]) == [] and missing(only_bf16)
 
 
-def test_the_environment_names_what_an_archive_lacks(tmp_path, monkeypatch) -> None:
+def test_the_environment_names_what_an_archive_lacks(tmp_path) -> None:
     for name in NAMES[1:]:
         library = tmp_path / "data/aot" / name / f"{name}.so"
         library.parent.mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_the_environment_names_what_an_archive_lacks(tmp_path, monkeypatch) -> N
     package.__file__ = str(tmp_path / "__init__.py")
     report = Report("environment", tmp_path / "rows", 60)
     with rehearsal_place(tmp_path) as place:
-        monkeypatch.setitem(sys.modules, "flashinfer", package)
+        sys.modules["flashinfer"] = package  # until the rehearsal ends
         environment.run(place, report)
     rows = {row.name: row for row in report.rows}
     assert rows["built kernels of FlashInfer"].lines == sorted(NAMES[1:])
