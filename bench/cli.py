@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from radixcache import __version__
-from radixcache.bench.generators import GENERATORS, generate
-from radixcache.bench.modes import DEFAULT_MODES, Memory, Mode, parse_memory, parse_mode
+from radixcache.bench.machine import conditions
+from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
+from radixcache.bench.schemes.modes import DEFAULT_MODES, Memory, Mode, parse_memory, parse_mode
+from radixcache.bench.workloads import loaders
+from radixcache.bench.workloads.byte_level_bpe import Encode, train_encoder
+from radixcache.bench.workloads.generators import GENERATORS, generate
+from radixcache.bench.workloads.public_data import PUBLIC, load_public
+from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
-    from radixcache.bench.index_level import Serving
-    from radixcache.bench.report import Report, WorkloadReport
-    from radixcache.bench.workload import Workload
+    from radixcache.bench.replay.index_level import Serving
+    from radixcache.bench.report.results import WorkloadReport
     from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
@@ -30,9 +33,6 @@ SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 LEVELS = ("index", "engine", "both")
 FORMATS = ("mooncake", "sharegpt", "messages", "prompts")
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
-_PUBLIC = (
-    "gsm8k-best-of-8 gsm8k-8-shot mmlu-5-shot mt-bench short-instructions long-documents".split()
-)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="WORKLOAD",
         help=f"{', '.join(GENERATORS)}; with numbers of their own as in chat:turns=4,user=30; or "
-        f"on public data, if at hand, {', '.join(_PUBLIC)} (every synthetic one, unless --file)",
+        f"on public data, if at hand, {', '.join(PUBLIC)} (every synthetic one, unless --file)",
     )
     parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="MODE",
         default=DEFAULT_MODES,
-        help=f"none, hash-B, radix-P, aligned-P ({' '.join(DEFAULT_MODES)})",
+        help=f"none, hash-B, radix-P, whole-P, aligned-P ({' '.join(DEFAULT_MODES)})",
     )
     parser.add_argument(
         "--memory",
@@ -87,13 +87,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine level")
     engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
-    engine.add_argument("--dtype", default="auto", metavar="D")
     engine.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
-    engine.add_argument(
-        "--overhead", type=int, default=0, metavar="N", help="N pairs of runs with nothing to hit"
-    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="of random tokens (32768)")
     parser.add_argument(
         "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
     )
@@ -106,119 +101,87 @@ def run(args: argparse.Namespace) -> int:
     modes = [parse_mode(name) for name in dict.fromkeys(args.modes)]
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
-    from radixcache.bench.report import Report, print_report, write_report
+    from radixcache.bench.report.pages import print_report, write, write_report
+    from radixcache.bench.report.results import Report
+    from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
     serving = _serving(args)
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
-    vocabulary = args.vocabulary or (model.vocab_size if model else 1 << 15)
+    vocabulary = model.vocab_size if model else 1 << 15
     report = Report(_settings(args, token_bytes, vocabulary, model))
     for workload in _workloads(args, vocabulary):
         report.workloads.append(
             _compare(workload, modes, memories, serving, token_bytes, args, model)
         )
-    if model is not None and args.overhead:
-        _add_overheads(report, modes, serving, args, model)
     if args.report is not None:
         write_report(report, args.report)
-    if args.json is not None and str(args.json) != "-":
-        _write(args.json, report.to_json())
     if str(args.json) == "-":
         print(report.to_json())
-    else:
-        from rich.console import Console
-
-        print_report(report, Console(width=None if sys.stdout.isatty() else 140))
+        return 0
+    if args.json is not None:
+        write(args.json, report.to_json())
+    print_report(report, console())
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what makes no sense before anything is loaded."""
+    from radixcache.bench.report.pages import check_page, check_writable
+
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
-    for name in (*positive.split(), "hash_block", "vocabulary", "token_bytes"):
+    for name in (*positive.split(), "hash_block", "token_bytes"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
-    for name in ("seed", "overhead"):
-        if getattr(args, name) < 0:
-            raise InvalidRequest(f"--{name} must be at least 0, not {getattr(args, name)}")
-    if args.vocabulary is not None and args.vocabulary > 2**31:
-        raise InvalidRequest(f"--vocabulary must be at most 2147483648, not {args.vocabulary}")
+    if args.seed < 0:
+        raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
     if args.arrivals == "poisson" and args.rate is None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
     if args.arrivals == "trace" and (args.format != "mooncake" or args.workloads):
         raise InvalidRequest("--arrivals trace needs a file with times: --format mooncake, alone")
-    if args.report is not None and args.report.suffix not in (".html", ".md"):
-        raise InvalidRequest(f"a report ends in .html or .md, not {args.report.name!r}")
-    for path in (args.report, args.json):
-        if path is not None and str(path) != "-":
-            _check_writable(path)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse where nothing could be written, now rather than when all has been measured."""
-    reason = None
-    if path.is_dir():
-        reason = "Is a directory"
-    elif not path.parent.is_dir():
-        reason = "No such file or directory"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "Permission denied"
-    if reason is not None:
-        raise InvalidRequest(f"cannot write {path}: {reason}")
+    if args.report is not None:
+        check_page(args.report)
+    if args.json is not None and str(args.json) != "-":
+        check_writable(args.json)
 
 
 def _serving(args: argparse.Namespace) -> Serving:
-    from radixcache.bench.index_level import Serving
-    from radixcache.bench.replay import Arrivals
+    from radixcache.bench.replay.index_level import Serving
+    from radixcache.bench.replay.play import Arrivals
 
-    arrivals = Arrivals(concurrency=args.concurrency)
-    if args.arrivals == "poisson":
-        arrivals = Arrivals(rate=args.rate, seed=args.seed)
-    elif args.arrivals == "trace":
-        arrivals = Arrivals(as_recorded=True)
+    arrivals = {
+        "closed": Arrivals(concurrency=args.concurrency),
+        "poisson": Arrivals(rate=args.rate, seed=args.seed),
+        "trace": Arrivals(as_recorded=True),
+    }[args.arrivals]
     return Serving(
         arrivals, args.max_num_batched_tokens, args.max_num_seqs, args.schedule, args.step_time
     )
 
 
 def _workloads(args: argparse.Namespace, vocabulary: int) -> Iterator[Workload]:
-    from radixcache.bench.public_data import load_public
-
-    names = args.workloads or ([] if args.file else list(GENERATORS))
-    for name in names:
-        if name in _PUBLIC:
-            yield load_public(name)
-        else:
-            yield generate(name, args.seed, vocabulary)
-    if args.file is not None:
-        yield _load_file(args, vocabulary)
-
-
-def _load_file(args: argparse.Namespace, vocabulary: int) -> Workload:
-    from radixcache.bench import loaders
-
+    for name in args.workloads or ([] if args.file else GENERATORS):
+        yield load_public(name) if name in PUBLIC else generate(name, args.seed, vocabulary)
     if args.format == "mooncake":
-        return loaders.load_mooncake(
+        yield loaders.load_mooncake(
             args.file, hash_block=args.hash_block, vocabulary=vocabulary, limit=args.limit
         )
-    load = {
-        "sharegpt": loaders.load_sharegpt,
-        "messages": loaders.load_messages,
-        "prompts": loaders.load_prompts,
-    }[args.format]
-    return load(args.file, _encoder(args), limit=args.limit)
+    elif args.file is not None:
+        load = {
+            "sharegpt": loaders.load_sharegpt,
+            "messages": loaders.load_messages,
+            "prompts": loaders.load_prompts,
+        }[args.format]
+        yield load(args.file, _encoder(args), limit=args.limit)
 
 
-def _encoder(args: argparse.Namespace) -> Callable[[str], list[int]]:
+def _encoder(args: argparse.Namespace) -> Encode:
     """The model's tokenizer if one is named or needed, else one trained on the file itself."""
     if args.model is None and args.level == "index":
-        from radixcache.bench.loaders import read_text
-        from radixcache.bench.public_data import train_encoder
-
-        return train_encoder([read_text(args.file)])
+        return train_encoder([loaders.read_text(args.file)])
     from radixcache.runtime.llm import BUNDLED_MODEL
     from radixcache.runtime.text.tokenizer import Tokenizer
 
@@ -241,7 +204,7 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
 
     if args.model is None:
         logging.disable_progress_bar()
-    return load_model(args.model or BUNDLED_MODEL, dtype=args.dtype, device=args.device)
+    return load_model(args.model or BUNDLED_MODEL, device=args.device)
 
 
 def _compare(
@@ -254,9 +217,8 @@ def _compare(
     model: PagedModel | None,
 ) -> WorkloadReport:
     """One workload in all modes and memories."""
-    from radixcache.bench.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
-    from radixcache.bench.index_level import run_index
-    from radixcache.bench.report import WorkloadReport
+    from radixcache.bench.replay.index_level import run_index
+    from radixcache.bench.report.results import WorkloadReport
 
     count = len(workload.arrivals)
     with _progress(f"{workload.name}: bounds", count) as tick:
@@ -271,21 +233,21 @@ def _compare(
         unlimited_hits(trie),
     )
     sizes = np.linspace(workload.longest, max(trie.footprint, workload.longest), 60).astype(int)
-    for block in dict.fromkeys(m.page_size for m in modes if m.name in _CURVES):
-        curve = lru_curve(trie if block == 1 else build_trie(workload, block))
-        name = next(m.name for m in modes if m.name in _CURVES and m.page_size == block)
-        rates = [(int(size), curve.hits(int(size)) / workload.prompt_tokens) for size in sizes]
-        found.curves[name] = rates
+    for mode in modes:
+        if mode.name in _CURVES:
+            size = mode.page_size
+            curve = lru_curve(trie if size == 1 else build_trie(workload, size))
+            found.curves[mode.name] = [
+                (int(size), curve.hits(int(size)) / workload.prompt_tokens) for size in sizes
+            ]
     for memory in memories:
         tokens = memory.tokens(trie.footprint, token_bytes, modes)
         found.optimal_hits[tokens] = optimal_hits(trie, tokens)
-        if args.level != "engine":
-            for mode in modes:
-                with _progress(f"{workload.name} {memory.text} {mode.name}", count) as tick:
-                    row = run_index(workload, mode, tokens, serving, memory.text, tick)
-                found.rows.append(row)
+        for mode in modes if args.level != "engine" else ():
+            with _progress(f"{workload.name} {memory.text} {mode.name}", count) as tick:
+                found.rows.append(run_index(workload, mode, tokens, serving, memory.text, tick))
         if model is not None:
-            from radixcache.bench.engine_level import run_engine
+            from radixcache.bench.replay.engine_level import run_engine
 
             runs = count * len(modes) * (args.repeats + 1)
             with _progress(f"{workload.name} {memory.text} engine", runs) as tick:
@@ -304,24 +266,6 @@ def _compare(
 
 _CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
 """Modes whose hits at every size of memory one pass gives."""
-
-
-def _add_overheads(
-    report: Report, modes: list[Mode], serving: Serving, args: argparse.Namespace, model: PagedModel
-) -> None:
-    from radixcache.bench.engine_level import measure_overhead
-
-    workload = generate("zero-sharing:requests=100", args.seed, model.vocab_size)
-    tokens = workload.prompt_tokens // 2
-    for mode in modes:
-        if mode.kind != "none":
-            runs = 2 * (args.overhead + 1) * len(workload.arrivals)
-            with _progress(f"overhead of {mode.name}", runs) as tick:
-                report.overheads.append(
-                    measure_overhead(
-                        workload, mode, tokens, serving, model, pairs=args.overhead, progress=tick
-                    )
-                )
 
 
 @contextmanager
@@ -351,16 +295,8 @@ def _settings(
         "seed": args.seed,
         "vocabulary": vocabulary,
         "bytes a token": token_bytes,
-        "Python": platform.python_version(),
-        "cores": os.cpu_count(),
+        "machine": conditions(),
     }
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
     return settings
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None

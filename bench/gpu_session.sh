@@ -1,29 +1,35 @@
 #!/usr/bin/env bash
-# Runs the GPU check on a machine that has torch and transformers but no network and no FlashInfer.
+# One of the three calls of the GPU check, on a machine without network and without FlashInfer.
 #
-#   bench/gpu_session.sh PARTS OUT [options of bench.gpu_check]
+#   bench/gpu_session.sh PARTS OUT CALL [options of radixcache.bench.gpu.check]
 #
-# PARTS is a folder with one archive flashinfer*.tgz (`env.sh` and `site/`, kernels built in) and
-# wheels of whatever else python3 lacks there, sortedcontainers for one; pure Python only, since
-# they are not unpacked. OUT receives gpu_check.json and gpu_check.log. Run it from the root of the
-# checkout. A kernel that is not in the archive is an error there, not a compilation.
+# PARTS is a folder with the archive of radixcache.bench.gpu.pack, flashinfer*.tgz, and wheels of
+# whatever else python3 lacks there; pure Python only, since they are not unpacked. Without an
+# archive attention runs in plain torch. OUT receives rows, logs and traces. CALL is 1, 2 or 3, each
+# of nine minutes at most. What is unpacked, and the ceilings, stay on the machine for the next call.
 set -euo pipefail
 parts=$(realpath "${1:?folder with flashinfer*.tgz and wheels}")
 out=$(realpath -m "${2:?folder for the results}")
-shift 2
+call=${3:?which call: 1, 2 or 3}
+shift 3
+cd "$(dirname "$0")/.."
 
-unpacked=$(mktemp -d)
-mkdir -p "$out"
-tar xzf "$parts"/flashinfer*.tgz -C "$unpacked"
-export FLASHINFER_WORKSPACE_BASE=$unpacked/workspace FLASHINFER_DISABLE_JIT=1
-source "$unpacked/env.sh"
+# Links to the packages that a copy of the tree has left out, or made files of.
+for name in bench kernels runtime; do
+    [ -d "radixcache/$name" ] || ln -sfn "../$name" "radixcache/$name"
+done
+
+kept=${TMPDIR:-/tmp}/radixcache-gpu
+mkdir -p "$kept" "$out"
+for archive in "$parts"/flashinfer*.tgz; do
+    [ -e "$archive" ] || continue
+    [ -e "$kept/env.sh" ] || tar xzf "$archive" -C "$kept"
+    source "$kept/env.sh"
+done
 for wheel in "$parts"/*.whl; do
-    [ ! -e "$wheel" ] || PYTHONPATH=$PYTHONPATH:$wheel
+    [ ! -e "$wheel" ] || PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$wheel
 done
-export PYTHONPATH PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-for name in torch transformers numpy sortedcontainers flashinfer; do
-    python3 -c "import $name; print('$name', getattr($name, '__version__', ''))" \
-        || { echo "$name cannot be imported by $(command -v python3)"; exit 2; }
-done
-python3 -m bench.gpu_check --out "$out/gpu_check.json" "$@" 2>&1 | tee "$out/gpu_check.log"
+python3 -m radixcache.bench.gpu.check --out "$out" --call "$call" \
+    --ceilings "$kept/ceilings.json" "$@" 2>&1 | tee "$out/session$call.log"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 
 MIN_ROWS = 4
-"""Sequences in a group. A guess until a GPU has measured it: `bench/gpu_check.py` prints both."""
+"""Sequences in a group. A guess until a GPU has measured it: `bench/gpu` measures both."""
 
 MIN_TOKENS = 1024
 """Tokens that a group shares. A second level costs two more kernels a layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,6 +108,6 @@ class Fetch:
         self._fence = Fence(numbers.device)
         self._fence.record()
 
-    def tolist(self) -> list[int]:
+    def tolist(self) -> list[Any]:
         self._fence.wait()
         return self._on_host.tolist()

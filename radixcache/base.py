@@ -102,7 +102,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def mutation(method: _F) -> _F:
-    """A method that changes the cache: of one thread, and cut off by nothing.
+    """A method that changes the cache: one at a time, and whole.
 
     What `radixcache.errors` defines is raised before anything has changed. Whatever else comes out
     (an interrupt, for want of memory, from a listener) may leave half a change behind, so that the
@@ -111,10 +111,9 @@ def mutation(method: _F) -> _F:
 
     @wraps(method)
     def call(self: PrefixCache, *args: Any, **kwargs: Any) -> Any:
-        thread = get_ident()
-        if self._thread != thread or self._inside:
-            self._enter(thread)
-        self._inside = True
+        if self._inside:
+            self._refuse()
+        self._thread, self._inside = get_ident(), True
         try:
             result = method(self, *args, **kwargs)
         except RadixCacheError:
@@ -129,8 +128,7 @@ def mutation(method: _F) -> _F:
 class PrefixCache(ABC):
     """A map from token prefixes to KV pages; one instance serves one engine, from one thread.
 
-    That is the thread that makes the first change after construction or `reset`. Others may look
-    (`stats`, `pins`), but not change anything (`WrongThread`).
+    A change while another thread makes one is refused (`WrongThread`).
 
     Everything published since the last `commit` is *in flight*: it belongs to the step being
     scheduled. Others may share it at once, because within each layer a step writes all new K/V
@@ -150,8 +148,8 @@ class PrefixCache(ABC):
     _pins: dict[str, Lease]
     _leases: dict[Any, None]
     """Those that live, pins included."""
-    _thread: int | None = None
-    """Whose changes these are."""
+    _thread = 0
+    """Who made the last change, or is making it."""
     _inside = False
     """A change is under way, or was cut off."""
 
@@ -272,10 +270,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives.
-
-        Another thread may take over afterwards.
-        """
+        """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
 
     @property
     def broken(self) -> bool:
@@ -315,15 +310,11 @@ class PrefixCache(ABC):
     def _forget_all(self) -> None:
         """Begin anew on a pool whose pages are all free: no lease, no pin, nothing cached."""
 
-    def _enter(self, thread: int) -> None:
-        """Take the cache over for `thread`, or say why not."""
-        if self._thread not in (None, thread):
-            raise WrongThread(
-                "a cache is for one thread: another one has changed it since the last reset"
-            )
-        if self._inside:
-            raise CacheBroken("a change of the cache was cut off half-way: call recover() first")
-        self._thread = thread
+    def _refuse(self) -> None:
+        """Say why nothing can be changed now."""
+        if self._thread != get_ident():
+            raise WrongThread("a cache is for one thread, and another one is changing it")
+        raise CacheBroken("a change of the cache was cut off half-way: call recover() first")
 
     @abstractmethod
     def check(self) -> None:

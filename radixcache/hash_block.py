@@ -116,7 +116,7 @@ class HashBlockCache(PrefixCache):
     """Whole blocks under the hash of their prefix, evicted lazily from a free queue.
 
     Behaves as vLLM 0.33 does with one full-attention group, page numbers and queue order included;
-    `bench/peers/conformance.py` compares the two after every operation. A block is a page.
+    `bench/peers/conformance` compares the two after every operation. A block is a page.
 
     - A hit is whole blocks from the first on, at most ``(len(tokens) - 1) // page_size``.
     - A block is published as soon as the step that fills it is scheduled. Tables are append-only:
@@ -518,7 +518,6 @@ class HashBlockCache(PrefixCache):
         self.stats = CacheStats()
         self.recent.clear()
         self._emit(Cleared())
-        self._thread = None
 
     def _mine(self, lease: Lease) -> BlockLease:
         if lease.released or lease not in self._leases:

@@ -113,7 +113,6 @@ class NoCache(PrefixCache):
         if self._leases:
             raise LeaseError(f"{len(self._leases)} leases live: release first")
         self.stats = CacheStats()
-        self._thread = None
 
     def check(self) -> None:
         refs = np.zeros(self.pool.num_pages, np.int32)

@@ -533,7 +533,6 @@ class RadixCache(PrefixCache):
         self._forget_all()
         self.stats = CacheStats()
         self._emit(Cleared())
-        self._thread = None
 
     def _emit_about(self, kind: type[Stored] | type[Evicted], node: Node, start: int) -> None:
         """Tell of positions [start, end) of `node`. O(path), so only for listeners."""

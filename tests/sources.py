@@ -35,9 +35,12 @@ def installed_path(path: Path) -> Path:
 
 def module_name(path: Path) -> str:
     """Dotted name that a source file is imported by."""
-    return ".".join(installed_path(path).with_suffix("").parts).removesuffix(".__init__")
+    place = path if NOT_INSTALLED in path.parents else installed_path(path)
+    return ".".join(place.with_suffix("").parts).removesuffix(".__init__")
 
 
+PEERS = sorted(p.relative_to(ROOT) for p in (ROOT / NOT_INSTALLED).rglob("*.py"))
+"""Imported by their path in the repository: `bench.peers.process`."""
 FILES = [path for folder in PACKAGES for path in files_below(folder)]
 SOURCES = [path for path in FILES if path.suffix == ".py"]
 # Importing a __main__ would run it.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import SOURCES, imports, module_name
+from tests.sources import PEERS, SOURCES, imports, module_name
 
 Graph = dict[str, set[str]]
 """The modules that each module imports."""
@@ -22,7 +22,19 @@ FLOORS = [
     {"radixcache.runtime.demo"},
     {"radixcache.runtime.server"},
     {"radixcache.runtime.cli"},
-    {"radixcache.bench", "radixcache.__main__"},
+    {
+        "radixcache.__main__",
+        "radixcache.bench.machine",
+        "radixcache.bench.tables",
+        "radixcache.bench.gpu",
+    },
+    {"radixcache.bench.workloads"},
+    {"radixcache.bench.schemes"},
+    {"radixcache.bench.replay"},
+    {"radixcache.bench.report"},
+    {"radixcache.bench.cli", "radixcache.bench.probes"},
+    {"bench.peers"},
+    {"bench.peers.conformance", "bench.peers.engines", "bench.peers.index"},
 ]
 """Rooms from the ground up: folders, and a module that is a room by itself. A room uses what is
 below it. Those of one floor do not know each other."""
@@ -40,9 +52,9 @@ def read_graph() -> Graph:
 
     Only the lazy ones of `radixcache` itself are left out: its public names lead upward.
     """
-    modules = {module_name(path) for path in SOURCES}
+    modules = {module_name(path) for path in SOURCES + PEERS}
     graph: Graph = {}
-    for path in SOURCES:
+    for path in SOURCES + PEERS:
         found = graph[module_name(path)] = set()
         for imported in imports(path):
             if imported.lazy and module_name(path) == "radixcache":
@@ -95,6 +107,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("radixcache.runtime.llm", "radixcache.runtime.server.protocol", False),
         ("radixcache.runtime.server.app", "radixcache.runtime.cli", True),
         ("radixcache.runtime.cli", "radixcache.bench.cli", False),
+        ("radixcache.bench.workloads.workload", "radixcache.bench.schemes.modes", False),
+        ("radixcache.bench.replay.play", "radixcache.bench.report.pages", True),
+        ("radixcache.bench.probes.ttft", "radixcache.bench.cli", False),
+        ("bench.peers.process", "bench.peers.engines.cases", False),
+        ("bench.peers.index.cases", "bench.peers.engines.cases", False),
     ],
 )
 def test_an_arrow_planted_upward_is_seen(module: str, target: str, is_circle: bool) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from radixcache.bench.gpu.report import NotRun, Report
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import NotRun
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -28,11 +29,11 @@ def flops(model: PreTrainedModel, new: int, cached: int, logits: int = 1) -> flo
     return 2 * layers * new + 2 * head * logits + 4 * seen * width
 
 
-def floor_seconds(report: Report, num_bytes: float, num_flops: float) -> float:
+def floor_seconds(place: Place, num_bytes: float, num_flops: float) -> float:
     """The longer of the two times, by the rates that were measured here."""
-    if not {"bytes/s", "flop/s"} <= set(report.ceilings):
+    if not {"bytes/s", "flop/s"} <= set(place.ceilings):
         raise NotRun("the ceilings were not measured")
-    return max(num_bytes / report.ceilings["bytes/s"], num_flops / report.ceilings["flop/s"])
+    return max(num_bytes / place.ceilings["bytes/s"], num_flops / place.ceilings["flop/s"])
 
 
 def _embeddings(model: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.base import PrefixCache, Tokens
-from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.place import Place, Work
+from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -64,7 +67,7 @@ def engine_on(
     The attention backend keeps state for one engine, so each gets one of its own.
     """
     paged = PagedModel(model)
-    if not paged.attention.name.startswith("FlashInfer"):
+    if place.kernels and not paged.attention.name.startswith("FlashInfer"):
         raise RuntimeError(f"attention fell back to {paged.attention.name}; the log says why")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
     index: PrefixCache = cache(PagePool(num_pages, page_size))
@@ -112,6 +115,52 @@ def greedy(max_tokens: int) -> SamplingParams:
 def finish(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
+
+
+def begin_decoding(
+    engine: Engine,
+    prompts: Sequence[Tokens],
+    steps: int,
+    params: SamplingParams | None = None,
+    over: int = 1,
+) -> None:
+    """All prompts decode, their KV taken as computed, and go on for `steps` or more.
+
+    They begin one after another, within as many steps as `over` says.
+    """
+    params = replace(params or greedy(1), max_tokens=over + steps + 16, ignore_eos=True)
+    for prompt in prompts:
+        remember(engine, prompt[:-1])
+    for turn in range(over):
+        first, end = (len(prompts) * at // over for at in (turn, turn + 1))
+        for prompt in prompts[first:end]:
+            engine.add_request(prompt, params)
+        engine.step()
+    for _ in range(8):
+        if len(engine.scheduler.running) == len(prompts):
+            break
+        engine.step()
+    else:
+        raise RuntimeError(f"{len(engine.scheduler.running)} of {len(prompts)} prompts decode")
+    for _ in range(3):  # the first one captures the graph
+        engine.step()
+
+
+def seconds_of_steps(engine: Engine, count: int) -> list[float]:
+    taken = []
+    for _ in range(count):
+        start = time.perf_counter()
+        engine.step()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def last_graph(engine: Engine) -> Work:
+    """The graph that was captured last; it repeats the last step."""
+    replays = list(engine._graphs._replays.values()) if engine._graphs else []
+    if not replays or replays[-1] is None:
+        raise NotRun("no step ran in a graph")
+    return replays[-1]
 
 
 def run_all(engine: Engine, prompts: list[Tokens], max_tokens: int) -> list[Request]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixcache.bench.gpu.report import NotRun
 from radixcache.bench.gpu.sizes import FULL, Sizes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.runtime.model import decode_graphs
@@ -25,20 +30,32 @@ class Place:
     """A device, how to run and time things there, and how big they are.
 
     Attributes:
-        backend: the module that holds `FlashInferBackend`.
-        flashinfer: the package that it uses, or the stand-in.
+        out: the folder of the results.
+        kernels: FlashInfer, or the stand-in, and the module that holds `FlashInferBackend`; None
+            where only plain torch runs.
+        ceilings: what the device reaches at best: "bytes/s", "flop/s", "launch s".
         planted: give every backend a wrong page, to show that the checks see it.
     """
 
     device: torch.device
     dtype: torch.dtype
-    backend: ModuleType
-    flashinfer: ModuleType
     sizes: Sizes
+    out: Path
+    kernels: tuple[ModuleType, ModuleType] | None
+    ceilings: dict[str, float] = field(default_factory=dict)
     planted: bool = False
 
-    def make_backend(self, *kinds: LayerKind) -> AttentionBackend:
-        backend: AttentionBackend = self.backend.FlashInferBackend(self.device, self.dtype, kinds)
+    @property
+    def flashinfer(self) -> Any:
+        if self.kernels is None:
+            raise NotRun("FlashInfer does not run here")
+        return self.kernels[0]
+
+    def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
+        if self.kernels is None:
+            raise NotRun("FlashInfer does not run here")
+        make: Any = vars(self.kernels[1])["FlashInferBackend"]
+        backend: AttentionBackend = make(self.device, dtype or self.dtype, kinds)
         return backend
 
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -90,15 +107,22 @@ class Place:
         return statistics.median(taken[2:])
 
 
-def gpu_place() -> Place:
-    """The first GPU. Raises ImportError without FlashInfer, RuntimeError without CUDA."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device is visible; `--rehearse` runs without one")
-    import flashinfer
-
-    from radixcache.kernels import flashinfer_backend
-
+def gpu_place(out: Path, with_flashinfer: bool) -> Place:
+    """The first GPU."""
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     torch.backends.cuda.enable_cudnn_sdp(False)  # in transformers: it makes a plan for every shape
     device = torch.device("cuda", torch.cuda.current_device())
-    return Place(device, torch.bfloat16, flashinfer_backend, flashinfer, FULL)
+    kernels = None
+    if with_flashinfer:
+        with suppress(Exception):  # the section `environment` says what is wrong
+            kernels = load_flashinfer()
+    else:
+        sys.modules["flashinfer"] = None  # type: ignore[assignment]  # so nobody can import it
+    return Place(device, torch.bfloat16, FULL, out, kernels)
+
+
+def load_flashinfer() -> tuple[ModuleType, ModuleType]:
+    """FlashInfer, and the module of the backend over it; raises whatever FlashInfer does."""
+    import flashinfer
+
+    return flashinfer, importlib.import_module("radixcache.kernels.flashinfer_backend")

@@ -1,22 +1,14 @@
-"""What a run finds: rows that are printed at once, and written as JSON after every section."""
+"""What a run finds: rows that are printed and written as they are found, merged into one table."""
 
 from __future__ import annotations
 
 import json
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-
-GRACE = 5.0
-"""Seconds that a check may take beyond its section's end before it is interrupted."""
 
 
 class NotRun(Exception):
@@ -24,19 +16,12 @@ class NotRun(Exception):
 
 
 class DeviceLost(Exception):
-    """The GPU answers no more: whatever comes after would fail for that reason."""
-
-
-class _OutOfTime(BaseException):
-    """Not an `Exception`: what is being measured must not swallow it."""
+    """The GPU answers this process no more: whatever came after would fail for that reason."""
 
 
 @dataclass
 class Figure:
-    """A measured value, and what it should be.
-
-    `explain` says where the time goes; it is asked only if the aim is missed.
-    """
+    """A measured value, and what it should be."""
 
     name: str
     value: float
@@ -44,7 +29,7 @@ class Figure:
     at_most: float | None = None
     at_least: float | None = None
     note: str = ""
-    explain: Callable[[], list[str]] | None = None
+    lines: Sequence[str] = ()
 
     @property
     def aim(self) -> str:
@@ -62,7 +47,7 @@ class Figure:
 
 @dataclass
 class Row:
-    """One line of the report: ok, FAIL, not run; or measured, met, missed with a value."""
+    """One line of the report: ok, FAIL, not run, note; or measured, met, missed with a value."""
 
     section: str
     name: str
@@ -73,167 +58,125 @@ class Row:
     aim: str = ""
     lines: list[str] = field(default_factory=list)
 
+    @property
+    def shown(self) -> str:
+        return "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
+
     def __str__(self) -> str:
-        value = "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
-        told = "; ".join(
-            part for part in (value, self.aim and f"aim {self.aim}", self.text) if part
-        )
-        return f"{self.status:8} {self.name}" + (f": {told}" if told else "")
+        told = "; ".join(p for p in (self.shown, self.aim and f"aim {self.aim}", self.text) if p)
+        head = f"{self.status:8} {self.name}" + (f": {told}" if told else "")
+        return "\n".join([head, *(f"         | {line}" for line in self.lines)])
+
+    def append_to(self, path: Path) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
 
 class Report:
-    """Collects rows.
+    """Collects the rows of one section.
 
     Args:
-        path: of the JSON.
-        facts: about the machine and the versions, written along.
+        path: of its rows, one line of JSON each.
         seconds: after which nothing new is started.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any], seconds: float) -> None:
-        self.path, self.facts = path, facts
+    def __init__(self, section: str, path: Path, seconds: float) -> None:
         self.rows: list[Row] = []
-        self.ceilings: dict[str, float] = {}
-        """What the device reaches at best: "bytes/s", "flop/s", "launch s"."""
-        self._start = time.monotonic()
-        self._end = self._deadline = self._start + seconds
-        self._section = ""
+        self._section, self._path = section, path
+        self._end = time.monotonic() + seconds
 
-    @contextmanager
-    def section(self, name: str, seconds: float) -> Iterator[None]:
-        """The rows of the body belong to `name`; nothing in it starts after `seconds`."""
-        self._section, start = name, time.monotonic()
-        self._deadline = min(self._end, start + seconds)
-        print(f"\n== {name}", flush=True)
-        try:
-            yield
-        except DeviceLost:
-            raise
-        except Exception as error:  # not in a check: the section's own preparations
-            self._fail("preparations", error)
-        finally:
-            print(f"   {time.monotonic() - start:.1f} s", flush=True)
-            self.save()
-
-    def check(self, name: str, work: Callable[[], str | None]) -> None:
+    def check(self, name: str, work: Callable[..., str | None], *arguments: object) -> None:
         """A row that is ok unless `work` raises; what it returns is told along."""
-        if self._out_of_time(name):
-            return
-        with self._guarded(name):
-            text = work()
-            self._add(Row(self._section, name, "ok", text or ""))
+        self._try(name, lambda: self._add(name, "ok", work(*arguments) or ""))
 
-    def measure(self, name: str, work: Callable[[], Figure | Iterable[Figure]]) -> None:
+    def measure(
+        self, name: str, work: Callable[..., Figure | Iterable[Figure]], *arguments: object
+    ) -> None:
         """A row for each figure of `work`."""
-        if self._out_of_time(name):
-            return
-        with self._guarded(name):
-            found = work()
-            for figure in [found] if isinstance(found, Figure) else found:
-                lines = figure.explain() if figure.explain and figure.status == "missed" else []
-                self._add(
-                    Row(
-                        self._section,
-                        figure.name,
-                        figure.status,
-                        figure.note,
-                        figure.value,
-                        figure.unit,
-                        figure.aim,
-                        lines,
-                    )
-                )
 
-    def tell(self, name: str, text: str) -> None:
-        """A row that is neither: a conclusion, or something that was not checked."""
-        self._add(Row(self._section, name, "note", text))
+        def all_figures() -> None:
+            found = work(*arguments)
+            for f in [found] if isinstance(found, Figure) else found:
+                self._add(f.name, f.status, f.note, f.value, f.unit, f.aim, [*f.lines])
+
+        self._try(name, all_figures)
+
+    def tell(self, name: str, text: str, lines: Iterable[str] = ()) -> None:
+        """A row that is neither: a fact, or a conclusion."""
+        self._add(name, "note", text, lines=[*lines])
 
     def not_run(self, name: str, why: str) -> None:
-        self._add(Row(self._section, name, "not run", why))
+        self._add(name, "not run", why)
 
-    @property
-    def failed(self) -> bool:
-        """Whether any row is FAIL, or nothing at all was found right."""
-        statuses = [row.status for row in self.rows]
-        return "FAIL" in statuses or not {"ok", "met", "missed", "measured"} & set(statuses)
-
-    def _out_of_time(self, name: str) -> bool:
-        if time.monotonic() <= self._deadline:
-            return False
-        self.not_run(name, "no time left")
-        return True
-
-    @contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
+    def _try(self, name: str, work: Callable[[], None]) -> None:
+        if time.monotonic() > self._end:
+            self.not_run(name, "no time left")
+            return
         try:
-            with _interrupted_after(self._deadline - time.monotonic() + GRACE):
-                yield
-        except (NotRun, ImportError) as error:
+            work()
+        except NotRun as error:
             self.not_run(name, _first_line(error))
-        except _OutOfTime:
-            self.not_run(name, "took longer than its section has")
         except Exception as error:
             if type(error).__name__ == "MissingJITCacheError":
                 self.not_run(name, "FlashInfer's kernel for it is not there, and may not be built")
-            else:
-                self._fail(name, error)
+                return
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            self._add(name, "FAIL", f"{type(error).__name__}: {_first_line(error)}", lines=lines)
+            _still_answers(name, error)
 
-    def _fail(self, name: str, error: Exception) -> None:
-        lines = traceback.format_exception(error)[-6:]
-        text = f"{type(error).__name__}: {_first_line(error)}"
-        self._add(Row(self._section, name, "FAIL", text, lines="".join(lines).splitlines()))
-        if torch.cuda.is_available():
-            try:
-                torch.cuda.synchronize()
-            except Exception:
-                raise DeviceLost(f"after {self._section}: {name}") from error
-
-    def _add(self, row: Row) -> None:
+    def _add(
+        self,
+        name: str,
+        status: str,
+        text: str = "",
+        value: float | None = None,
+        unit: str = "",
+        aim: str = "",
+        lines: Sequence[str] = (),
+    ) -> None:
+        row = Row(self._section, name, status, text, value, unit, aim, [*lines])
         self.rows.append(row)
+        row.append_to(self._path)
         print(row, flush=True)
-        for line in row.lines:
-            print(f"         | {line}", flush=True)
 
-    def save(self) -> None:
-        """Write everything found so far."""
-        found = {
-            **self.facts,
-            "seconds": round(time.monotonic() - self._start, 1),
-            "ceilings": self.ceilings,
-            "rows": [asdict(row) for row in self.rows],
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(found, indent=1, ensure_ascii=False))
 
-    def table(self) -> str:
-        """A Markdown table of all rows."""
-        lines = ["| section | what | result | aim | |", "|---|---|---|---|---|"]
-        for row in self.rows:
-            value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
-            cells = (row.section, row.name, row.status, row.aim, value or row.text)
-            lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-        return "\n".join(lines)
+def _still_answers(name: str, error: Exception) -> None:
+    """An error of a kernel sticks: every later call of this process fails with it."""
+    import torch
+
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            raise DeviceLost(f"after {name}") from error
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
-@contextmanager
-def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise in the body when the time is up; only where signals can be had."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
+    """Every row that the sections have written there."""
+    rows = []
+    for path in (folder / f"{section}.jsonl" for section in sections):
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+            with suppress(json.JSONDecodeError):  # its process died in the middle of it
+                rows.append(Row(**json.loads(line)))
+    return rows
 
-    def interrupt(*_: object) -> None:
-        raise _OutOfTime
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    # Again every 10 seconds: raised in a finalizer, it is lost.
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), 10.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def table(rows: Iterable[Row]) -> str:
+    """A Markdown table."""
+    lines = ["| section | what | result | aim | |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = (row.section, row.name, row.status, row.aim, row.shown or row.text)
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        if row.status == "FAIL":  # what it said last
+            lines += [f"| | `{line[:160].replace('|', '/')}` | | | |" for line in row.lines[-3:]]
+    return "\n".join(lines)
+
+
+def failed(rows: Iterable[Row]) -> bool:
+    """Whether any row is FAIL, or nothing at all was found right."""
+    statuses = {row.status for row in rows}
+    return "FAIL" in statuses or not {"ok", "met", "missed", "measured"} & statuses

@@ -7,18 +7,17 @@ of its own, and then a second turn that goes on from the first one's answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, RadixCache
 from radixcache.base import Tokens
-from radixcache.bench.gpu.models import Cache, engine_on, generated, run_all
+from radixcache.bench.gpu.models import Cache, engine_on, generated, random_llama, run_all
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Figure, Report
-from radixcache.runtime.engine.engine import Engine
+from radixcache.bench.gpu.sizes import Sizes
 from radixcache.runtime.engine.request import Request
 
 CACHES: dict[str, tuple[Cache, int]] = {
@@ -29,55 +28,59 @@ CACHES: dict[str, tuple[Cache, int]] = {
 }
 
 
-def run(place: Place, report: Report, model: PreTrainedModel) -> None:
-    for name, (cache, page_size) in CACHES.items():
-        report.measure(name, partial(_ours, place, model, name, cache, page_size))
+def run(place: Place, report: Report) -> None:
+    model = random_llama(place, place.sizes.big)
+    for name in CACHES:
+        report.measure(name, _ours, place, model, name)
 
 
-def prompts_of_two_turns(place: Place, vocab: int) -> tuple[list[Tokens], list[Tokens]]:
-    """First prompts, and what is asked in the second turn."""
-    sizes, rng = place.sizes, np.random.default_rng(17)
+def two_turns(sizes: Sizes, answer: Callable[[list[Tokens]], list[list[int]]]) -> float:
+    """Seconds of all conversations; `answer` takes those of a turn at once."""
+    rng = np.random.default_rng(17)
 
     def tokens(low: int, high: int) -> Tokens:
-        return rng.integers(0, vocab, int(rng.integers(low, high))).astype(np.int32)
+        return rng.integers(0, sizes.big["vocab_size"], rng.integers(low, high)).astype(np.int32)
 
     documents = [tokens(*sizes.document) for _ in range(sizes.documents)]
     first = [
-        np.concatenate([documents[i % sizes.documents], tokens(5, 40)])
+        np.concatenate([documents[i % len(documents)], tokens(5, 40)])
         for i in range(sizes.requests)
     ]
-    return first, [tokens(5, 40) for _ in first]
+    more = [tokens(5, 40) for _ in first]
+    start = time.perf_counter()
+    answers = answer(first)
+    answer(
+        [
+            np.concatenate([prompt, np.array(said, np.int32), rest])
+            for prompt, said, rest in zip(first, answers, more, strict=True)
+        ]
+    )
+    return time.perf_counter() - start
 
 
-def _ours(
-    place: Place, model: PreTrainedModel, name: str, cache: Cache, page_size: int
-) -> Iterator[Figure]:
-    sizes = place.sizes
-    first, more = prompts_of_two_turns(place, sizes.big["vocab_size"])
-    num_tokens = sum(len(prompt) + 2 * sizes.answer + 64 for prompt in first) * 2
+def room(sizes: Sizes) -> int:
+    """Tokens of KV that hold both turns of everybody."""
+    return 2 * sizes.requests * (sizes.document[1] + 40 + 2 * sizes.answer + 64)
+
+
+def _ours(place: Place, model: PreTrainedModel, name: str) -> Figure:
+    (cache, page_size), sizes = CACHES[name], place.sizes
+    requests: list[Request] = []
     with engine_on(
-        place, model, num_tokens=num_tokens, cache=cache, page_size=page_size,
+        place, model, num_tokens=room(sizes), cache=cache, page_size=page_size,
         max_num_batched_tokens=sizes.chunk, max_num_seqs=sizes.requests,
     ) as engine:  # fmt: skip
-        _run_two_turns(engine, first, more, sizes.answer)  # loads kernels and captures the graphs
+
+        def answer(prompts: list[Tokens]) -> list[list[int]]:
+            found = run_all(engine, prompts, sizes.answer)
+            requests.extend(found)
+            return generated(found)
+
+        two_turns(sizes, answer)  # loads kernels and captures the graphs
         engine.cache.reset()
-        start = time.perf_counter()
-        requests = _run_two_turns(engine, first, more, sizes.answer)
-        seconds = time.perf_counter() - start
+        requests.clear()
+        seconds = two_turns(sizes, answer)
     prefilled = sum(request.prefilled_tokens for request in requests)
     asked = sum(len(request.prompt_token_ids) for request in requests)
-    yield Figure(
-        f"{name}: two turns of {len(first)} requests", seconds * 1e3, "ms",
-        note=f"prefilled {prefilled} of {asked} prompt tokens",
-    )  # fmt: skip
-
-
-def _run_two_turns(
-    engine: Engine, first: list[Tokens], more: list[Tokens], max_tokens: int
-) -> list[Request]:
-    requests = run_all(engine, first, max_tokens)
-    second = [
-        np.concatenate([prompt, np.array(answer, np.int32), rest])
-        for prompt, answer, rest in zip(first, generated(requests), more, strict=True)
-    ]
-    return requests + run_all(engine, second, max_tokens)
+    note = f"prefilled {prefilled} of {asked} prompt tokens"
+    return Figure(f"{name}: two turns of {sizes.requests}", seconds * 1e3, "ms", note=note)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.place import Place, Work
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.torch_backend import TorchBackend
 
@@ -33,11 +35,19 @@ class Step:
     value: torch.Tensor
     k_pages: torch.Tensor
     v_pages: torch.Tensor
+    window: int | None = None
+    softcap: float | None = None
 
     @property
     def kind(self) -> LayerKind:
         heads, dim = self.query.shape[1:]
-        return LayerKind(heads, self.key.shape[1], dim, dim, dim**-0.5)
+        rest = (dim**-0.5, self.window, self.softcap)
+        return LayerKind(heads, self.key.shape[1], dim, dim, *rest)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `AttentionBackend.run`."""
+        return {"scale": self.kind.scale, "window": self.window, "softcap": self.softcap}
 
 
 def make_batch(
@@ -74,8 +84,12 @@ def make_step(
     heads: tuple[int, int],
     dim: int,
     share: int = 0,
+    **rules: Any,
 ) -> Step:
-    """A step with random numbers in the slots of cached tokens, and poison in all others."""
+    """A step with random numbers in the slots of cached tokens, and poison in all others.
+
+    `rules` are the window and the softcap of the layer.
+    """
     batch = make_batch(np.random.default_rng(seed), lens, page_size, share)
     torch.manual_seed(seed)
     tokens = int(batch.qo_indptr[-1])
@@ -93,7 +107,9 @@ def make_step(
         place.randn(tokens, heads[0], dim, scale=2.0),
         place.randn(tokens, heads[1], dim, scale=2.0),
         place.randn(tokens, heads[1], dim),
-        *pages,
+        k_pages=pages[0],
+        v_pages=pages[1],
+        **rules,
     )
 
 
@@ -123,7 +139,7 @@ def reference(place: Place, step: Step) -> tuple[torch.Tensor, torch.Tensor, tor
     backend = TorchBackend(place.device)
     backend.plan(replace(step.batch, shared=()))
     inputs = [t.float() for t in (step.query, step.key, step.value, step.k_pages, step.v_pages)]
-    out = backend.run(*inputs, scale=step.kind.scale)
+    out = backend.run(*inputs, **step.options)
     return out, inputs[3], inputs[4]
 
 
@@ -134,7 +150,39 @@ def attend(
     """The same by `backend`."""
     pages = step.k_pages.clone(), step.v_pages.clone()
     backend.plan(batch or step.batch)
-    return backend.run(step.query, step.key, step.value, *pages, scale=step.kind.scale), *pages
+    return backend.run(step.query, step.key, step.value, *pages, **step.options), *pages
+
+
+class Fixed:
+    """Steps of one number of decodes in a CUDA graph, one after another on the same memory.
+
+    Args:
+        backend: has room for them (`allocate_fixed`).
+        like: a step of that many decodes.
+        num_pages: that the steps use at most.
+    """
+
+    def __init__(self, place: Place, backend: AttentionBackend, like: Step, num_pages: int) -> None:
+        self._place, self._backend = place, backend
+        self._pages = [t.new_zeros(num_pages, *t.shape[1:]) for t in (like.k_pages, like.v_pages)]
+        self._inputs = [t.clone() for t in (like.query, like.key, like.value)]
+        self._replay: Work | None = None
+
+    @torch.inference_mode()
+    def run(
+        self, step: Step, batch: PagedBatch | None = None, plan: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """The same as `attend`."""
+        used = [pages[: len(step.k_pages)] for pages in self._pages]
+        given = (step.query, step.key, step.value, step.k_pages, step.v_pages)
+        for fixed, fresh in zip([*self._inputs, *used], given, strict=True):
+            fixed.copy_(fresh)
+        if plan:
+            self._backend.plan_fixed(batch or step.batch)
+        if self._replay is None:
+            run = partial(self._backend.run, *self._inputs, *self._pages, **step.options)
+            self._replay = self._place.capture(run)
+        return self._replay(), *used
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Where the time goes: the host's phases of a step, and the device's kernels."""
+"""Where the host's time goes: the phases of a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from radixcache.bench.gpu.place import Work
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.engine import Engine
 
@@ -24,10 +21,11 @@ def phases(engine: Engine) -> Iterator[dict[str, list[float]]]:
     """
     seen: dict[str, list[float]] = defaultdict(list)
     attention: Any = engine.model.attention
+    plan = "_plan" if hasattr(attention, "_plan") else "plan"  # of FlashInfer's, graphs' included
     with (
         _timed(engine.scheduler, "schedule", "schedule", seen),
         _timed(engine, "_batch", "page tables and groups", seen),
-        _timed(attention, "_plan", "plan and upload", seen),
+        _timed(attention, plan, "plan and upload", seen),
         _timed(engine, "_compute", "launch, planning included", seen),
         _timed(engine_module, "sample", "sample", seen),
         _timed(engine, "_finish", "read tokens, waiting included, and end sequences", seen),
@@ -64,29 +62,3 @@ def _timed(owner: Any, name: str, label: str, seen: dict[str, list[float]]) -> I
             setattr(owner, name, work)
         else:
             delattr(owner, name)
-
-
-def kernels(work: Work, count: int = 8) -> list[str]:
-    """The longest kernels of one run of `work`, and how long the device was busy."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        wall = time.perf_counter() - start
-    rows = [
-        (row.self_device_time_total, row.count, row.key)
-        for row in profile.key_averages()
-        if str(row.device_type).endswith("CUDA") and row.self_device_time_total > 0
-    ]
-    rows.sort(reverse=True)
-    busy = sum(row[0] for row in rows)  # µs
-    lines = [
-        f"profiled: {wall * 1e3:.2f} ms on the host's clock, device busy {busy / 1e3:.2f} ms "
-        f"({busy / wall / 1e4:.0f} %), {sum(row[1] for row in rows)} launches"
-    ]
-    lines += [
-        f"{taken / 1e3:8.3f} ms  {calls:5} x  {key[:100]}" for taken, calls, key in rows[:count]
-    ]
-    return lines

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -79,11 +81,30 @@ class Worker:
             self.process.wait()
 
 
-def say(answers: Any, answer: dict[str, Any]) -> None:
-    """The worker's side: answer a line."""
-    print(json.dumps(answer), file=answers, flush=True)
+def serve(
+    load: Callable[[], tuple[Any, str]], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]
+) -> NoReturn:
+    """The worker's side: load a library, say its version, then answer a line for each line."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # whatever a library prints is not an answer
 
+    def say(attempt: Callable[[], dict[str, Any]]) -> bool:
+        try:
+            found = attempt()
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            found = {"error": f"{type(error).__name__}: {reason}"}
+        print(json.dumps(found), file=answers, flush=True)
+        return "error" not in found
 
-def one_line(error: Exception) -> str:
-    """The worker's side: what went wrong, for `{"error": ...}`."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    library: Any = None
+
+    def start() -> dict[str, Any]:
+        nonlocal library
+        library, version = load()
+        return {"version": version}
+
+    if say(start):
+        for line in sys.stdin:
+            say(partial(answer, library, json.loads(line)))
+    os._exit(0)  # whatever threads a library has

@@ -32,9 +32,10 @@ class _Launched(NamedTuple):
     """A step that is enqueued on the device, and the sequences that get a token from it."""
 
     sequences: list[Sequence]
-    logits: torch.Tensor  # valid until the next launch
     tokens: torch.Tensor
     fetched: Fetch  # the tokens
+    asking: list[int]  # rows whose log-probabilities are reported
+    top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -68,7 +69,7 @@ def whole(method: _F) -> _F:
 class Engine:
     """Runs requests in continuous batches over one model, one KV pool and one prefix cache.
 
-    It is for one thread, the one that calls it first; `runtime.worker` gives it one of its own.
+    It is for one thread at a time: another may take over when there is no work.
 
     Args:
         decode: token ids to text; None leaves the outputs without text.
@@ -126,7 +127,7 @@ class Engine:
         the next one, with the tokens that they had. The same noise is drawn again.
 
         Raises:
-            WrongThread: another thread has called the engine before.
+            WrongThread: another thread has work in the engine.
         """
         with on_device(self.model.device):
             step = self._ahead or self._launch()
@@ -145,10 +146,10 @@ class Engine:
 
     def _enter(self) -> None:
         thread = get_ident()
-        if self._thread is None:
+        if self._thread != thread:
+            if self._thread is not None and self.has_work:
+                raise WrongThread("an engine is for one thread, and another one has work in it")
             self._thread = thread
-        elif self._thread != thread:
-            raise WrongThread("an engine is for one thread, and another one has called it before")
         if self._cut_off:
             self._recover()
 
@@ -181,7 +182,7 @@ class Engine:
         Raises:
             InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
                 not fit the context (`ContextExceeded`) or the KV pool; the engine is as it was.
-            WrongThread: another thread has called the engine before.
+            WrongThread: another thread has work in the engine.
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params)
@@ -277,8 +278,6 @@ class Engine:
             return None
         alive = [s for s in step.sequences if s.finish_reason is None]
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
-            return None
-        if any(s.request.params.logprobs is not None for s in alive):  # the logits are needed
             return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
         if not going_on:
@@ -383,10 +382,18 @@ class Engine:
                 sequence.generator.manual_seed(noise)
         generators = [sequence.generator for sequence in sequences]
         tokens = sample(logits, params, generators, self._keep_likeliest)
-        return _Launched(sequences, logits, tokens, Fetch(tokens))
+        fetched = Fetch(tokens)
+        counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
+        top: tuple[Fetch, ...] = ()
+        if counts:
+            rows = send([*counts], logits.device)
+            found = top_logprobs(logits[rows], tokens[rows], max(counts.values()))
+            top = tuple(Fetch(numbers) for numbers in found)
+        return _Launched(sequences, tokens, fetched, [*counts], top)
 
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
+        top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
         for row, (sequence, token) in enumerate(
             zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
@@ -397,9 +404,12 @@ class Engine:
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
-            count = sequence.request.params.logprobs
-            top = None if count is None else top_logprobs(step.logits[row], token, count)
-            sequence.append(token, top)
+            told = None
+            if row in top:
+                end = 1 + (sequence.request.params.logprobs or 0)
+                ids, values = top[row]
+                told = dict(zip(ids[:end], values[:end], strict=True))
+            sequence.append(token, told)
             self._end_if_done(sequence)
 
     def _end_if_done(self, sequence: Sequence) -> None:

@@ -63,10 +63,13 @@ def _probabilities(
     return probs.index_copy_(0, rows, kept)
 
 
-def top_logprobs(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
-    """Log-probabilities of a token and the `count` likeliest, by the unmodified logits [vocab]."""
+def top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, its token and then the `count` likeliest: [R, 1 + count] token ids, and their
+    log-probabilities by the unmodified logits [R, vocab]."""
     logprobs = logits.log_softmax(-1)
-    values, tokens = logprobs.topk(min(count, len(logprobs)))
-    result = {token: float(logprobs[token])}
-    result.update(zip(tokens.tolist(), values.tolist(), strict=True))
-    return result
+    values, likeliest = logprobs.topk(min(count, logits.shape[-1]))
+    chosen = tokens[:, None]
+    values = torch.cat([logprobs.gather(-1, chosen), values], 1)
+    return torch.cat([chosen, likeliest], 1), values

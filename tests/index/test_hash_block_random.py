@@ -1,6 +1,6 @@
 """Random schedules over `HashBlockCache`: every byte right, every page accounted for.
 
-Which pages and in what order is compared with vLLM itself by `bench/peers/conformance.py`; here is
+Which pages and in what order is compared with vLLM itself by `bench/peers/conformance`; here is
 what vLLM does not have (steps that fail, leases that only look, pins, tokens published late) and
 what a comparison of numbers does not show: that each page holds the KV that its readers expect.
 """

@@ -715,7 +715,7 @@ def append_paged_kv_cache(
         slot = page, position % page_size
         # Which of two rows wins is not determined: both must stand for one token.
         other = written.setdefault(slot, row)
-        for rows in (append_key, append_value):
+        for rows in (append_key, append_value) if other != row else ():
             assert torch.allclose(rows[row].float(), rows[other].float(), rtol=0.02, atol=0.02), (
                 f"two rows with other K/V are appended to slot {slot}"
             )

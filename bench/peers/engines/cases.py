@@ -16,6 +16,13 @@ import numpy as np
 
 VOCAB = 16_384
 
+KV_BYTES = 256 << 20
+"""KV memory of every engine: 32,768 tokens of the model."""
+
+MAX_TOKENS = 32_768
+
+THREADS = 2
+
 
 @dataclass(frozen=True)
 class Request:
@@ -96,11 +103,15 @@ SIZES = {
 }
 
 
+Figures = dict[str, float]
+"""Seconds or bytes, by name."""
+
+
 @dataclass
 class Outcome:
-    """Figures in seconds, by name, and every answer in the order of asking."""
+    """Figures, and every answer in the order of asking."""
 
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
     answers: list[list[int]] = field(default_factory=list)
     cached: list[int | None] = field(default_factory=list)
 
@@ -126,7 +137,7 @@ class Asked:
         return seconds, answers
 
 
-def document(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+def document(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     """W1: questions about a document, one at a time."""
     text = _tokens(rng, sizes.document)
     times = []
@@ -143,7 +154,7 @@ def document(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, fl
     }
 
 
-def conversations(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+def conversations(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     """W2: conversations on one system prompt, turn by turn; a turn holds the answers before it."""
     system = _tokens(rng, sizes.system)
     histories = [list(system) for _ in range(sizes.conversations)]
@@ -160,28 +171,23 @@ def conversations(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[st
     return {"all": total, "TTFT from turn 2": statistics.median(later)}
 
 
-def burst(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+def burst(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     """W3: requests at once on one prefix, then as many others on the same."""
     prefix = _tokens(rng, sizes.prefix)
-    cold, warm = (
-        ask(
-            *(
-                Request(prefix + _tokens(rng, sizes.own), shared=len(prefix))
-                for _ in range(sizes.at_once)
-            )
-        )[0]
-        for _ in range(2)
-    )
-    return {"cold": cold, "warm": warm}
+    figures = {}
+    for name in ("cold", "warm"):
+        prompts = [prefix + _tokens(rng, sizes.own) for _ in range(sizes.at_once)]
+        figures[name], _ = ask(*(Request(prompt, shared=len(prefix)) for prompt in prompts))
+    return figures
 
 
-def unrelated(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> dict[str, float]:
+def unrelated(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     """W4: prompts that share nothing, one at a time."""
     times = [ask(Request(_tokens(rng, sizes.unrelated)))[0] for _ in range(sizes.prompts)]
     return {"a request": statistics.median(times)}
 
 
-WORKLOADS: dict[str, Callable[[Asked, Sizes, np.random.Generator], dict[str, float]]] = {
+WORKLOADS: dict[str, Callable[[Asked, Sizes, np.random.Generator], Figures]] = {
     "W1": document,
     "W2": conversations,
     "W3": burst,
@@ -199,4 +205,4 @@ def run(workload: str, engine: Engine, sizes: Sizes, seed: int) -> Outcome:
 
 
 def _tokens(rng: np.random.Generator, count: int) -> list[int]:
-    return [int(token) for token in rng.integers(0, VOCAB, count)]
+    return rng.integers(0, VOCAB, count).tolist()

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import llama_cpp as api
 import numpy as np
 
-from bench.peers.engines.cases import VOCAB, Answer, Request
-from bench.peers.engines.place import MAX_TOKENS, THREADS
+from bench.peers.engines.cases import MAX_TOKENS, THREADS, VOCAB, Answer, Request
 
 BATCH = 2048
 MAX_SEQUENCES = 64

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import radixcache
-from bench.peers.engines.cases import Answer, Request
-from bench.peers.engines.place import KV_BYTES
+from bench.peers.engines.cases import KV_BYTES, Answer, Request
 from radixcache import LLM, SamplingParams
 
 

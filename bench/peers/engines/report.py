@@ -1,11 +1,15 @@
-"""Tables, agreement and targets of `bench.peers.engines`, from what every turn measured."""
+"""Tables and agreement of `bench.peers.engines`, from what every turn measured."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
+
+from rich.table import Table
+
+from radixcache.bench.tables import table
 
 OURS = "ours"
 REFERENCE = "transformers"
@@ -80,15 +84,10 @@ class Results:
         found = (turn.value(figure) for turn in self.turns if turn.engine == name)
         return [value for value in found if value is not None]
 
-    def median(self, engine: str, figure: Figure) -> float | None:
-        """Over the rounds."""
-        values = self.values(engine, figure)
-        return statistics.median(values) if values else None
-
     def ratio(self, engine: str, figure: Figure) -> float | None:
-        """Ours over theirs."""
-        ours, theirs = self.median(OURS, figure), self.median(engine, figure)
-        return ours / theirs if ours and theirs else None
+        """Ours over theirs, of the medians over the rounds."""
+        ours, theirs = self.values(OURS, figure), self.values(engine, figure)
+        return median(ours) / median(theirs) if ours and theirs else None
 
     def agreement(self, engine: str) -> tuple[int, int] | None:
         """In how many answers the engine and transformers agree in every round, and of how many."""
@@ -105,8 +104,8 @@ class Results:
         return sum(same), len(same)
 
 
-def tables(results: Results, titles: dict[str, str]) -> Iterator[str]:
-    """A table for each workload, lines of text: median, half the range over it, ours / theirs."""
+def tables(results: Results, titles: dict[str, str]) -> Iterator[tuple[str, Table]]:
+    """A table for each workload: median, half the range over it, ours / theirs."""
     for workload, title in titles.items():
         columns = [
             figure
@@ -114,26 +113,25 @@ def tables(results: Results, titles: dict[str, str]) -> Iterator[str]:
             if figure.workload.removesuffix(" off") == workload
             and any(results.values(engine, figure) for engine in results.engines)
         ]
-        if not columns:
-            continue
-        yield f"\n{workload}: {title}"
-        yield " " * 20 + "".join(f"{figure.title:>24}" for figure in columns)
-        for engine in results.engines:
-            cells = [_cell(results, engine, figure) for figure in columns]
-            yield f"  {engine:18}" + "".join(cells).rstrip()
+        if columns:
+            header = ["", *(text for figure in columns for text in (figure.title, "ours is"))]
+            rows = [
+                [engine, *(text for figure in columns for text in _cells(results, engine, figure))]
+                for engine in results.engines
+            ]
+            yield f"{workload}: {title}", table(header, rows)
 
 
-def _cell(results: Results, engine: str, figure: Figure) -> str:
-    """24 characters."""
+def _cells(results: Results, engine: str, figure: Figure) -> tuple[str, str]:
     values = results.values(engine, figure)
     if not values:
-        return " " * 24
-    middle = statistics.median(values)
+        return "", ""
+    middle = median(values)
     half = (max(values) - min(values)) / 2 / middle
     spread = f" ±{half * 100:.0f}%" if len(values) > 1 else ""
     ratio = results.ratio(engine, figure)
     compared = f"{ratio:.3f} x" if ratio and engine != OURS else ""
-    return f"{figure.show(middle) + spread:>14}{compared:>10}"
+    return figure.show(middle) + spread, compared
 
 
 def agreements(results: Results) -> Iterator[str]:
@@ -142,26 +140,3 @@ def agreements(results: Results) -> Iterator[str]:
         found = results.agreement(engine)
         if found and engine != REFERENCE:
             yield f"  {engine:18}{found[0]:4} of {found[1]} answers are those of {REFERENCE}"
-
-
-def targets(results: Results) -> Iterator[str]:
-    """Where we mean to be ahead, and whether we are."""
-    for engine in results.engines:
-        for figure in FIGURES:
-            if not is_target(engine, figure):
-                continue
-            ratio = results.ratio(engine, figure)
-            if ratio is not None:
-                verdict = "met   " if ratio < 1 else "MISSED"
-                what = f"{figure.workload}, {figure.name}: {OURS} / {engine}"
-                yield f"  {verdict} {ratio:7.3f} < 1  {what}"
-
-
-def is_target(engine: str, figure: Figure) -> bool:
-    """transformers in every workload; vLLM where a cache, or a small engine, is to show."""
-    if engine.startswith("transformers"):
-        return figure.workload in ("W1", "W2", "W3", "W4")
-    where = {("W1", "TTFT of a hit"), ("W2", "TTFT from turn 2"), ("W2", "all")}
-    return engine == "vllm" and (
-        figure.workload == "process" or (figure.workload, figure.name) in where
-    )

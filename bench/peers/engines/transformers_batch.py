@@ -10,8 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
-from bench.peers.engines.cases import Answer, Request
-from bench.peers.engines.place import MAX_TOKENS
+from bench.peers.engines.cases import MAX_TOKENS, Answer, Request
 from bench.peers.engines.transformers import greedy
 
 PAGE = 256  # its default

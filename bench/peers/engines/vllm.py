@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bench.peers.engines.cases import Answer, Request
-from bench.peers.engines.place import KV_BYTES
+from bench.peers.engines.cases import KV_BYTES, Answer, Request
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
@@ -12,7 +13,14 @@ import pytest
 
 from radixcache import CacheBroken, LeaseError, PagePool, RadixCache, SamplingParams, WrongThread
 from tests.cover import seeds
-from tests.engines import CACHES, assert_no_page_is_lost, generated, make_engine, plain_greedy
+from tests.engines import (
+    CACHES,
+    assert_no_page_is_lost,
+    finish,
+    generated,
+    make_engine,
+    plain_greedy,
+)
 from tests.models import tiny_model
 from tests.runtime.engine import cut_off
 
@@ -44,7 +52,7 @@ def test_steps_cut_off_by_a_signal_give_the_same_tokens(tmp_path: Path, cache: s
     try:
         while engine.has_work and interrupted < 60:
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.001, 0.04))
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0002, 0.005))
                 engine.step()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
@@ -110,19 +118,24 @@ def test_recovery_keeps_what_was_written_and_what_is_pinned(kind: type[RadixCach
 
 
 def test_a_second_thread_is_refused_in_one_sentence() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     cache = RadixCache(PagePool(8, 4))
-    cache.release(cache.acquire([1, 2]))
     engine = make_engine()
-    assert engine.step() == []
+    request = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
     with ThreadPoolExecutor(1) as pool:
-        for call in (lambda: cache.acquire([1, 2]), cache.commit, lambda: cache.evict(1)):
-            with pytest.raises(WrongThread, match="a cache is for one thread"):
+        refused: list[BaseException | None] = []
+        calls = (lambda: cache.acquire([1, 2]), cache.commit, lambda: cache.evict(1))
+        cache.events.append(  # in the middle of `publish`
+            lambda event: refused.extend(pool.submit(call).exception() for call in calls)
+        )
+        lease = cache.acquire([1, 2])
+        cache.reserve(lease, 2)
+        cache.publish(lease, [1, 2])
+        assert [type(error) for error in refused] == [WrongThread] * 3
+        assert str(refused[0]) == "a cache is for one thread, and another one is changing it"
+        cache.check()
+        for call in (engine.step, lambda: engine.abort(request)):
+            with pytest.raises(WrongThread, match="an engine is for one thread, and another one"):
                 pool.submit(call).result()
-        with pytest.raises(WrongThread, match="an engine is for one thread"):
-            pool.submit(engine.step).result()
-    cache.check()
-    cache.reset()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: cache.release(cache.acquire([3]))).result()
+        finish(engine)
+        assert pool.submit(engine.step).result() == []  # no work: it may take over
+    assert not cache.broken and request.finished

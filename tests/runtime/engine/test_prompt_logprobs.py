@@ -236,7 +236,9 @@ def test_requests_preempted_while_they_are_scored_get_the_same_scores(
 
 
 @seeds(SEED, 4)
-@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
+@pytest.mark.parametrize(
+    "mode", ["radix", "hash-block", pytest.param("none", marks=pytest.mark.exhaustive)]
+)
 def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
     path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
 ) -> None:

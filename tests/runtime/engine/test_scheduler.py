@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixcache.bench.generators import generate
-from radixcache.bench.modes import parse_mode
-from radixcache.bench.replay import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.workloads.generators import generate
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 
@@ -39,7 +39,6 @@ def first_tokens(engine: IndexEngine, requests: list[Request]) -> list[int]:
         ("radix-64", [1, 2, 2, 2], [60, 1, 1, 1]),
         ("radix-1", [1, 1, 1, 1], [60, 1, 1, 1]),
         ("hash-16", [1, 1, 1, 1], [60, 12, 12, 12]),  # as vLLM, which computes them at once
-        ("aligned-16", [1, 1, 1, 1], [60, 12, 12, 12]),
         ("none", [1, 1, 1, 1], [60, 60, 60, 60]),
     ],
 )

@@ -107,8 +107,8 @@ def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_without_flashinfer_plain_torch_serves_the_gpu(folders, monkeypatch, family) -> None:
-    monkeypatch.setitem(sys.modules, "radixcache.kernels.flashinfer_backend", None)
+def test_without_flashinfer_plain_torch_serves_the_gpu(folders, family) -> None:
+    sys.modules["radixcache.kernels.flashinfer_backend"] = None  # type: ignore[assignment]  # `gpu` mends it
     rng = np.random.default_rng(6)
     stem = rng.integers(0, 256, 40).tolist()
     prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 5)]
@@ -383,15 +383,17 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
     assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temperature) -> None:
+@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.8, None), (0.0, 2)])
+def test_the_device_goes_on_while_the_host_waits_for_tokens(
+    folders, gpu, temperature, logprobs
+) -> None:
     """Also while sequences draw, and end one after the other."""
     made = engines.make_engine(folders["llama"], page_size=4)
     rng = np.random.default_rng(4)
     for length in range(4, 9):
         params = SamplingParams(
             temperature=temperature, top_k=9, top_p=0.9, seed=length % 2 or None,
-            max_tokens=length, ignore_eos=True,
+            max_tokens=length, ignore_eos=True, logprobs=logprobs,
         )  # fmt: skip
         made.add_request(rng.integers(0, 256, 20).tolist(), params)
     made.step()  # the prompts
@@ -401,8 +403,8 @@ def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temper
         runs_ahead = made._ahead is not None
         made.step()
         if graphs_of(made) == captured and runs_ahead:
-            # For the plan's pinned buffers, and for tokens: not for the step that follows.
-            assert len(gpu.device.waits) <= 2
+            # For the plan's pinned buffers, and for what is read: not for the step that follows.
+            assert len(gpu.device.waits) <= (4 if logprobs else 2)
             assert all(gpu.device.waits) or made._ahead is None
     assert graphs_of(made)
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bench.byte_level_bpe import DELIMITERS, train_byte_level_bpe
+from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
 from radixcache import LLM, SamplingParams
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.text.history import TokenHistory

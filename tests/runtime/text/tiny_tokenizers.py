@@ -18,7 +18,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bench.byte_level_bpe import DELIMITERS, train_byte_level_bpe
+from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 

@@ -1,0 +1,72 @@
+"""What the machine is, what is installed there, and whether FlashInfer runs."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from radixcache.bench.gpu.kernel_names import missing
+from radixcache.bench.gpu.place import Place, load_flashinfer
+from radixcache.bench.gpu.report import NotRun, Report
+from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.choice import try_out
+
+PACKAGES = (
+    "torch", "flashinfer-python", "transformers", "tokenizers", "numpy", "sortedcontainers",
+    "triton", "fastapi", "uvicorn",
+)  # fmt: skip
+
+COMMANDS = (["nvidia-smi"], ["nvidia-smi", "topo", "-m"], ["nvcc", "--version"], ["lscpu"])
+
+
+def run(place: Place, report: Report) -> None:
+    device = torch.cuda.get_device_properties(place.device)
+    report.tell("device", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
+                f"{device.multi_processor_count} SMs, {device.major}.{device.minor}")  # fmt: skip
+    report.tell("CUDA of torch", str(torch.version.cuda))
+    report.tell("python", platform.python_version())
+    for package in PACKAGES:
+        try:
+            report.tell(package, version(package))
+        except PackageNotFoundError:
+            report.tell(package, "not installed by this name")
+    for command in COMMANDS:
+        report.tell(" ".join(command), "", _output(command))
+    report.check("FlashInfer runs", _flashinfer, place)
+    names = built_kernels()
+    report.tell("built kernels of FlashInfer", f"{len(names)}", names)
+    lacking = missing(names)
+    report.tell("of the gate's models, not built", f"{len(lacking)}", lacking)
+
+
+def _output(command: Sequence[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [str(error)]
+    return done.stdout.splitlines()
+
+
+def _flashinfer(place: Place) -> str:
+    """A whole try of the backend, on layers like Llama's; its traceback tells what is wrong."""
+    if "flashinfer" in sys.modules and sys.modules["flashinfer"] is None:
+        raise NotRun("it is left out")
+    flashinfer, module = place.kernels or load_flashinfer()
+    dim = place.sizes.head_dim
+    kinds = [LayerKind(*place.sizes.heads[0], dim, dim, dim**-0.5)]
+    backend = module.FlashInferBackend(place.device, place.dtype, kinds)
+    try_out(backend, place.device, place.dtype, kinds)
+    return f"{flashinfer.__version__}"
+
+
+def built_kernels() -> list[str]:
+    """The names of what is in `data/aot` of the package FlashInfer."""
+    package = getattr(sys.modules.get("flashinfer"), "__file__", None)
+    aot = Path(package or "").parent / "data/aot"
+    return sorted(library.stem for library in aot.glob("*/*.so"))

@@ -1,0 +1,212 @@
+"""Packs FlashInfer with its kernels, for a GPU machine without network and without a compiler.
+
+    python -m radixcache.bench.gpu.pack flashinfer.tgz
+
+needs nvcc 13.0 and gcc, but no GPU, and takes an hour on two cores; what is built stays in the
+build folder. There, `bench/gpu_session.sh` unpacks the archive and sources its `env.sh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radixcache.bench.gpu.kernel_names import COMMON, Attention, all_kernels, missing
+
+FLASHINFER = "flashinfer-python==0.7.2.post1"
+HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
+"""Of which only the headers are taken: `sampling` includes those of one, `norm` of the other."""
+
+NEEDED = (
+    "apache-tvm-ffi==0.1.15.post2", "nvidia-ml-py", "packaging", "requests", "urllib3", "idna",
+    "certifi", "charset-normalizer", "tqdm", "filelock", "jinja2", "markupsafe",
+)  # fmt: skip
+"""What FlashInfer imports besides torch and numpy."""
+
+PARTS = "activation cascade decode norm page prefill rope sampling"
+"""Modules that are packed, with what they import; the rest of FlashInfer stays behind."""
+
+# Loading a built kernel renders its sources nonetheless.
+_SOURCES = re.compile("batch_(prefill|decode)|page|cascade|sampling|renorm|norm|rope|flashinfer_")
+
+ENV = """\
+_here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export PYTHONPATH=$_here/site${PYTHONPATH:+:$PYTHONPATH} FLASHINFER_DISABLE_JIT=1
+export FLASHINFER_CUDA_ARCH_LIST=%s FLASHINFER_USE_CUDA_NORM=1 FLASHINFER_LOGGING_LEVEL=warning
+export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$_here/workspace}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("archive", type=Path, help="to write, a .tgz")
+    parser.add_argument("--build", type=Path, default=Path("build/flashinfer"), metavar="FOLDER",
+                        help="for downloads and built kernels (build/flashinfer)")  # fmt: skip
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="kernels with one in their names")
+    parser.add_argument("--arch", default="9.0a", help="of the GPU (9.0a, Hopper)")
+    parser.add_argument("--python", default="3.12", metavar="V", help="of that machine (3.12)")
+    parser.add_argument("--list", action="store_true", help="name the kernels and build none")
+    args = parser.parse_args(arguments)
+    every: dict[str, Attention | None] = {
+        **dict.fromkeys(COMMON),
+        **{kernel.name: kernel for kernel in all_kernels()},
+    }
+    fa3 = Attention("fa3", torch.bfloat16, 128, False, False)  # for one of the open questions
+    every[fa3.name] = fa3
+    chosen = {
+        name: kernel
+        for name, kernel in every.items()
+        if not args.only or any(word in name for word in args.only)
+    }
+    if args.list:
+        print(*chosen, sep="\n")
+        return 0
+    if shutil.which("nvcc") is None:
+        print("nvcc is not there: kernels cannot be built here", file=sys.stderr)
+        return 2
+    build = args.build.resolve()
+    fetch(build, args.python)
+    compile_kernels(build, chosen, args.arch)
+    write(build, args.archive, chosen, args.arch, args.python)
+    size = args.archive.stat().st_size / 2**20
+    lacking = missing(chosen)
+    print(f"{args.archive}: {len(chosen)} kernels, {size:.1f} MiB; {len(lacking)} are left out")
+    print(*lacking, sep="\n")
+    return 0
+
+
+def fetch(build: Path, python: str) -> None:
+    """FlashInfer's sources, what it imports, here and there, and headers; each only once."""
+    wheels = build / "wheels"
+    for requirement in (FLASHINFER, *HEADERS):
+        name = requirement.partition("==")[0].replace("-", "_")
+        if not list(wheels.glob(f"{name}-*.whl")):
+            _pip("download", "--no-deps", "-d", wheels, requirement)
+        (wheel,) = wheels.glob(f"{name}-*.whl")
+        target = build / ("sources" if requirement == FLASHINFER else "headers")
+        with zipfile.ZipFile(wheel) as archive:
+            members = [m for m in archive.namelist() if requirement == FLASHINFER
+                       or "/include/" in m]  # fmt: skip
+            if not (target / members[-1]).exists():
+                archive.extractall(target, members)
+    if not (build / "tools").exists():
+        _pip("install", "--no-deps", "--target", build / "tools", "ninja", *NEEDED)
+    site = build / f"site-{python}"
+    if not site.exists():
+        there = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+        for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
+            there += ["--platform", f"{platform}_x86_64"]
+        _pip("install", "--no-deps", "--target", site, *there, *NEEDED)
+
+
+def _pip(verb: str, *arguments: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "pip", verb, "-q", *map(str, arguments)], check=True)
+
+
+def compile_kernels(build: Path, kernels: dict[str, Attention | None], arch: str) -> None:
+    """Build what is not built yet into `aot` of the build folder."""
+    stub = build / "stub"  # of the driver, to link with
+    stub.mkdir(exist_ok=True)
+    (stub / "empty.c").write_text("int radixcache_stub;\n")
+    subprocess.run(
+        ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", stub / "libcuda.so", stub / "empty.c"],
+        check=True,
+    )
+    nvcc = Path(shutil.which("nvcc") or "").resolve()
+    include = " ".join(f"-I{p}" for p in (build / "headers").glob("nvidia/*/include"))
+    os.environ |= {
+        "CUDA_HOME": os.environ.get("CUDA_HOME") or str(_cuda_home(nvcc)),
+        "FLASHINFER_CUDA_ARCH_LIST": arch,
+        "FLASHINFER_WORKSPACE_BASE": str(build / "workspace"),
+        "FLASHINFER_EXTRA_CUDAFLAGS": include,
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{stub}",
+        "FLASHINFER_USE_CUDA_NORM": "1",
+        "MAX_JOBS": os.environ.get("MAX_JOBS", "2"),
+        "PATH": f"{build / 'tools/bin'}:{os.environ['PATH']}",
+    }
+    sys.path[:0] = [str(build / "tools"), str(build / "sources")]
+    for name, kernel in kernels.items():
+        library = build / "aot" / arch / name / f"{name}.so"
+        if library.exists():
+            continue
+        spec = _spec(name, kernel)
+        assert spec.name == name, f"FlashInfer calls {name} by another name: {spec.name}"
+        print(f"building {name}", flush=True)
+        spec.build(verbose=False)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        strip = ["strip", "--strip-unneeded", "-o", library, spec.jit_library_path]
+        subprocess.run(strip, check=True)
+
+
+def _cuda_home(nvcc: Path) -> Path:
+    """The toolkit's folder: nvcc may be a script elsewhere that calls the one in it."""
+    usual = Path("/usr/local/cuda")
+    return usual if (usual / "bin/nvcc").exists() else nvcc.parent.parent
+
+
+def _spec(name: str, kernel: Attention | None) -> Any:
+    """FlashInfer's own recipe for a kernel."""
+    from flashinfer.jit import activation, cascade, norm, page, rope, sampling
+    from flashinfer.jit.attention import modules
+
+    if kernel is None:
+        if name.endswith("_and_mul"):
+            return activation.gen_act_and_mul_module(name.removesuffix("_and_mul"))
+        parts = {"cascade": cascade, "norm": norm, "page": page, "rope": rope, "sampling": sampling}
+        return getattr(parts[name], f"gen_{name}_module")()
+    dtypes, dim = (kernel.dtype,) * 3, kernel.head_dim
+    rest = (*dtypes, torch.int32, dim, dim, 0, kernel.window, kernel.softcap)
+    if kernel.use == "decode":
+        return modules.gen_batch_decode_module(*rest)
+    if kernel.use == "fa3":
+        return modules.gen_batch_prefill_module("fa3", *rest, False)
+    return modules._gen_batch_prefill_primary_module("fa2", *rest, False)
+
+
+def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python: str) -> None:
+    """Write the archive: the kernels, what loads them, and what that needs."""
+    code = f"import flashinfer, sys\nfrom flashinfer import {', '.join(PARTS.split())}\n" + (
+        "print(*(m.__file__ for n, m in list(sys.modules.items())"
+        " if n.split('.')[0] == 'flashinfer' and getattr(m, '__file__', None)), sep='\\n')"
+    )
+    path = os.pathsep.join([str(build / "tools"), str(build / "sources")])
+    used = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ).stdout.split()  # fmt: skip
+    sources = build / "sources"
+    files = {Path(file) for file in used if file.startswith(str(sources))}
+    files |= {f for f in (sources / "flashinfer").rglob("*.json") if "data" not in f.parts}
+    csrc = sources / "flashinfer/data/csrc"
+    files |= {f for f in csrc.iterdir() if f.is_file() and _SOURCES.match(f.name)}
+    files |= set(csrc.glob("*.h"))
+    (build / "env.sh").write_text(ENV % arch)
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(build / "env.sh", "env.sh")
+        tar.add(build / f"site-{python}", "site", filter=_no_caches)
+        for file in sorted(files):
+            tar.add(file, f"site/{file.relative_to(sources)}")
+        for name in kernels:
+            library = build / "aot" / arch / name / f"{name}.so"
+            tar.add(library, f"site/flashinfer/data/aot/{name}/{name}.so")
+
+
+def _no_caches(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    unused = ("__pycache__", "tvm_ffi/src", "tvm_ffi/3rdparty", "site/bin")
+    return None if any(part in member.name for part in unused) else member
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+# mypy: disable-error-code="import-not-found"
+"""vLLM's `KVCacheManager`, on the CPU and without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+
+def make_manager(num_blocks: int, block_size: int, **options: Any) -> KVCacheManager:
+    """A manager of one full-attention group."""
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return KVCacheManager(
+        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        max_model_len=1 << 20,
+        scheduler_block_size=block_size,
+        hash_block_size=block_size,
+        **options,
+    )

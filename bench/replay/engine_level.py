@@ -1,0 +1,138 @@
+"""The engine level: a workload through the runtime with a real model, timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixcache.bench.replay.figures import EngineFigures, Figures, Spread, summarise
+from radixcache.bench.replay.index_level import Serving
+from radixcache.bench.replay.play import Outcome, WallClock, play
+from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.workloads.workload import Tokens, Workload
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.engine import Engine, _Launched
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.request import Sequence as RequestSequence
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel
+
+
+class ScriptedEngine(Engine):
+    """The runtime's engine, whose requests generate what the workload says.
+
+    The model computes every token; only its choice is overruled, so that every mode goes on with
+    the same tokens, and so does the index level.
+    """
+
+    def __init__(self, model: PagedModel, kv_pool: KVPool, mode: Mode, serving: Serving) -> None:
+        cache = mode.make(kv_pool.num_pages * kv_pool.page_size)
+        scheduler = Scheduler(
+            cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule
+        )
+        super().__init__(model, kv_pool, cache, scheduler)
+        self._answers: dict[Request, Tokens] = {}
+        self._runs_ahead = False  # a script is read token by token
+
+    def add(self, prompt: Tokens, answer: Tokens) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+        request = self.add_request(prompt, params)
+        self._answers[request] = answer
+        return request
+
+    @torch.inference_mode()
+    def _sample(self, sequences: list[RequestSequence], logits: torch.Tensor) -> _Launched:
+        if sequences:
+            script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
+            logits[torch.arange(len(script)), torch.tensor(script)] = torch.inf
+        return super()._sample(sequences, logits)
+
+
+@dataclass
+class Timed:
+    """One run of one mode."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    evicted_tokens: int
+
+
+def run_engine(
+    workload: Workload,
+    modes: Sequence[Mode],
+    memory_tokens: int,
+    serving: Serving,
+    model: PagedModel,
+    *,
+    repeats: int,
+    memory: str = "",
+    progress: Callable[[], object] = lambda: None,
+) -> list[Figures]:
+    """Run a workload in every mode, `repeats` times after one run that does not count.
+
+    The modes take turns within each repeat, and every other repeat runs them backwards, so that
+    whatever else the machine does hits all of them alike. Each run starts with an empty cache.
+
+    Raises:
+        InvalidRequest: a request is longer than the model's context.
+    """
+    if workload.longest > model.max_context:
+        raise InvalidRequest(
+            f"{workload.name}: a request of {workload.longest} tokens, and the model's context has "
+            f"{model.max_context}"
+        )
+    pools = [model.allocate(memory_tokens // m.page_size, m.page_size) for m in modes]
+    runs: list[list[Timed]] = [[] for _ in modes]
+    for repeat in range(repeats + 1):
+        order = list(zip(modes, pools, runs, strict=True))
+        for mode, pool, timed in order if repeat % 2 else reversed(order):
+            run = _run_once(workload, ScriptedEngine(model, pool, mode, serving), serving, progress)
+            if repeat:
+                timed.append(run)
+    found = []
+    for mode, timed in zip(modes, runs, strict=True):
+        figures = summarise(
+            timed[0].outcomes,
+            workload,
+            mode,
+            memory_tokens,
+            memory=memory,
+            level="engine",
+            evicted_tokens=timed[0].evicted_tokens,
+            seconds=statistics.median(run.seconds for run in timed),
+        )
+        figures.engine = _times(workload, timed)
+        found.append(figures)
+    return found
+
+
+def _run_once(
+    workload: Workload, engine: ScriptedEngine, serving: Serving, progress: Callable[[], object]
+) -> Timed:
+    start = time.perf_counter()
+    outcomes = play(workload, serving.arrivals, engine, WallClock(), progress)
+    seconds = time.perf_counter() - start
+    engine.cache.check()
+    return Timed(outcomes, seconds, engine.cache.stats.evicted_tokens)
+
+
+def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:
+    ttfts = [[o.ttft for o in run.outcomes if o.ttft is not None] for run in runs]
+    served = workload.prompt_tokens + workload.answer_tokens
+    percentiles = [np.percentile(times, (50, 90, 99)).tolist() for times in ttfts]
+    p50, p90, p99 = map(Spread.of, zip(*percentiles, strict=True))
+    return EngineFigures(
+        repeats=len(runs),
+        ttft_p50=p50,
+        ttft_p90=p90,
+        ttft_p99=p99,
+        throughput=Spread.of([served / run.seconds for run in runs]),
+        ttfts=[time for times in ttfts for time in times],
+    )

@@ -1,0 +1,120 @@
+"""What a run of one mode gives: the figures of a row in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from radixcache.bench.replay.play import Outcome
+from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.workloads.workload import Workload
+
+
+@dataclass
+class Figures:
+    """One mode on one workload in one amount of memory.
+
+    Attributes:
+        memory_tokens: tokens that the pages hold.
+        refused: requests that could not fit or did not end.
+        hit_tokens, computed_tokens: prompt tokens found, and prefilled (again after a preemption).
+        computed_by_turn: prefilled tokens per request, for each turn of a conversation.
+        doubled_tokens: computed although another request in flight had them; index level only.
+        evicted_tokens: dropped to make room.
+        peak_used_pages: most pages that running requests used; sampled, index level only.
+        empty_share: of the slots in held pages, how many held no token; mean of the samples.
+        cache_us: processor time in the cache per request, µs; index level only.
+    """
+
+    level: str
+    workload: str
+    mode: str
+    page_size: int
+    memory: str
+    memory_tokens: int
+    requests: int
+    refused: int
+    prompt_tokens: int
+    hit_tokens: int
+    computed_tokens: int
+    preemptions: int
+    evicted_tokens: int
+    computed_by_turn: list[float]
+    seconds: float
+    doubled_tokens: int | None = None
+    peak_used_pages: int | None = None
+    empty_share: float | None = None
+    cache_us: float | None = None
+    engine: EngineFigures | None = None
+    hits: list[int] = field(default_factory=list, repr=False)
+    """Tokens hit by each request."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens."""
+        return self.hit_tokens / self.prompt_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """For `json.dumps`; without what each single request hit."""
+        return {**{k: v for k, v in asdict(self).items() if k != "hits"}, "hit_rate": self.hit_rate}
+
+
+@dataclass
+class Spread:
+    """A figure that was measured several times: its median, least and greatest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(float(np.median(values)), min(values), max(values))
+
+
+@dataclass
+class EngineFigures:
+    """What only a model shows. Times in seconds, each over the repeats of the run.
+
+    Attributes:
+        throughput: prompt and generated tokens served per second.
+        ttfts: every time to first token of every repeat.
+    """
+
+    repeats: int
+    ttft_p50: Spread
+    ttft_p90: Spread
+    ttft_p99: Spread
+    throughput: Spread
+    ttfts: list[float]
+
+
+def summarise(
+    outcomes: Sequence[Outcome],
+    workload: Workload,
+    mode: Mode,
+    memory_tokens: int,
+    **more: Any,
+) -> Figures:
+    """The figures that both levels have; `more` are those that `outcomes` do not say."""
+    turns = 1 + max(outcome.turn for outcome in outcomes)
+    by_turn = [[o.computed_tokens for o in outcomes if o.turn == turn] for turn in range(turns)]
+    return Figures(
+        workload=workload.name,
+        mode=mode.name,
+        page_size=mode.page_size,
+        memory_tokens=memory_tokens,
+        requests=len(outcomes),
+        refused=sum(outcome.error is not None for outcome in outcomes),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
+        hit_tokens=sum(outcome.hit_tokens for outcome in outcomes),
+        computed_tokens=sum(outcome.computed_tokens for outcome in outcomes),
+        preemptions=sum(outcome.preemptions for outcome in outcomes),
+        computed_by_turn=[float(np.mean(computed)) for computed in by_turn if computed],
+        hits=[outcome.hit_tokens for outcome in outcomes],
+        **more,
+    )

@@ -1,0 +1,73 @@
+"""The index level: a workload through the real scheduler and caches, without a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixcache.bench.replay.figures import Figures, summarise
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.replay.watch import CacheTime, WatchedScheduler
+from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.workloads.workload import Workload
+from radixcache.runtime.engine.scheduler import Policy
+
+_SURVEYS = 64
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How requests come and how the engine serves them; the same for every mode and level.
+
+    Attributes:
+        step_time: seconds that a step lasts at index level, where nothing is computed; it matters
+            only if requests come at given times.
+    """
+
+    arrivals: Arrivals
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    schedule: Policy = "fcfs"
+    step_time: float = 0.025
+
+
+def run_index(
+    workload: Workload,
+    mode: Mode,
+    memory_tokens: int,
+    serving: Serving,
+    memory: str = "",
+    progress: Callable[[], object] = lambda: None,
+) -> Figures:
+    """Replay a workload in one mode."""
+    cache = mode.make(memory_tokens)
+    clock = CacheTime(cache)
+    scheduler = WatchedScheduler(
+        cache,
+        serving.max_num_batched_tokens,
+        serving.max_num_seqs,
+        serving.schedule,
+        survey_every=max(1, len(workload.arrivals) // _SURVEYS),
+    )
+    start = time.perf_counter()
+    outcomes = play(
+        workload, serving.arrivals, IndexEngine(scheduler), StepClock(serving.step_time), progress
+    )
+    figures = summarise(
+        outcomes,
+        workload,
+        mode,
+        memory_tokens,
+        memory=memory,
+        level="index",
+        evicted_tokens=cache.stats.evicted_tokens,
+        seconds=time.perf_counter() - start,
+    )
+    surveys = scheduler.surveys
+    figures.doubled_tokens = scheduler.doubled_tokens
+    figures.cache_us = clock.seconds * 1e6 / figures.requests
+    figures.peak_used_pages = max((s.used_pages for s in surveys), default=0)
+    held = sum((s.used_pages + s.cached_pages) * mode.page_size for s in surveys)
+    figures.empty_share = sum(s.empty_slots for s in surveys) / held if held else 0.0
+    return figures

@@ -1,0 +1,147 @@
+"""What the index level sees besides hits: doubled work, memory by use, time spent in the cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from radixcache import HashBlockCache, PrefixCache, RadixCache
+from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
+from radixcache.nodes import common_length
+from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Who holds the pages at one moment.
+
+    Attributes:
+        used_pages: a running request uses them.
+        cached_pages: kept for later, used by nobody.
+        empty_slots: slots of both kinds that hold no token.
+    """
+
+    used_pages: int
+    cached_pages: int
+    empty_slots: int
+
+
+def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
+    """Look at every page. O(pages + nodes)."""
+    size, num_pages = cache.page_size, cache.pool.num_pages
+    filled = np.zeros(num_pages, np.int32)
+    if isinstance(cache, RadixCache):
+        for node in cache._tree:
+            if node.num_pages:
+                filled[node.pages[:-1]] = size
+                last = int(node.pages[-1])
+                filled[last] = max(filled[last], (node.end - 1) % size + 1)
+    elif isinstance(cache, PageAlignedRadixCache):
+        for node in cache.tree._tree:
+            filled[node.pages] = size
+    elif isinstance(cache, HashBlockCache):
+        filled[[page for page, block in enumerate(cache._blocks) if block is not None]] = size
+    used = np.zeros(num_pages, bool)
+    for sequence in running:
+        if sequence.lease is not None:
+            table, length = sequence.lease.page_table, sequence.num_computed
+            used[table] = True
+            whole = length // size
+            filled[table[:whole]] = size
+            if length % size:
+                last = int(table[whole])
+                filled[last] = max(filled[last], length % size)
+    held = used | (filled > 0)
+    return Survey(
+        int(np.count_nonzero(used)),
+        int(np.count_nonzero(held)) - int(np.count_nonzero(used)),
+        int(np.count_nonzero(held)) * size - int(filled[held].sum()),
+    )
+
+
+class WatchedScheduler(Scheduler):
+    """A scheduler that notes, request by request, what another in flight had computed already.
+
+    Attributes:
+        doubled_tokens: prompt tokens that a request computes although, when it was admitted, one
+            before it in flight had them computed or was about to.
+        surveys: one for every `survey_every` admissions.
+    """
+
+    def __init__(self, *args: Any, survey_every: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.doubled_tokens = 0
+        self.surveys: list[Survey] = []
+        self._survey_every = survey_every
+        self._admissions = 0
+        self._known: set[Sequence] = set()
+
+    def schedule(self) -> list[Chunk]:
+        chunks = super().schedule()
+        new = [c.sequence for c in chunks if c.sequence not in self._known]
+        if new:
+            self._known = set(self.running)
+            for sequence in new:
+                if not sequence.preemptions:
+                    self._note(sequence)
+        return chunks
+
+    def _note(self, sequence: Sequence) -> None:
+        tokens = sequence.tokens[:-1]
+        shared = 0
+        for other in self.running:
+            if other is sequence:
+                break
+            length = min(len(tokens), len(other))
+            if length > shared and (tokens[:1] == other.tokens[:1]).all():
+                shared = max(shared, common_length(tokens[:length], other.tokens[:length]))
+        self.doubled_tokens += max(0, shared - sequence.cached_tokens)
+        if self._admissions % self._survey_every == 0:
+            self.surveys.append(survey(self.cache, self.running))
+        self._admissions += 1
+
+
+_METHODS = ("match", "acquire", "reserve", "publish", "commit", "release")
+
+
+class CacheTime:
+    """Processor time that a thread spends in a cache, from when this is made.
+
+    It puts itself before the cache's methods. What reading the clock costs is taken off.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._total = 0
+        self._calls = 0
+        self._clock_cost = 0
+        nothing = self._timed(lambda: None)
+        costs = []
+        for _ in range(200):
+            self._total = 0
+            nothing()
+            costs.append(self._total)
+        self._clock_cost = sorted(costs)[len(costs) // 2]
+        self._total = self._calls = 0
+        for name in _METHODS:
+            setattr(cache, name, self._timed(getattr(cache, name)))
+
+    @property
+    def seconds(self) -> float:
+        """In all calls together."""
+        return (self._total - self._calls * self._clock_cost) / 1e9
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._total += time.thread_time_ns() - start
+                self._calls += 1
+
+        return call

@@ -1,0 +1,134 @@
+"""What a benchmark has found: workload by workload, its verdicts, and all of it as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from radixcache.bench.replay.figures import Figures
+
+TIE = 0.02
+"""Two modes tie if their prefilled tokens differ by less than this share."""
+
+
+@dataclass
+class WorkloadReport:
+    """All that was found about one workload.
+
+    Attributes:
+        footprint: its distinct tokens.
+        unlimited_hits: tokens hit if nothing is ever evicted.
+        optimal_hits: by amount of memory, what eviction that knows the future hits.
+        curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
+        rows: one for each level, memory and mode.
+    """
+
+    name: str
+    shape: str
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    footprint: int
+    unlimited_hits: int
+    optimal_hits: dict[int, int] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    rows: list[Figures] = field(default_factory=list)
+
+    def level(self, level: str) -> list[Figures]:
+        """The rows of one level."""
+        return [row for row in self.rows if row.level == level]
+
+    @property
+    def disagreements(self) -> int | None:
+        """Requests whose hits differ between the levels; None if only one level ran."""
+        index = {(row.mode, row.memory): row.hits for row in self.level("index")}
+        pairs = [
+            (index[row.mode, row.memory], row.hits)
+            for row in self.level("engine")
+            if (row.mode, row.memory) in index
+        ]
+        if not pairs:
+            return None
+        return sum(a != b for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+@dataclass
+class Report:
+    """A whole benchmark.
+
+    Attributes:
+        settings: what was asked for, and on what it ran.
+    """
+
+    settings: dict[str, Any]
+    workloads: list[WorkloadReport] = field(default_factory=list)
+
+    @property
+    def conditions(self) -> str:
+        """The settings, in one line."""
+        return ", ".join(f"{key} {value}" for key, value in self.settings.items())
+
+    def to_json(self) -> str:
+        """Everything but the hits of single requests."""
+        return json.dumps(
+            {
+                "settings": self.settings,
+                "workloads": [
+                    {
+                        **{k: v for k, v in vars(workload).items() if k != "rows"},
+                        "disagreements": workload.disagreements,
+                        "verdicts": verdicts(workload),
+                        "rows": [row.to_json() for row in workload.rows],
+                    }
+                    for workload in self.workloads
+                ],
+            },
+            indent=2,
+        )
+
+
+def verdicts(workload: WorkloadReport) -> list[str]:
+    """For each memory: which of the best hash-block and the best radix mode computes less, and
+    where hash-block is no worse, or wastes less memory, with pages of the same size.
+    """
+    found = []
+    rows = workload.level("index") or workload.level("engine")
+    for memory in dict.fromkeys(row.memory for row in rows):
+        here = [row for row in rows if row.memory == memory and not row.refused]
+        blocks = [row for row in here if row.mode.startswith("hash-")]
+        trees = [row for row in here if row.mode.startswith("radix-")]
+        if not blocks or not trees:
+            continue
+        block, tree = (min(side, key=lambda row: row.computed_tokens) for side in (blocks, trees))
+        ratio = block.computed_tokens / tree.computed_tokens
+        if ratio < 1 - TIE:
+            word = f"hash-block wins: {block.mode} prefills {1 - ratio:.1%} less than {tree.mode}"
+        elif ratio <= 1 + TIE:
+            more = f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
+            word = f"a tie: {block.mode} prefills {more} than {tree.mode}"
+        else:
+            word = f"radix wins: {block.mode} prefills {ratio:.2f}x the tokens of {tree.mode}"
+        found.append(f"{workload.name}, {memory}: {word}")
+        found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
+    return found
+
+
+def _page_for_page(rows: list[Figures]) -> Iterator[str]:
+    """Where hash-block is at least as good as the tree over pages of the same size."""
+    by_mode = {row.mode: row for row in rows}
+    for tree in rows:
+        block = by_mode.get(f"hash-{tree.page_size}")
+        if tree.mode != f"radix-{tree.page_size}" or block is None:
+            continue
+        ratio = block.computed_tokens / tree.computed_tokens
+        if ratio <= 1 + TIE:
+            yield f"{block.mode} prefills {ratio:.3f}x the tokens of {tree.mode}"
+        if block.empty_share is not None and tree.empty_share is not None:
+            more = tree.empty_share - block.empty_share
+            if more > TIE:
+                yield (
+                    f"{block.mode} leaves {block.empty_share:.1%} of its slots empty, "
+                    f"{tree.mode} {tree.empty_share:.1%}"
+                )

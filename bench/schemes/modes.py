@@ -1,0 +1,111 @@
+"""The caching schemes that are compared, by name, and how much memory each gets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
+from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
+from radixcache.errors import InvalidRequest
+
+
+class WholeLeaves(RadixCache):
+    """Drops each leaf whole, as SGLang's eviction does, however little is asked for."""
+
+    def evict(self, num_pages: int) -> int:
+        freed = 0
+        while freed < num_pages and (leaf := self._order.first()) is not None:
+            freed += super().evict(leaf.num_pages)
+        return freed
+
+
+KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
+    "none": NoCache,
+    "hash": HashBlockCache,
+    "radix": RadixCache,
+    "whole": WholeLeaves,
+    "aligned": PageAlignedRadixCache,
+}
+
+DEFAULT_MODES = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A caching scheme and its page size."""
+
+    kind: str
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        """Such as "hash-16"; plain "none" for the baseline."""
+        return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}"
+
+    def make(self, num_tokens: int) -> PrefixCache:
+        """An empty cache over pages for `num_tokens` tokens."""
+        return KINDS[self.kind](PagePool(num_tokens // self.page_size, self.page_size))
+
+
+def parse_mode(name: str) -> Mode:
+    """The mode called "none", "hash-B", "radix-P", "whole-P" or "aligned-P".
+
+    Raises:
+        InvalidRequest: none is called so.
+    """
+    kind, _, size = name.partition("-")
+    if kind == "none" and not size:
+        return Mode("none", 16)
+    if kind not in KINDS or kind == "none" or not re.fullmatch(r"[1-9]\d{0,4}", size):
+        raise InvalidRequest(
+            f"no mode {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
+        )
+    return Mode(kind, int(size))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An amount of KV memory as it was asked for.
+
+    Attributes:
+        amount: how many, of `unit`.
+        unit: "tokens", "bytes" or "share" of the workload's footprint.
+    """
+
+    text: str
+    amount: float
+    unit: str
+
+    def tokens(self, footprint: int, token_bytes: int, modes: Sequence[Mode]) -> int:
+        """How many tokens it holds, cut to whole pages of every mode: all get the same bytes.
+
+        At least two of the largest pages, because the hash-block cache never uses its first.
+        """
+        per_unit = {"tokens": 1.0, "bytes": 1 / token_bytes, "share": float(footprint)}
+        step = math.lcm(*(mode.page_size for mode in modes))
+        return max(2, int(self.amount * per_unit[self.unit]) // step) * step
+
+
+_BYTES = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BYTES |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
+
+
+def parse_memory(text: str) -> Memory:
+    """ "30%" of the footprint, "2GB" or "512MiB", or "65536" tokens.
+
+    Raises:
+        InvalidRequest: it is none of these, or zero.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b|b)?", text.strip().lower())
+    amount = float(found[1]) if found else 0.0
+    if not found or not amount:
+        raise InvalidRequest(f"not an amount of memory: {text!r} (say 30%, 2GB, 512MiB or tokens)")
+    unit = found[2]
+    if unit == "%":
+        return Memory(text, amount / 100, "share")
+    if unit:
+        return Memory(text, amount * _BYTES.get(unit[:-1], 1), "bytes")
+    return Memory(text, amount, "tokens")

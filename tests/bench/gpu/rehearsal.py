@@ -1,0 +1,100 @@
+"""The whole check on a pretended GPU, over the tests' stand-in for FlashInfer."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from radixcache import LLM
+from radixcache.bench.gpu import llm, peers
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import NotRun
+from radixcache.bench.gpu.sizes import SMALL
+from radixcache.kernels import cascade
+from radixcache.runtime import cli
+from radixcache.runtime.engine import engine as engine_module
+from tests.kernels.stand_in import pretend_gpu
+from tests.pretend_cuda import CUDA
+from tests.runtime.server.live import live
+
+
+@contextmanager
+def rehearsal_place(out: Path) -> Iterator[Place]:
+    """A place there; whatever it replaces is as before afterwards."""
+    threads = torch.get_num_threads()
+    group = partial(cascade.group_by_prefix, min_rows=cascade.MIN_ROWS, min_tokens=32)
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported: memory is tidied up after each of many engines
+    try:
+        with (
+            pretend_gpu() as gpu,
+            patch.object(engine_module, "group_by_prefix", group),
+            patch.object(peers, "_peer", _not_here),
+            patch.object(llm, "generate_apart", _generate_here),
+            patch.object(llm, "serve_apart", _serve_here),
+        ):
+            for op in (fused_add_rmsnorm, silu_and_mul, rope_in_place):
+                on_device: Callable[..., object] = functools.partial(gpu.device.launch, op)
+                vars(gpu.flashinfer).setdefault(NAMES.get(op.__name__, op.__name__), on_device)
+            kernels = (gpu.flashinfer, gpu.backend)
+            yield Place(CUDA, torch.float32, SMALL, out, kernels)
+    finally:
+        torch.set_num_threads(threads)
+        gc.unfreeze()
+
+
+def _not_here(*_: object) -> None:
+    raise NotRun("its thread pretends nothing")
+
+
+def _generate_here(options: Sequence[str]) -> str:
+    """Other processes pretend nothing, and take seconds to start."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
+        assert cli.main([*options]) == 0
+    return out.getvalue()
+
+
+@contextmanager
+def _serve_here(options: Sequence[str]) -> Iterator[str]:
+    """On the CPU, since the engine has a thread of its own."""
+    given = vars(cli._parser().parse_args([*options]))
+    on_cpu = LLM(device="cpu", dtype=given["dtype"], kv_memory=given["kv_memory"])
+    with live(on_cpu) as server:
+        yield server.url
+
+
+# FlashInfer's fused operations, in plain torch.
+
+NAMES = {"rope_in_place": "apply_rope_with_cos_sin_cache_inplace"}
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    residual.add_(x)
+    x.copy_(rms_norm(residual, weight.shape, weight, eps))
+
+
+def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    gate, up = gate_up.chunk(2, -1)
+    out.copy_(silu(gate) * up)
+
+
+def rope_in_place(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
+    cos_sin_cache: torch.Tensor,
+) -> None:  # fmt: skip
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
+    for flat in (query, key):
+        low, high = flat.view(len(flat), -1, head_size).chunk(2, -1)
+        turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+        flat.copy_(turned.view_as(flat))

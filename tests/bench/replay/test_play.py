@@ -1,0 +1,204 @@
+"""The index level against brute force, request by request."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from radixcache import PagePool, RadixCache
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.workloads.generators import generate
+from radixcache.bench.workloads.workload import Workload
+from radixcache.runtime.engine.scheduler import Scheduler
+from tests.bench.replay.brute_force import (
+    BruteForce,
+    BruteHashBlock,
+    BruteNone,
+    BruteTokens,
+    BruteUnits,
+)
+from tests.cover import covering
+
+BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
+
+
+def random_workload(seed: int) -> Workload:
+    """Chats, repeated prompts and fresh ones over few words, so that much is shared by chance."""
+    rng = Random(f"workload {seed}")
+    words = rng.choice([2, 3, 50])
+    say = lambda most: np.array(  # noqa: E731
+        [rng.randrange(words) for _ in range(rng.randint(1, most))], np.int32
+    )
+    workload = Workload("random", f"seed {seed}")
+    stems = [say(40) for _ in range(3)]
+    chats: list[tuple[list[np.ndarray], int | None]] = []
+    for _ in range(60):
+        kind = rng.random()
+        if chats and kind < 0.5:
+            at = rng.randrange(len(chats))
+            parts, after = chats[at]
+            parts = [*parts, say(20)]
+        elif chats and kind < 0.65:
+            parts, after = rng.choice(chats)
+            at = len(chats)
+            chats.append((parts, after))
+        else:
+            at, after = len(chats), None
+            parts = [rng.choice(stems), say(30)]
+            chats.append((parts, None))
+        answer = say(12)
+        index = workload.add(parts, answer, after=after, together=rng.random() < 0.2)
+        chats[at] = ([*parts, answer], index)
+        if sum(map(len, parts)) > 150:
+            del chats[at]
+    return workload
+
+
+def distinct_prompts(seed: int) -> Workload:
+    """Chats in which nobody asks what was asked before: such a prompt needs a page twice."""
+    rng = Random(f"distinct {seed}")
+    words = iter(range(1_000_000))
+    workload = Workload("distinct", "")
+    fresh = lambda most: np.array(  # noqa: E731
+        [next(words) for _ in range(rng.randint(1, most))], np.int32
+    )
+    chats = [[fresh(20)] for _ in range(6)]
+    for _ in range(50):
+        parts = rng.choice(chats)
+        parts.append(fresh(8))
+        answer = fresh(6)
+        workload.add(parts, answer)
+        parts.append(answer)
+        if sum(map(len, parts)) > 90:
+            del parts[1:]
+    return workload
+
+
+def run(workload, cache, *, concurrency=4, budget=64, policy="fcfs", checked=None):
+    engine = IndexEngine(Scheduler(cache, budget, 8, policy))
+    check = cache.check if checked is None else checked
+    return play(workload, Arrivals(concurrency=concurrency), engine, StepClock(1.0), check)
+
+
+def outcomes(found):
+    return [
+        (o.hit_tokens, o.computed_tokens, o.preemptions, o.step, o.error is None) for o in found
+    ]
+
+
+def exact(cache):
+    """Make a radix cache evict what follows a lease's cursor in its turn.
+
+    `RadixCache` splits such an edge only when nothing else is left to evict, or for the lease that
+    asks. That is the one point in which it is not exactly LRU, and the brute force is.
+    """
+    tree = getattr(cache, "tree", cache)
+    if isinstance(tree, RadixCache):
+        allocate = tree._allocate
+
+        def expose_and_allocate(count, lease):
+            if count > tree.pool.num_free:
+                tree._expose_tails()
+            return allocate(count, lease)
+
+        setattr(tree, "_allocate", expose_and_allocate)  # noqa: B010 (mypy minds the other way)
+    return cache
+
+
+MODES = ["none", "hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
+
+
+@covering(seed=range(6), mode=MODES, memory=[192, 320, 640, 4096])
+def test_hits_are_those_of_a_brute_force_simulation(seed, mode, memory):
+    workload = random_workload(seed)
+    mode = parse_mode(mode)
+    concurrency = 1 + seed % 4
+    brute: BruteForce = BRUTE[mode.kind](memory, mode.page_size)
+    expected = outcomes(run(workload, brute, concurrency=concurrency, checked=lambda: None))
+    found = outcomes(run(workload, exact(mode.make(memory)), concurrency=concurrency))
+    assert found == expected, f"seed {seed}, {mode.name}, {memory} tokens"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_token_exact_hits_over_pages_are_those_of_a_set_of_prefixes(seed, page_size):
+    workload = random_workload(seed)
+    settings = {"concurrency": 1 + seed, "budget": (24, 64, 500)[seed % 3]}
+    brute = BruteTokens(1 << 16, page_size)
+    expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
+    found = outcomes(run(workload, RadixCache(PagePool(1 << 14, page_size)), **settings))
+    assert found == expected, f"seed {seed}, page size {page_size}"
+
+
+def in_whole_pages(workload: Workload, page_size: int) -> Workload:
+    """The same requests with every token repeated for a page, so that paths part at page ends."""
+    grown = Workload("pages", workload.shape)
+    for arrival in workload.arrivals:
+        prompt = np.repeat(arrival.prompt(), page_size)
+        # One more token, so that what is hit ends with a page, and so does all that gets KV.
+        answer = np.append(np.repeat(arrival.answer(), page_size), prompt[:1])
+        grown.add([prompt], answer, after=arrival.after, together=arrival.together)
+    return grown
+
+
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 6)]
+
+
+@pytest.mark.parametrize("memory", [50, 100, 400])
+@pytest.mark.parametrize("seed", [0, 1, 2, *MORE_SEEDS])
+def test_pages_of_a_token_exact_tree_go_as_in_a_brute_force_lru(seed, memory):
+    """Prompts that nobody asked before: else a hit ends before the last token, in mid-page."""
+    workload = in_whole_pages(distinct_prompts(seed), 4)
+    settings = {"concurrency": 1 + seed % 3, "budget": 64}
+    brute = BruteUnits(4 * memory, 4)
+    expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
+    found = outcomes(run(workload, exact(parse_mode("radix-4").make(4 * memory)), **settings))
+    assert found == expected, f"seed {seed}, {memory} pages"
+    assert brute.evicted or memory == 400
+
+
+def test_a_closed_loop_has_as_many_in_flight_as_it_may():
+    workload = generate("short:requests=40", 0, 1000)
+    engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 4096, 64, "fcfs"))
+    in_flight = []
+
+    class Counting(StepClock):
+        def tick(self):
+            in_flight.append(len(engine._answers))
+            super().tick()
+
+    play(workload, Arrivals(concurrency=7), engine, Counting(1.0))
+    assert max(in_flight) == in_flight[0] == 7
+
+
+def test_a_burst_comes_at_one_moment_and_rates_are_kept():
+    workload = generate("bursts:bursts=400,size=3", 0, 5000)
+    due = Arrivals(rate=10.0, seed=5).due(workload)
+    assert all(len(set(due[start : start + 3])) == 1 for start in range(0, 1200, 3))
+    assert due == sorted(due) and 30 < due[-1] < 50  # 400 bursts at 10 a second
+
+
+def test_a_turn_waits_for_the_turn_before_it():
+    workload = generate("chat:conversations=3,turns=5", 0, 1000)
+    engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 512, 64, "fcfs"))
+    found = play(workload, Arrivals(rate=1e6), engine, StepClock(1.0))
+    for arrival, outcome in zip(workload.arrivals, found, strict=True):
+        if arrival.after is not None:
+            before = found[arrival.after]
+            assert outcome.step >= before.step + workload.arrivals[arrival.after].answer_tokens
+            assert (
+                outcome.ttft is not None and outcome.ttft < 20
+            )  # from when it could come, not from the first turn's time
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on():
+    workload = Workload("large", "")
+    large = workload.add([np.arange(500, dtype=np.int32)], np.arange(3, dtype=np.int32))
+    workload.add([np.arange(50, dtype=np.int32)], np.arange(3, dtype=np.int32), after=large)
+    for name in MODES:
+        refused, served = run(workload, parse_mode(name).make(256))
+        assert "502 tokens do not fit" in refused.error and refused.ttft is None
+        assert served.error is None and served.computed_tokens == 50

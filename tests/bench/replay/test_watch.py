@@ -1,0 +1,90 @@
+"""What the index level sees besides hits, against counts by hand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from radixcache.bench.replay.index_level import Serving, run_index
+from radixcache.bench.replay.play import Arrivals, IndexEngine
+from radixcache.bench.replay.watch import CacheTime, Survey, WatchedScheduler, survey
+from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.workloads.workload import Workload
+
+
+def twins(concurrency):
+    """Two prompts with 40 common tokens and one of their own, answered with one token."""
+    workload = Workload("twins", "")
+    for last in (1000, 2000):
+        prompt = np.append(np.arange(40), last).astype(np.int32)
+        workload.add([prompt], np.array([last + 1], np.int32))
+    return workload, Serving(Arrivals(concurrency=concurrency))
+
+
+@pytest.mark.parametrize(
+    ("mode", "together", "apart"),
+    [
+        ("none", 40, 0),
+        ("hash-16", 8, 0),
+        ("radix-16", 0, 0),  # the second waits a step
+        ("radix-1", 0, 0),
+        ("aligned-8", 0, 0),
+    ],
+)
+def test_doubled_is_what_a_request_in_flight_had_already(mode, together, apart):
+    for concurrency, expected in ((2, together), (1, apart)):
+        workload, serving = twins(concurrency)
+        row = run_index(workload, parse_mode(mode), 512, serving)
+        assert row.doubled_tokens == expected
+        assert row.hit_tokens + row.computed_tokens == row.prompt_tokens == 82
+
+
+@pytest.mark.parametrize(
+    ("mode", "while_running", "afterwards"),
+    [
+        ("none", Survey(2, 0, 12), Survey(0, 0, 0)),
+        ("hash-16", Survey(2, 0, 12), Survey(0, 1, 0)),  # the half-filled page is let go
+        ("radix-16", Survey(2, 0, 12), Survey(0, 2, 12)),
+        ("radix-1", Survey(20, 0, 0), Survey(0, 20, 0)),
+        ("aligned-16", Survey(2, 0, 12), Survey(0, 1, 0)),
+    ],
+)
+def test_a_survey_counts_pages_and_the_slots_that_hold_no_token(mode, while_running, afterwards):
+    scheduler = WatchedScheduler(parse_mode(mode).make(256), 512, 8, "fcfs", survey_every=1)
+    engine = IndexEngine(scheduler)
+    engine.add(np.arange(20, dtype=np.int32), np.array([7], np.int32))
+    engine.step()
+    assert scheduler.surveys == [while_running]
+    assert survey(engine.cache, scheduler.running) == afterwards
+
+
+def test_a_branch_in_mid_page_shares_no_slot_twice():
+    engine = IndexEngine(
+        WatchedScheduler(parse_mode("radix-16").make(256), 512, 8, "fcfs", survey_every=1)
+    )
+    for last in (100, 200):
+        tokens = np.append(np.arange(20), np.arange(last, last + 5)).astype(np.int32)
+        engine.add(tokens, np.array([7], np.int32))
+        engine.step()
+    # 25 tokens over 2 pages, and a copy of the second page with 4 common slots and 5 of its own.
+    assert survey(engine.cache, []) == Survey(0, 3, 14)
+
+
+def test_time_in_the_cache_is_that_of_its_methods():
+    cache = parse_mode("none").make(64)
+
+    def match(tokens, namespace=None):
+        end = time.thread_time_ns() + 3_000_000
+        while time.thread_time_ns() < end:
+            pass
+        return 5
+
+    setattr(cache, "match", match)  # noqa: B010 (mypy minds the other way)
+    clock = CacheTime(cache)
+    for _ in range(100_000):
+        pass
+    assert clock.seconds == 0
+    assert cache.match([1]) == 5 and cache.match([1]) == 5
+    assert 0.0055 < clock.seconds < 0.1

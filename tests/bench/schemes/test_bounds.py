@@ -1,0 +1,100 @@
+"""The bounds against brute force over tuples, and the LRU curve against replays at each size."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
+from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.workloads.workload import Workload
+from radixcache.runtime.engine.scheduler import Scheduler
+from tests.bench.replay.test_play import distinct_prompts, random_workload
+
+SEEDS = range(8)
+
+
+def sequences(workload):
+    """Prompt and what gets KV of each request, as tuples."""
+    return [(tuple(a.prompt().tolist()), tuple(a.tokens().tolist())) for a in workload.arrivals]
+
+
+def prefixes(tokens, block):
+    return [tokens[:end] for end in range(block, len(tokens) + 1, block)]
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_footprint_and_unlimited_hits_are_those_of_a_set_of_prefixes(seed, block):
+    workload = random_workload(seed)
+    known, hits = set(), 0
+    for prompt, tokens in sequences(workload):
+        hits += block * sum(prefix in known for prefix in prefixes(prompt[:-1], block))
+        known.update(prefixes(tokens, block))
+    trie = build_trie(workload, block)
+    assert trie.footprint == block * len(known), f"seed {seed}"
+    assert unlimited_hits(trie) == hits, f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_lru_curve_is_what_replays_hit_at_every_size_of_memory(seed):
+    workload = distinct_prompts(seed)
+    curve = lru_curve(build_trie(workload))
+    for memory in range(workload.longest + 2, 500, 37):
+        scheduler = Scheduler(parse_mode("radix-1").make(memory), 4096, 1, "fcfs")
+        found = play(workload, Arrivals(concurrency=1), IndexEngine(scheduler), StepClock(1.0))
+        assert sum(o.hit_tokens for o in found) == curve.hits(memory), f"seed {seed}, {memory}"
+
+
+def best_by_search(requests, memory):
+    """The most tokens that any eviction at all can hit, one request at a time."""
+    paths = [prefixes(tokens, 1) for _, tokens in requests]
+
+    @cache
+    def most(number, resident):
+        if number == len(requests):
+            return 0
+        wanted = set(paths[number])
+        hits = sum(prefix in resident for prefix in prefixes(requests[number][0][:-1], 1))
+        return hits + max(
+            most(number + 1, kept) for kept in closed_sets(resident | wanted, wanted, memory)
+        )
+
+    return most(0, frozenset())
+
+
+def closed_sets(prefix_set, wanted, room):
+    """Every largest set of prefixes, with their own prefixes, that holds `wanted` and fits."""
+    if len(prefix_set) <= room:
+        return [prefix_set]
+    found = set()
+    leaves = [p for p in prefix_set if p not in wanted]
+    inner = {p[:-1] for p in prefix_set}
+    for leaf in leaves:
+        if leaf not in inner:
+            found.update(closed_sets(prefix_set - {leaf}, wanted, room))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_eviction_at_all_hits_more_than_the_optimum_and_one_hits_as_much(seed):
+    rng = Random(f"optimum {seed}")
+    workload = Workload("tiny", "")
+    for _ in range(7):
+        prompt = np.array([rng.randrange(2) for _ in range(rng.randint(2, 4))], np.int32)
+        workload.add([prompt], np.array([rng.randrange(2)], np.int32))
+    memory = rng.randint(4, 8)
+    expected = best_by_search(sequences(workload), memory)
+    assert optimal_hits(build_trie(workload), memory) == expected, f"seed {seed}"
+
+
+def test_a_request_that_does_not_fit_is_left_out_of_the_optimum():
+    workload = Workload("large", "")
+    small, large = np.arange(5, dtype=np.int32), np.arange(100, 120, dtype=np.int32)
+    for prompt in (small, large, small):
+        workload.add([prompt], prompt[:1])
+    assert optimal_hits(build_trie(workload), 10) == 4
