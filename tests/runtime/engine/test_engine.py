@@ -275,20 +275,20 @@ def test_a_step_that_fails_while_its_tokens_are_read_loses_and_repeats_none(
     request = engine.add_request(prompts(250)[1], params)
     append, failures = Sequence.append, [RuntimeError("out of memory")]
 
-    def flaky(sequence: Sequence, token: int) -> None:
+    def flaky(sequence: Sequence, token: int, told: dict[int, float] | None) -> None:
         if sequence.request is request and len(sequence.generated) == 2 and failures:
             raise failures.pop()
-        append(sequence, token)
+        append(sequence, token, told)
 
     monkeypatch.setattr(Sequence, "append", flaky)
-    told: list[Request] = []
+    ended: list[Request] = []
     while engine.has_work:
         try:
-            told += [r for r in engine.step() if r.finished]
+            ended += [r for r in engine.step() if r.finished]
         except RuntimeError:
             assert done_in_it.finished
         engine.cache.check()
-    assert not failures and sorted(told, key=lambda r: r.request_id) == [done_in_it, request]
+    assert not failures and sorted(ended, key=lambda r: r.request_id) == [done_in_it, request]
     assert generated([request])[0] == wanted
     assert len(request.sequences[0].logprobs) == 3
     assert_no_page_is_lost(engine)
