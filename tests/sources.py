@@ -33,10 +33,14 @@ def installed_path(path: Path) -> Path:
     return Path(PACKAGES[path.parts[0]].replace(".", "/"), *path.parts[1:])
 
 
+def place(path: Path) -> Path:
+    """Where a source file is imported from."""
+    return path if NOT_INSTALLED in path.parents else installed_path(path)
+
+
 def module_name(path: Path) -> str:
     """Dotted name that a source file is imported by."""
-    place = path if NOT_INSTALLED in path.parents else installed_path(path)
-    return ".".join(place.with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(place(path).with_suffix("").parts).removesuffix(".__init__")
 
 
 PEERS = sorted(p.relative_to(ROOT) for p in (ROOT / NOT_INSTALLED).rglob("*.py"))
@@ -71,7 +75,7 @@ def imports(path: Path) -> list[Import]:
             elif isinstance(child, ast.ImportFrom):
                 base = [child.module] if child.module else []
                 if child.level:
-                    base = [*installed_path(path).parts[: -child.level], *base]
+                    base = [*place(path).parts[: -child.level], *base]
                 yield from (Import(".".join([*base, a.name]), lazy) for a in child.names)
             else:
                 yield from walk(child, lazy or isinstance(child, LAZY) or is_typing_only(child))

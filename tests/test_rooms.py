@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.sources import PEERS, SOURCES, imports, module_name
+from tests.sources import PEERS, ROOT, SOURCES, imports, module_name
 
 Graph = dict[str, set[str]]
 """The modules that each module imports."""
@@ -47,6 +48,14 @@ def floor_and_room(module: str) -> tuple[int, str]:
     return floor, room
 
 
+PUBLIC = {
+    f"radixcache.{imported.name.rpartition('.')[2]}": imported.name
+    for imported in imports(Path("radixcache/__init__.py"))
+    if imported.lazy and imported.is_below("radixcache")
+}
+"""What `radixcache` gives out of the runtime: a way up for whoever imports it from there."""
+
+
 def read_graph() -> Graph:
     """Every arrow of the package, lazy ones and those for type checkers included.
 
@@ -59,7 +68,7 @@ def read_graph() -> Graph:
         for imported in imports(path):
             if imported.lazy and module_name(path) == "radixcache":
                 continue
-            parts = imported.name.split(".")
+            parts = PUBLIC.get(imported.name, imported.name).split(".")
             prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
             found |= {next((p for p in prefixes if p in modules), "")} & modules
     return graph
@@ -119,6 +128,38 @@ def test_an_arrow_planted_upward_is_seen(module: str, target: str, is_circle: bo
     planted = {**GRAPH, module: GRAPH[module] | {target}}
     assert arrows_upward(planted) == [(module, target)]
     assert bool(circle(planted)) == is_circle
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "target"),
+    [
+        ("bench/peers/process.py", "from .engines import cases", "bench.peers.engines.cases"),
+        ("bench/peers/index/cases.py", "from ..engines import cases", "bench.peers.engines.cases"),
+        ("runtime/engine/sampling.py", "from ..llm import LLM", "radixcache.runtime.llm"),
+        ("runtime/engine/sampling.py", "from radixcache import LLM", "radixcache.runtime.llm"),
+    ],
+)
+def test_a_line_planted_that_names_its_target_indirectly_is_seen(
+    path: str, line: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def plant(self: Path, *args: str, **options: str) -> str:
+        text = read(self, *args, **options)
+        return f"{text}\n{line}\n" if self == ROOT / path else text
+
+    monkeypatch.setattr(Path, "read_text", plant)
+    assert arrows_upward(read_graph()) == [(module_name(Path(path)), target)]
+
+
+ROOMS = [p for p in SOURCES + PEERS if p.name == "__init__.py" and p.parts[0] != "radixcache"]
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=str)
+def test_a_folder_runs_nothing_when_it_is_imported(path: Path) -> None:
+    """Or whoever imports a module of it would import more than is written there."""
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    assert [type(statement) for statement in body] == [ast.Expr]
 
 
 def test_a_circle_planted_within_a_room_is_seen() -> None:

@@ -46,7 +46,8 @@ def run(command: Sequence[str], seconds: float, log: Path) -> tuple[int, str]:
             process.wait()
     status = process.returncode
     if status < 0 and not told:
-        told = f"killed by {signal.Signals(-status).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        told = f"killed by {names.get(-status, f'signal {-status}')}"
     elif status > 0 and not told:
         told = f"exit status {status}"
     return status, told

@@ -69,7 +69,8 @@ class Row:
 
     def append_to(self, path: Path) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(self), ensure_ascii=False) + "\n")
+            # On a line of its own, whatever a process that died has left before it.
+            file.write("\n" + json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
 
 class Report:
@@ -158,8 +159,15 @@ def _first_line(error: Exception) -> str:
 def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
     """Every row that the sections have written there."""
     rows = []
-    for path in (folder / f"{section}.jsonl" for section in sections):
-        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+    for section in sections:
+        try:
+            text = (folder / f"{section}.jsonl").read_text("utf-8", "replace")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            rows.append(Row(section, "its rows", "FAIL", f"cannot be read: {error.strerror}"))
+            continue
+        for line in text.splitlines():
             with suppress(json.JSONDecodeError):  # its process died in the middle of it
                 rows.append(Row(**json.loads(line)))
     return rows

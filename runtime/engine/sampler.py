@@ -46,7 +46,9 @@ def _probabilities(
     logits: torch.Tensor, params: list[SamplingParams], keep_likeliest: KeepLikeliest
 ) -> torch.Tensor:
     """[R, vocab] in the place of `logits`, 0 for what is filtered out; no need to add up to 1."""
-    temperature = send([max(p.temperature, 1e-30) for p in params], logits.device, logits.dtype)
+    # As float32 can hold them: by 0 or inf, some logits would become NaN.
+    limited = [min(max(p.temperature, 1e-30), 1e38) for p in params]
+    temperature = send(limited, logits.device, logits.dtype)
     # From the maximum down: a tiny temperature may make -inf of them, but nothing else.
     logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     probs = logits.softmax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_no_section_ends_the_others_and_each_is_reported(fakes, tmp_path, capsys
     table = (tmp_path / "gpu_check.md").read_text()
     assert "CUDA error: an illegal memory access" in table and "| goes_on | works | ok |" in table
     assert "4 FAIL" in table and table in capsys.readouterr().out
+
+
+def test_what_a_dying_process_leaves_in_the_files_costs_no_other_row(fakes, tmp_path) -> None:
+    half = f"open({str(tmp_path / 'half.jsonl')!r}, 'ab').write(bytes([123, 34, 0xE2]))"
+    code, rows = fakes(
+        half=f"{OK}; {half}; os.abort()",
+        numbered=f"{OK}; os.kill(os.getpid(), signal.SIGRTMIN + 1)",
+        unreadable=f"os.mkdir({str(tmp_path)!r} + '/unreadable.jsonl')",
+        goes_on=OK,
+    )
+    assert code == 1
+    assert statuses(rows)[1:] == [
+        ("half", "works", "ok"),
+        ("half", "the process", "FAIL"),
+        ("numbered", "works", "ok"),
+        ("numbered", "the process", "FAIL"),
+        ("unreadable", "its rows", "FAIL"),
+        ("goes_on", "works", "ok"),
+    ]
+    told = [row["text"] for row in rows if row["status"] == "FAIL"]
+    assert told[:2] == ["killed by SIGABRT", f"killed by signal {signal.SIGRTMIN + 1}"]
 
 
 def test_what_a_section_has_started_ends_with_it(tmp_path) -> None:

@@ -151,6 +151,15 @@ def test_a_tiny_temperature_leaves_the_likeliest_tokens_alone(temperature) -> No
     assert seen[0] + seen[2] == 400 and min(seen[0], seen[2]) > 100, f"seed {SEED}"
 
 
+@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300, float("inf")])
+def test_a_huge_temperature_makes_all_that_is_possible_equal(temperature) -> None:
+    logits = torch.tensor([[-torch.inf, 3.0, 50.0, -torch.inf, -9.0]]).expand(900, -1)
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = sample(logits, [SamplingParams(temperature=temperature)] * 900, [generator] * 900)
+    seen = torch.bincount(tokens, minlength=5).tolist()
+    assert seen[0] == seen[3] == 0 and min(seen[1], seen[2], seen[4]) > 150, f"seed {SEED}"
+
+
 @pytest.mark.parametrize("by", ["sort", "flashinfer"])
 def test_a_seed_gives_the_same_token_in_any_slot_of_any_batch(by, gpu) -> None:
     print(f"seed {SEED}")
