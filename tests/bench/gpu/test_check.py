@@ -221,7 +221,7 @@ def test_checks_stand_alone(report, tmp_path) -> None:
     ]
     assert report.rows[1].text == "ValueError: so it is" and report.rows[6].lines == ["why"]
     assert "| first | c | missed | ≤ 2 | 3 x |" in table(report.rows)
-    assert len((tmp_path / "first.jsonl").read_text().splitlines()) == 9
+    assert len((tmp_path / "first.jsonl").read_text().split("\n\n")) == 9
 
 
 def test_a_report_in_which_nothing_ran_is_a_failure(report) -> None:
