@@ -102,8 +102,7 @@ class NamedPrefixes:
 
     def unpin(self, name: str) -> None:
         """Let a prefix be evicted like any other; `PinError` if there is none of that name."""
-        del self._prefixes[self[name].name]
-        self._engine.cache.unpin(name)
+        self._drop(self[name])
 
     def __getitem__(self, name: str) -> NamedPrefix:
         """The prefix of that name; `PinError` if there is none."""
@@ -126,5 +125,9 @@ class NamedPrefixes:
         now = self._now()
         for prefix in [*self._prefixes.values()]:
             if prefix.expires is not None and prefix.expires <= now:
-                del self._prefixes[prefix.name]
-                self._engine.cache.unpin(prefix.name)
+                self._drop(prefix)
+
+    def _drop(self, prefix: NamedPrefix) -> None:
+        del self._prefixes[prefix.name]
+        if prefix.name in self._engine.cache.pins:  # a cache that was broken forgets its pins
+            self._engine.cache.unpin(prefix.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,16 @@ def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
     llm.pin_prefix("mine", SYSTEM, cache_salt="a")
     assert llm.generate("x", GREEDY, prefix="mine", cache_salt="a")[0].num_cached_tokens > 0
     assert llm.generate("x", GREEDY, prefix="mine")[0].num_cached_tokens == 0
+
+
+def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> None:
+    llm = LLM(path, page_size=1, kv_memory="1MiB")
+    for name in ("unpinned", "expiring"):
+        llm.pin_prefix(name, SYSTEM, lifetime=0.01 if name == "expiring" else None)
+    llm.cache._inside = True  # as if a change had been cut off
+    llm.cache.recover()
+    assert llm.cache.pins == {}
+    time.sleep(0.02)
+    assert [prefix.name for prefix in llm.prefixes.list()] == ["unpinned"]
+    llm.unpin_prefix("unpinned")
+    assert llm.prefixes.list() == []
