@@ -149,13 +149,14 @@ class LLM:
         Args:
             prompts: strings, or dicts with "prompt_token_ids".
             sampling_params: one for all or one for each; by default the model's own settings.
-            prefix: name of a pinned prefix that each prompt goes on from; see `pin_prefix`.
+            prefix: name of a pinned prefix of this salt that each prompt goes on from; see
+                `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
 
         Raises:
             InvalidRequest: any prompt is unusable; then none is run.
-            PinError: no prefix of that name is pinned.
+            PinError: no prefix of that name and salt is pinned.
         """
         requests = self.add_requests(prompts, sampling_params, cache_salt, prefix)
         return self._run_all(requests, use_tqdm)
@@ -186,13 +187,13 @@ class LLM:
 
         Raises:
             InvalidRequest: the prompt is unusable.
-            PinError: no prefix of that name is pinned.
+            PinError: no prefix of that name and salt is pinned.
         """
-        tokens = as_tokens(self._encode_after(prefix, prompt))
+        tokens = as_tokens(self._encode_after(prefix, prompt, cache_salt))
         if not len(tokens):
             raise InvalidRequest("the prompt is empty")
         hit = self.cache.match(tokens, cache_salt)
-        misses = self.explainer.explain(tokens, hit, cache_salt, other_namespaces=True)
+        misses = self.explainer.explain(tokens, hit, cache_salt)
         decode = self.tokenizer.decode if self.tokenizer else None
         return Explanation(len(tokens), hit, misses, decode)
 
@@ -206,20 +207,21 @@ class LLM:
     ) -> NamedPrefix:
         """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
 
-        `generate(..., prefix=name)` goes on from it; so does any prompt that begins with it.
-        `llm.prefixes.list()` tells what is pinned.
+        `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
+        begins with it. `llm.prefixes.list()` tells what is pinned. The prefixes of a salt, or of
+        none, may hold `llm.cache.pin_share` pages: a quarter of all, and all together half.
 
         Raises:
-            PinError: the name is taken, or the pinned pages would exceed the cache's budget.
+            PinError: the salt has that name, or there are too few pages left to pin.
             InvalidRequest: the prompt is unusable.
         """
         return self.prefixes.pin(
             name, self.encode(prompt), lifetime=lifetime, cache_salt=cache_salt
         )
 
-    def unpin_prefix(self, name: str) -> None:
+    def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
         """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""
-        self.prefixes.unpin(name)
+        self.prefixes.unpin(name, cache_salt)
 
     def chat(
         self,
@@ -268,14 +270,17 @@ class LLM:
             )
         return prompt["prompt_token_ids"]
 
-    def _encode_after(self, prefix: str | None, prompt: Prompt) -> TokensLike:
+    def _encode_after(
+        self, prefix: str | None, prompt: Prompt, cache_salt: str | None
+    ) -> TokensLike:
         if prefix is None:
             return self.encode(prompt)
+        own: TokensLike
         if isinstance(prompt, str):
-            return self.prefixes.extend(
-                prefix, self._need_tokenizer().encode(prompt, special=False)
-            )
-        return self.prefixes.extend(prefix, self.encode(prompt))
+            own = self._need_tokenizer().encode(prompt, special=False)
+        else:
+            own = self.encode(prompt)
+        return self.prefixes.extend(prefix, own, cache_salt)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -306,7 +311,7 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
-                tokens = self._encode_after(prefix, prompt)
+                tokens = self._encode_after(prefix, prompt, cache_salt)
                 request = self.engine.add_request(tokens, one, prompt=text, namespace=cache_salt)
                 requests.append(request)
         except BaseException as error:

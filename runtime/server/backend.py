@@ -127,10 +127,10 @@ class Backend:
             tokens = completion.token_ids
             self._tokenizing.submit(self.llm.history.remember, prompt, tokens)
 
-    async def find_prefix(self, name: str) -> NamedPrefix:
-        """The prefix of that name; 404 if there is none."""
+    async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
+        """The salt's prefix of that name; 404 if there is none."""
         try:
-            return await self.worker.call(lambda: self.llm.prefixes[name])
+            return await self.worker.call(lambda: self.llm.prefixes.find(name, cache_salt))
         except PinError as error:
             raise ApiError.not_found(str(error), "prefix") from None
 
@@ -138,10 +138,7 @@ class Backend:
         """The prefix that a request names; 404 if there is none with the request's salt."""
         if body.prefix is None:
             return None
-        prefix = await self.find_prefix(body.prefix)
-        if prefix.cache_salt != body.cache_salt:
-            raise ApiError.not_found(f"no prefix named {body.prefix!r} is pinned", "prefix")
-        return prefix
+        return await self.find_prefix(body.prefix, body.cache_salt)
 
     async def submit(
         self, prompts: Sequence[TokensLike], params: SamplingParams, body: GenerationRequest

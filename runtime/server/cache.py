@@ -168,13 +168,13 @@ async def list_prefixes(backend: BackendDep) -> PrefixList:
 @router.get("/v1/prefixes/{name}")
 async def get_prefix(name: PrefixName, backend: BackendDep) -> Prefix:
     """One pinned prefix."""
-    return _prefix(await backend.find_prefix(name))
+    return _prefix(await backend.find_prefix(name, None))
 
 
 @router.delete("/v1/prefixes/{name}")
 async def unpin_prefix(name: PrefixName, backend: BackendDep) -> DeletedPrefix:
     """Let a prefix be evicted like anything else."""
-    prefix = await backend.find_prefix(name)
+    prefix = await backend.find_prefix(name, None)
     await backend.worker.call(lambda: backend.llm.prefixes.unpin(prefix.name))
     return DeletedPrefix(name=name)
 
