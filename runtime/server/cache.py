@@ -56,12 +56,12 @@ async def view_cache(
     def look() -> tuple[str, EngineState, list[Started], dict[Hashable, CachedNode] | None]:
         state = EngineState.of(backend.llm)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
-        seen = (backend.created, backend.worker.num_steps, state, engine.cache.pins)
+        seen = (backend.created, backend.llm.worker.num_steps, state, engine.cache.pins)
         tag = f'"{_digest(seen)}"'
         roots = None if tag == if_none_match else engine.cache.snapshot(max_nodes)
         return tag, state, [*backend.metrics.recent], roots
 
-    tag, state, recent, roots = await backend.worker.call(look)
+    tag, state, recent, roots = await backend.jobs.call(look)
     if roots is None:
         return Response(status_code=304, headers={"ETag": tag})
     response.headers["ETag"] = tag
@@ -94,7 +94,7 @@ async def view_cache(
 @router.post("/v1/cache/flush")
 async def flush_cache(backend: BackendDep) -> Flushed:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
-    await backend.worker.call(backend.llm.cache.reset)
+    await backend.jobs.call(backend.llm.cache.reset)
     return Flushed()
 
 
@@ -129,7 +129,7 @@ def _digest(value: object) -> str:
 async def list_prefixes(backend: BackendDep) -> CachePrefixList:
     """All pinned prefixes."""
     llm = backend.llm
-    prefixes, pinned = await backend.worker.call(
+    prefixes, pinned = await backend.jobs.call(
         lambda: (llm.prefixes.list(), llm.cache.pinned_pages)
     )
     return CachePrefixList(
@@ -154,6 +154,6 @@ async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) ->
                 return True
         return False
 
-    if not await backend.worker.call(unpin):
+    if not await backend.jobs.call(unpin):
         raise ApiError.not_found(f"no prefix named {name!r} is pinned in {namespace!r}")
     return DeletedPrefix(name=name)

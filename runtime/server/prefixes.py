@@ -42,13 +42,13 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
         tokens = body.prompt or []
     name, salt, lifetime = body.name, body.cache_salt, body.lifetime
     prefixes = backend.llm.prefixes
-    job = await backend.worker.submit(
+    job = await backend.jobs.submit(
         lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt)],
         num_sequences=1,
         timeout=backend.options.request_timeout,
     )
     await finish(job, request)
-    prefix = await backend.worker.call(
+    prefix = await backend.jobs.call(
         lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime)
     )
     if messages is not None:
@@ -60,7 +60,7 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
 async def list_prefixes(backend: BackendDep, cache_salt: CacheSalt = None) -> PrefixList:
     """The pinned prefixes of a salt."""
     llm = backend.llm
-    prefixes, pinned = await backend.worker.call(
+    prefixes, pinned = await backend.jobs.call(
         lambda: (llm.prefixes.list(), llm.cache.pinned_pages_of(cache_salt))
     )
     return PrefixList(
@@ -82,7 +82,7 @@ async def unpin_prefix(
 ) -> DeletedPrefix:
     """Let a prefix be evicted like anything else."""
     await backend.find_prefix(name, cache_salt)
-    await backend.worker.call(lambda: backend.llm.prefixes.unpin(name, cache_salt))
+    await backend.jobs.call(lambda: backend.llm.prefixes.unpin(name, cache_salt))
     return DeletedPrefix(name=name)
 
 

@@ -28,6 +28,8 @@ from radixcache import (
 from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
+from radixcache.runtime.engine.request import Request
+from tests.engines import finish
 from tests.models import tiny_model
 
 SEED = 20_261_120
@@ -476,7 +478,7 @@ def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:
     llm = LLM(path, page_size=4, kv_memory="1MiB")
     (output,) = llm.generate("some text", GREEDY)
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    llm.cache.reset()
+    llm.reset_prefix_cache()
     (evicted, _) = llm.explain({"prompt_token_ids": [*tokens, 1, 2]}).misses
     assert (evicted.reason, evicted.end) == ("evicted", len(tokens) - 1)  # the last has no KV
 
@@ -502,10 +504,13 @@ def test_what_another_salt_has_sent_changes_neither_explanation_nor_counters(pat
     llm.generate(prompt, GREEDY)  # before any salt is in use
     for number, salt in enumerate(("a", "b"), 1):
         assert llm.explain(prompt, cache_salt=salt).misses == [unseen]
-        request = llm.engine.add_request(llm.encode(prompt), GREEDY, namespace=salt)
-        while llm.engine.has_work:
-            llm.engine.step()
-        assert request.explanation == [unseen]
+
+        def serve(salt: str = salt) -> Request:
+            request = llm.engine.add_request(llm.encode(prompt), GREEDY, namespace=salt)
+            finish(llm.engine)
+            return request
+
+        assert llm.call(serve).explanation == [unseen]
         counted = {k: v for k, v in llm.explainer.missed_tokens.items() if v}
         assert counted == {"first_seen": (1 + number) * (length - 1)}
     assert llm.explain(prompt, cache_salt="a").misses == []
