@@ -88,7 +88,7 @@ class Access:
             return False
         # A proxy on this machine is local, too; who comes through it is not.
         forwarded = any(header in headers for header in _FORWARDED)
-        client = scope["client"]
+        client = scope.get("client")
         return client is not None and _is_local(client[0]) and _is_local(name) and not forwarded
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 
-from radixcache import LLM, InvalidRequest, PinError, SamplingParams
+from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
 from tests.models import tiny_model
@@ -94,10 +95,11 @@ def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
             lambda salt: next(llm.stream("x", GREEDY, prefix="mine", cache_salt=salt)),
             lambda salt: llm.explain("x", prefix="mine", cache_salt=salt),
             lambda salt: llm.unpin_prefix("mine", cache_salt=salt),
+            lambda salt: asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt=salt)),
         ):
             with pytest.raises(PinError, match="no prefix named 'mine' is pinned"):
                 call(salt)
-    llm.unpin_prefix("mine", cache_salt="a")
+    asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt="a"))
     assert llm.prefixes.list() == [] and llm.cache.pins == {}
 
 
