@@ -89,6 +89,7 @@ def test_without_a_prefix_cache_nothing_can_be_pinned(path: Path) -> None:
 def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
     llm.pin_prefix("mine", SYSTEM, cache_salt="a")
     assert llm.generate("x", GREEDY, prefix="mine", cache_salt="a")[0].num_cached_tokens > 0
+    assert llm.explain("x", prefix="mine", cache_salt="a").num_tokens == len(SYSTEM) + 1
     for salt in (None, "b"):
         for call in (
             lambda salt: llm.generate("x", GREEDY, prefix="mine", cache_salt=salt),
