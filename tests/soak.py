@@ -35,10 +35,10 @@ from radixcache import LLM, Chat, LeaseError, PinError, SamplingParams
 from radixcache.errors import EngineFailed
 from tests.engines import assert_no_page_is_lost
 from tests.models import tiny_model
-from tests.runtime.server.live import LiveServer, live
+from tests.runtime.server.live import live
 
 CLIENTS = 6
-FAILURES = 0.004
+FAILURES = 0.01
 """How often a call that may fail does."""
 MODES: list[dict[str, Any]] = [
     {"cache": "radix", "page_size": 1},
@@ -75,10 +75,12 @@ class Soak:
     def run(self, seconds: float, rng: random.Random) -> None:
         with live(self.llm, max_queued_requests=40) as server:
             clients = [
-                threading.Thread(target=self._client, args=(server, random.Random(rng.random())))
+                threading.Thread(
+                    target=self._client, args=(server.url, random.Random(rng.random()))
+                )
                 for _ in range(CLIENTS)
             ]
-            with failing(self.llm, random.Random(rng.random())):
+            with failing(self.llm, random.Random(rng.random()), self.tally):
                 for client in clients:
                     client.start()
                 deadline = time.monotonic() + seconds
@@ -97,26 +99,27 @@ class Soak:
             self.llm.reset_prefix_cache()
             self.llm.call(lambda: assert_no_page_is_lost(self.llm.engine))
 
-    def _client(self, server: LiveServer, rng: random.Random) -> None:
+    def _client(self, url: str, rng: random.Random) -> None:
         acts = [
             self._generate, self._generate, self._stream, self._chat, self._post, self._post,
             self._hang_up, self._pin, self._look, self._nonsense,
         ]  # fmt: skip
-        while not self.end.is_set() and not self.wrong:
-            act = rng.choice(acts)
-            try:
-                act(server, rng)
-                self.tally[act.__name__[1:]] += 1
-            except (EngineFailed, MemoryError):
-                self.tally["told of a failure"] += 1
-            except Exception as error:
-                self.wrong.append(f"{act.__name__}: {error!r}")
+        with httpx.Client(base_url=url, timeout=60) as http:
+            while not self.end.is_set() and not self.wrong:
+                act = rng.choice(acts)
+                try:
+                    act(http, rng)
+                    self.tally[act.__name__[1:]] += 1
+                except (EngineFailed, MemoryError):
+                    self.tally["told of a failure"] += 1
+                except Exception as error:
+                    self.wrong.append(f"{act.__name__}: {error!r}")
 
     def _expect(self, case: Case, tokens: list[list[int]]) -> None:
         if tokens != case.tokens:
             self.wrong.append(f"{case.prompt!r} gave {tokens}, not {case.tokens}")
 
-    def _generate(self, server: LiveServer, rng: random.Random) -> None:
+    def _generate(self, http: httpx.Client, rng: random.Random) -> None:
         cases = rng.sample(self.cases, rng.randint(1, 5))
         outputs = self.llm.generate(
             [case.prompt for case in cases], [case.params for case in cases],
@@ -125,7 +128,7 @@ class Soak:
         for case, output in zip(cases, outputs, strict=True):
             self._expect(case, [o.token_ids for o in output.outputs])
 
-    def _stream(self, server: LiveServer, rng: random.Random) -> None:
+    def _stream(self, http: httpx.Client, rng: random.Random) -> None:
         case = rng.choice(self.cases)
         leaves = rng.random() < 0.4
         outputs = []
@@ -135,12 +138,12 @@ class Soak:
                 return
         self._expect(case, [o.token_ids for o in outputs[-1].outputs])
 
-    def _chat(self, server: LiveServer, rng: random.Random) -> None:
+    def _chat(self, http: httpx.Client, rng: random.Random) -> None:
         chat = Chat(self.llm, system="s" * rng.randint(1, 30), cache_salt=rng.choice(SALTS))
         for _ in range(rng.randint(1, 3)):
             chat.ask("q" * rng.randint(1, 9), SamplingParams(temperature=0, max_tokens=6))
 
-    def _post(self, server: LiveServer, rng: random.Random) -> None:
+    def _post(self, http: httpx.Client, rng: random.Random) -> None:
         case = rng.choice(self.cases)
         params = case.params
         body = {
@@ -148,25 +151,29 @@ class Soak:
             "temperature": params.temperature, "seed": params.seed, "logprobs": 0,
             "cache_salt": rng.choice(SALTS), "ignore_eos": True,
         }  # fmt: skip
-        answer = server.post("/v1/completions", body)
+        answer = http.post("/v1/completions", json=body)
         if answer.status_code in (429, 500):
             assert answer.json()["error"]["message"]
             self.tally[f"status {answer.status_code}"] += 1
             return
         assert answer.status_code == 200, answer.text
-        wanted = [[server.backend.token_text(t) for t in tokens] for tokens in case.tokens]
+        assert self.llm.tokenizer is not None
+        wanted = [
+            [self.llm.tokenizer.decode([token], special=True) for token in tokens]
+            for tokens in case.tokens
+        ]
         found = [choice["logprobs"]["tokens"] for choice in answer.json()["choices"]]
         if found != wanted:
             self.wrong.append(f"{case.prompt!r} over HTTP gave {found}, not {wanted}")
 
-    def _hang_up(self, server: LiveServer, rng: random.Random) -> None:
+    def _hang_up(self, http: httpx.Client, rng: random.Random) -> None:
         body = {"prompt": rng.choice(self.cases).prompt, "max_tokens": 200, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        with http.stream("POST", "/v1/completions", json=body) as answer:
             for _ in answer.iter_lines():
                 if rng.random() < 0.3:
                     return
 
-    def _pin(self, server: LiveServer, rng: random.Random) -> None:
+    def _pin(self, http: httpx.Client, rng: random.Random) -> None:
         name, salt = f"p{rng.randrange(4)}", rng.choice(SALTS)
         case = rng.choice(self.cases)
         try:
@@ -178,24 +185,24 @@ class Soak:
         except PinError:
             self.tally["pins refused"] += 1
 
-    def _look(self, server: LiveServer, rng: random.Random) -> None:
+    def _look(self, http: httpx.Client, rng: random.Random) -> None:
         str(self.llm.explain(rng.choice(self.cases).prompt, cache_salt=rng.choice(SALTS)))
         for path in ("/v1/cache", "/metrics", "/health"):
-            assert server.get(path).status_code == 200
+            assert http.get(path).status_code == 200
         with suppress(LeaseError):
             self.llm.reset_prefix_cache()
 
-    def _nonsense(self, server: LiveServer, rng: random.Random) -> None:
+    def _nonsense(self, http: httpx.Client, rng: random.Random) -> None:
         bodies = [
             {}, {"prompt": 7}, {"prompt": "x" * 5000}, {"prompt": [99999]}, {"prompt": ""},
             {"prompt": "x", "n": 0}, {"prompt": "x", "top_p": -1}, {"prompt": "x", "model": "y"},
         ]  # fmt: skip
-        answer = server.post("/v1/completions", rng.choice(bodies))
+        answer = http.post("/v1/completions", json=rng.choice(bodies))
         assert 400 <= answer.status_code < 500, answer.text
 
 
 @contextmanager
-def failing(llm: LLM, rng: random.Random) -> Iterator[None]:
+def failing(llm: LLM, rng: random.Random, tally: Counter[str]) -> Iterator[None]:
     """Let parts of the engine fail now and then, before or after they have done their work."""
     engine = llm.engine
     owners: list[tuple[Any, str]] = [
@@ -207,12 +214,13 @@ def failing(llm: LLM, rng: random.Random) -> Iterator[None]:
         original = getattr(owner, name)
 
         def flaky(*args: Any, _call: Callable[..., Any] = original, **kwargs: Any) -> Any:
-            if rng.random() < FAILURES:
-                raise MemoryError("planted")
-            result = _call(*args, **kwargs)
-            if rng.random() < FAILURES:
-                raise MemoryError("planted, too late")
-            return result
+            chance = rng.random()
+            if chance > FAILURES:
+                return _call(*args, **kwargs)
+            tally["failures"] += 1
+            if chance > FAILURES / 2:
+                _call(*args, **kwargs)
+            raise MemoryError("planted")
 
         setattr(owner, name, flaky)
         changed.append((owner, name))
@@ -283,7 +291,11 @@ def main() -> int:
         while len(held) < 6 or time.monotonic() < end:
             for mode in MODES:
                 # Room for a few of the longest requests: eviction and preemption all the time.
-                memory = {"kv_memory": "384KiB", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+                memory: dict[str, Any] = {
+                    "kv_memory": "384KiB",
+                    "max_num_batched_tokens": 64,
+                    "max_num_seqs": 8,
+                }
                 with LLM(path, **mode, **memory) as llm:
                     llm.cache.events.append(lambda event: tally.update([type(event).__name__]))
                     soak = Soak(llm, cases, tally)
