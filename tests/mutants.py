@@ -89,7 +89,7 @@ MUTANTS = [
         "radixcache/radix.py",
         "if self._find(node, position, tokens[:0])[2] < position:",
         "if False:",
-        INDEX,
+        f"{INDEX}/test_radix_facts.py",
     ),
     Mutant(
         "eviction takes the whole leaf",
@@ -131,7 +131,7 @@ MUTANTS = [
         "radixcache/base.py",
         "if self._thread != get_ident():",
         "if False:",
-        INDEX,
+        f"{ENGINE}/test_cut_off.py",
     ),
     Mutant(
         "an engine that is cut off does not recover",
