@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class NamedPrefix:
 
     name: str
     tokens: Tokens
-    cache_salt: Hashable
+    cache_salt: str | None
     expires: float | None
 
 
@@ -43,7 +44,7 @@ class NamedPrefixes:
     def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._now = now
-        self._prefixes: dict[tuple[Hashable, str], NamedPrefix] = {}
+        self._prefixes: dict[tuple[str | None, str], NamedPrefix] = {}
 
     def prepare(
         self,
@@ -76,17 +77,17 @@ class NamedPrefixes:
         """
         if request.error is not None:
             raise PinError(f"{name!r} cannot be computed: {request.error}")
-        tokens, cache_salt = request.prompt_token_ids, request.namespace
+        tokens, cache_salt = request.prompt_token_ids, cast(str | None, request.namespace)
         self._engine.cache.pin(name, tokens, cache_salt)
         expires = None if lifetime is None else self._now() + lifetime
         prefix = self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires)
         return prefix
 
-    def unpin(self, name: str, cache_salt: Hashable = None) -> None:
+    def unpin(self, name: str, cache_salt: str | None = None) -> None:
         """Let a prefix be evicted like any other; `PinError` if the salt has none of that name."""
         self._drop(self.find(name, cache_salt))
 
-    def find(self, name: str, cache_salt: Hashable = None) -> NamedPrefix:
+    def find(self, name: str, cache_salt: str | None = None) -> NamedPrefix:
         """The salt's prefix of that name; `PinError` if there is none."""
         self.drop_expired()
         if (cache_salt, name) not in self._prefixes:
@@ -98,7 +99,7 @@ class NamedPrefixes:
         self.drop_expired()
         return [*self._prefixes.values()]
 
-    def extend(self, name: str, tokens: TokensLike, cache_salt: Hashable = None) -> Tokens:
+    def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""
         return np.concatenate((self.find(name, cache_salt).tokens, as_tokens(tokens)))
 
