@@ -107,7 +107,7 @@ def test_a_full_queue_is_429_with_retry_after(llm: LLM):
             waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
             server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
             refused = server.post(COMPLETIONS, ENDLESS)
-            error = assert_error(refused, 429, "3 completions are running or waiting")
+            error = assert_error(refused, 429, "too many completions are running or waiting")
             assert error["type"] == "rate_limit_error"
             assert refused.headers["retry-after"] == "1"
             assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
@@ -180,7 +180,7 @@ def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
 ):
     with live(llm) as server:
         calls = fail_steps(monkeypatch, llm, range(1, 10**9))
-        assert_error(server.post(COMPLETIONS, ENDLESS), 500, "the engine failed: no luck")
+        assert_error(server.post(COMPLETIONS, ENDLESS), 500, "the engine failed: RuntimeError")
         assert calls[0] == MAX_FAILED_STEPS
         with httpx.stream(
             "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}

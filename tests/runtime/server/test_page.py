@@ -361,14 +361,34 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Page):
 
 
 @needs_browser
-def test_a_server_with_an_api_key_asks_for_it(window: Page):
-    with live(LLM(kv_memory="32MiB"), api_key="secret") as server:
+def test_a_server_with_keys_asks_for_them(window: Page):
+    """The API key is enough to chat, the cache takes the admin key."""
+    with live(LLM(kv_memory="32MiB"), api_key="secret", admin_key="boss") as server:
         window.driver.get(server.url)
         window.until(lambda: window.one("#key").is_displayed())
         window.one("#key-text").send_keys("secret", Keys.ENTER)
         window.until(lambda: window.text("#model") == "tabletalk")
+        window.until(lambda: "the server's admin key is needed" in window.text("#trouble"))
+        numbers(window.ask(QUESTION))
+        assert not window.all(".node")
+        window.one("#key-text").clear()
+        window.one("#key-text").send_keys("boss", Keys.ENTER)
         window.until(lambda: not window.text("#trouble"))
         numbers(window.ask(QUESTION))
         window.until(lambda: window.all(".node.idle"))
         server.assert_idle()
+        window.driver.get("about:blank")
+
+
+@needs_browser
+def test_where_the_cache_is_not_shown_the_page_says_what_it_takes_and_chats(window: Page):
+    with live(LLM(kv_memory="32MiB"), api_key="secret") as server:
+        window.driver.get(server.url)
+        window.until(lambda: window.one("#key").is_displayed())
+        window.one("#key-text").send_keys("secret", Keys.ENTER)
+        window.until(
+            lambda: "start it with --admin-key and send that key" in window.text("#trouble")
+        )
+        numbers(window.ask(QUESTION))
+        assert window.run("return flying === 0 && timers.size === 0"), "it goes on asking"
         window.driver.get("about:blank")
