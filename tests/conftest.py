@@ -1,5 +1,6 @@
 """Settings of the whole test run, and of the processes that tests start."""
 
+import gc
 import os
 
 # Two test processes share two cores, and threads that share a busy core wait for each other more
@@ -7,3 +8,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # libgomp's threads spin while they wait, which takes up to 25 times as long as sleeping.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# What is imported stays: to look through it for garbage, again and again, takes a second or two.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
