@@ -9,7 +9,7 @@ import pytest
 
 from radixcache import LLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.prefixes import NamedPrefixes
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SYSTEM = "You are a very careful assistant who thinks twice. "
@@ -22,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> LLM:
-    return LLM(path, page_size=4, kv_memory=40 * 4 * 3 * 2 * 2 * 16 * 4)  # 40 pages
+    return LLM(path, page_size=4, kv_memory=40 * 4 * BYTES_PER_TOKEN)  # 40 pages
 
 
 def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:

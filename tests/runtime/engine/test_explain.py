@@ -28,7 +28,7 @@ from radixcache import (
 from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_120
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -373,7 +373,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pages(count: int, page_size: int = 4) -> int:
     """Bytes for `count` KV pages of the random Llama."""
-    return count * page_size * 3 * 2 * 2 * 16 * 4
+    return count * page_size * BYTES_PER_TOKEN
 
 
 SYSTEM = (
