@@ -3,6 +3,8 @@
 import gc
 import os
 
+import pytest
+
 # Two test processes share two cores, and threads that share a busy core wait for each other more
 # than they work. Both are read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +15,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 gc.disable()
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session: pytest.Session):
     gc.freeze()
     gc.enable()
+    if session.items:  # where tests run, not where xdist hands them out
+        from tests.forks import open_nursery
+
+        open_nursery()
+
+
+def pytest_sessionfinish():
+    from tests.forks import close_nursery
+
+    close_nursery()

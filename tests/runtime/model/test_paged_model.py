@@ -323,5 +323,6 @@ def test_facts_of_a_model(llama) -> None:
     model = load_model(llama, device="cpu")
     assert model.eos_token_ids == [EOS]
     assert model.max_context == 512
-    assert [tuple(shape) for shape in model.shapes] == [(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM)] * NUM_LAYERS
+    shape = NUM_KV_HEADS, HEAD_DIM, HEAD_DIM
+    assert [tuple(found) for found in model.shapes] == [shape] * NUM_LAYERS
     assert model.bytes_per_token == BYTES_PER_TOKEN

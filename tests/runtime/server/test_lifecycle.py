@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -22,6 +23,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.server.backend import Options
 from radixcache.runtime.server.worker import MAX_FAILED_STEPS
+from tests.forks import Forked, radixcache
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -245,27 +247,47 @@ def fail_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, which: range) -> list[
 # The command and its end.
 
 
+SERVE = ("serve", "--port", "0")
+
+
 @contextmanager
 def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`radixcache serve` as a process, and its address."""
-    command = [sys.executable, "-m", "radixcache", "serve", "--port", "0", *flags]
+    """`radixcache serve` as a process from the start, and its address."""
+    command = [sys.executable, "-m", "radixcache", *SERVE, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stderr is not None
-            line = running.stderr.readline()
-            match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+) \(qwen3 in ", line)
-            assert match, line
-            end = time.monotonic() + 60
-            while True:
-                try:
-                    assert httpx.get(f"{match[1]}/health", timeout=10).status_code == 200
-                    break
-                except httpx.TransportError:
-                    assert time.monotonic() < end
-                    time.sleep(0.05)
-            yield running, match[1]
+            yield running, address(running.stderr.readline())
         finally:
             running.kill()
+
+
+@contextmanager
+def forked(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
+    """`radixcache serve` as a process that need not import, and its address."""
+    running = Forked(folder, radixcache, *SERVE, *flags)
+    try:
+        end = time.monotonic() + 60
+        while not (running.err.exists() and running.err.read_text().endswith("\n")):
+            assert running.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        yield running, address(running.err.read_text())
+    finally:
+        running.kill()
+
+
+def address(line: str) -> str:
+    """That of the server which says this; it answers."""
+    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+) \(qwen3 in ", line)
+    assert match, line
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert httpx.get(f"{match[1]}/health", timeout=10).status_code == 200
+            return match[1]
+        except httpx.TransportError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def test_sigterm_lets_requests_end_and_refuses_new_ones():
@@ -288,8 +310,9 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones():
         assert running.wait(15) in (0, -signal.SIGTERM)
 
 
-def test_what_is_not_finished_in_time_ends_with_an_error():
-    with process("--shutdown-timeout", "0.3", "--kv-memory", "32MiB") as (running, url):
+def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
+    flags = ("--shutdown-timeout", "0.3", "--kv-memory", "32MiB")
+    with forked(tmp_path, *flags) as (running, url):
         body = {**ENDLESS, "stream": True}
         with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -300,8 +323,8 @@ def test_what_is_not_finished_in_time_ends_with_an_error():
         assert running.wait(15) in (0, -signal.SIGTERM)
 
 
-def test_a_second_signal_kills():
-    with process("--kv-memory", "32MiB") as (running, url):
+def test_a_second_signal_kills(tmp_path: Path):
+    with forked(tmp_path, "--kv-memory", "32MiB") as (running, url):
         body = {**ENDLESS, "stream": True}
         with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()

@@ -15,7 +15,7 @@ from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server import static
 from tests.runtime.server.browser import INSTALLED, Page, browser
 from tests.runtime.server.live import LiveServer, ask, live
-from tests.runtime.server.test_lifecycle import process
+from tests.runtime.server.test_lifecycle import forked
 
 needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 
@@ -132,9 +132,9 @@ window.clearTimeout = (timer) => { timers.delete(timer); clear(timer); };
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with room for a table and half."""
-    with process("--kv-memory", "10MiB") as (_, url):
+    with forked(tmp_path_factory.mktemp("server"), "--kv-memory", "10MiB") as (_, url):
         yield url
 
 
