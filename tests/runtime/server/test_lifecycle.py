@@ -24,6 +24,7 @@ from radixcache.runtime.cli import main
 from radixcache.runtime.server.backend import Options
 from radixcache.runtime.worker import MAX_FAILED_STEPS
 from tests.forks import Forked, radixcache
+from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -40,7 +41,7 @@ def llm() -> LLM:
 def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
     """The lines of an endless stream, of which the first chunk has come."""
     body = {**ENDLESS, "stream": True, **more}
-    with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
+    with http.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -66,7 +67,7 @@ def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
 def test_an_answer_that_nobody_waits_for_is_aborted(llm: LLM):
     with live(llm) as server:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
+            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
         server.wait_until(lambda: not server.engine.has_work, 5)
         server.assert_idle()
 
@@ -184,7 +185,7 @@ def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
         calls = fail_steps(monkeypatch, llm, range(1, 10**9))
         assert_error(server.post(COMPLETIONS, ENDLESS), 500, "the engine failed: no luck")
         assert calls[0] == MAX_FAILED_STEPS
-        with httpx.stream(
+        with http.stream(
             "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
         ) as response:
             events = [line for line in response.iter_lines() if line]
@@ -219,7 +220,7 @@ def test_a_token_that_gives_no_text_ends_its_own_stream_only(
 
     with live(llm) as server:
         monkeypatch.setattr(llm.engine, "_decode", decode)
-        with httpx.stream(
+        with http.stream(
             "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
         ) as response:
             events = [line for line in response.iter_lines() if line]
@@ -283,7 +284,7 @@ def address(line: str) -> str:
     end = time.monotonic() + 60
     while True:
         try:
-            assert httpx.get(f"{match[1]}/health", timeout=10).status_code == 200
+            assert http.get(f"{match[1]}/health", timeout=10).status_code == 200
             return match[1]
         except httpx.TransportError:
             assert time.monotonic() < end
@@ -293,15 +294,15 @@ def address(line: str) -> str:
 def test_sigterm_lets_requests_end_and_refuses_new_ones():
     with process("--kv-memory", "32MiB") as (running, url):
         body = {**ENDLESS, "max_tokens": 400, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
             end = time.monotonic() + 10
-            while (health := httpx.get(f"{url}/health")).status_code == 200:
+            while (health := http.get(f"{url}/health")).status_code == 200:
                 assert time.monotonic() < end
             assert_error(health, 503, "shutting down")
-            refused = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "x"})
+            refused = http.post(f"{url}{COMPLETIONS}", json={"prompt": "x"})
             assert_error(refused, 503, "shutting down")
             assert refused.headers["retry-after"] == "1"
             events = [line for line in lines if line]
@@ -314,7 +315,7 @@ def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
     flags = ("--shutdown-timeout", "0.3", "--kv-memory", "32MiB")
     with forked(tmp_path, *flags) as (running, url):
         body = {**ENDLESS, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
@@ -326,11 +327,11 @@ def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
 def test_a_second_signal_kills(tmp_path: Path):
     with forked(tmp_path, "--kv-memory", "32MiB") as (running, url):
         body = {**ENDLESS, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGINT)
-            while httpx.get(f"{url}/health").status_code == 200:
+            while http.get(f"{url}/health").status_code == 200:
                 pass
             start = time.monotonic()
             running.send_signal(signal.SIGTERM)
