@@ -130,3 +130,18 @@ def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> No
     assert [prefix.name for prefix in llm.prefixes.list()] == ["unpinned"]
     llm.unpin_prefix("unpinned")
     assert llm.prefixes.list() == []
+
+
+def test_a_prefix_whose_pin_a_broken_cache_forgot_is_pinned_anew_once_computed(path: Path) -> None:
+    with LLM(path, page_size=1, kv_memory="1MiB") as llm:
+        llm.pin_prefix("system", SYSTEM, cache_salt="s")
+
+        def cut_off() -> None:
+            llm.cache._inside = True
+
+        llm.call(cut_off)
+        for _ in range(2):
+            assert llm.call(lambda: llm.cache.pins) == {}
+            llm.generate("a", GREEDY, prefix="system", cache_salt="s")
+        assert llm.cache.pins == {("s", "system"): len(SYSTEM)}
+        llm.call(llm.engine.check)
