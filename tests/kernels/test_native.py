@@ -253,7 +253,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("not contiguous", key=step.key.transpose(1, 2).contiguous().transpose(1, 2))
     refused("not contiguous", k_pages=step.k_pages.transpose(1, 2).contiguous().transpose(1, 2))
     refused("8 heads on 3", k_pages=randn(0, len(step.k_pages), 4, 3, 16))
-    with pytest.raises(ValueError, match="no native kernels for torch[.]float64"):
+    with pytest.raises(ValueError, match="no native kernels for"):
         backend.run(*(tensor.double() for tensor in good), scale=0.3)
     with pytest.raises(ValueError, match="window of 0"):
         backend.run(*good, scale=0.3, window=0)
