@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from radixcache.errors import InvalidRequest
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
+
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
+"""Files of which a tokenizer has one at least, whichever transformers' class reads it."""
 
 
 @contextmanager
@@ -38,13 +44,27 @@ class Tokenizer:
 
     @classmethod
     def load(cls, name_or_path: str) -> Tokenizer | None:
-        """The model's tokenizer, or None if it has none."""
+        """The model's tokenizer, or None if it comes without one. Never runs code of the model's.
+
+        Raises:
+            ModelError: there is one, and it cannot be loaded.
+        """
         from transformers import AutoTokenizer
+        from transformers.utils.hub import cached_file
+
+        def there(file: str) -> bool:
+            missing = {"_raise_exceptions_for_missing_entries": False}
+            return cached_file(name_or_path, file, **missing) is not None
 
         try:
-            return cls(AutoTokenizer.from_pretrained(name_or_path))
-        except (OSError, ValueError, KeyError):
-            return None
+            if any(map(there, _VOCABULARIES)):
+                return cls(AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False))
+            if not there("tokenizer_config.json"):  # for some models, transformers makes one up
+                return None
+            reason = "it has a tokenizer_config.json, and no vocabulary beside it"
+        except Exception as error:  # what a foreign file makes of the code that reads it
+            reason = first_sentence(error)
+        raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
