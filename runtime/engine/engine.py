@@ -176,8 +176,9 @@ class Engine:
         *,
         prompt: str | None = None,
         namespace: Hashable = None,
+        client: Hashable = None,
     ) -> Request:
-        """Queue a request.
+        """Queue a request of a client; clients share the engine fairly (see `scheduler`).
 
         Raises:
             InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
@@ -186,7 +187,7 @@ class Engine:
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params)
-        request = Request(self._next_id, prompt, tokens, params, namespace)
+        request = Request(self._next_id, prompt, tokens, params, namespace, client)
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
         if params.prompt_logprobs is not None:  # the first sequence scores it for all
             cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)

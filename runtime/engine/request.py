@@ -142,12 +142,15 @@ class Request:
         prompt_token_ids: Tokens,
         params: SamplingParams,
         namespace: Hashable = None,
+        client: Hashable = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.namespace = namespace
+        self.client = client
+        """Whose it is: clients share the engine fairly."""
         self.sequences: list[Sequence] = []
         self.prefilled_tokens = 0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
