@@ -128,7 +128,7 @@ class LLM:
             most = (paged.max_context // page_size + 2) * max_num_seqs * 4
             num_pages = min(num_pages, most)
         prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-        self.tokenizer = Tokenizer.load(path)
+        self.tokenizer = Tokenizer.load(path, paged.max_context)
         self.engine = Engine(
             paged,
             paged.allocate(num_pages, page_size),

@@ -15,6 +15,7 @@ from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMe
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.text.detokenizer import Detokenizer
+from radixcache.runtime.text.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
@@ -168,10 +169,11 @@ class Request:
         make_generator: Callable[[int], torch.Generator],
     ) -> None:
         """Make the `n` sequences."""
+        stop_strings = StopStrings(self.params.stop_strings)
         for index in range(self.params.n):
             sequence = Sequence(self, index, max_tokens, make_generator(index))
             if decode is not None:
-                sequence.detokenizer = Detokenizer(decode, self.params.stop_strings)
+                sequence.detokenizer = Detokenizer(decode, stop_strings)
             self.sequences.append(sequence)
 
     @property
