@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -372,7 +372,11 @@ class LLM:
         return inputs
 
     def _add(
-        self, inputs: Sequence[_Input], cache_salt: str | None, prefix: str | None
+        self,
+        inputs: Sequence[_Input],
+        cache_salt: str | None,
+        prefix: str | None,
+        client: Hashable = None,
     ) -> list[Request]:
         """Queue one request for each input, or none if any of them is unusable."""
         requests: list[Request] = []
@@ -381,7 +385,7 @@ class LLM:
                 with _naming(len(requests), len(inputs)):
                     whole = tokens if prefix is None else self.prefixes.extend(prefix, tokens)
                     request = self.engine.add_request(
-                        whole, params, prompt=text, namespace=cache_salt
+                        whole, params, prompt=text, namespace=cache_salt, client=client
                     )
                 requests.append(request)
         except BaseException:
@@ -391,11 +395,18 @@ class LLM:
         return requests
 
     def add_requests(
-        self, prompts: Sequence[TokensLike], params: SamplingParams, cache_salt: str | None
+        self,
+        prompts: Sequence[TokensLike],
+        params: SamplingParams,
+        cache_salt: str | None,
+        client: Hashable = None,
     ) -> list[Request]:
-        """Queue requests, or none if any is unusable: for functions that `worker` is given."""
+        """Queue requests, or none if any is unusable: for functions that `worker` is given.
+
+        Clients share the engine fairly (see `radixcache.runtime.engine.scheduler`).
+        """
         inputs = [_Input(None, tokens, params) for tokens in prompts]
-        return self._add(inputs, cache_salt, None)
+        return self._add(inputs, cache_salt, None, client)
 
     def _run(
         self, job: Outputs | Finals, add: Callable[[], list[Request]]

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -16,7 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.server import cache, chat, completions, errors, static
-from radixcache.runtime.server.backend import Backend, BackendDep, Options, plain_messages
+from radixcache.runtime.server.backend import (
+    Backend,
+    BackendDep,
+    Options,
+    client_of,
+    plain_messages,
+)
+from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
 from radixcache.runtime.server.protocol import (
@@ -62,6 +69,7 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
     for part in (router, chat.router, completions.router, cache.router, static.router):
         app.include_router(part)
     errors.install(app)
+    app.add_middleware(BodyDeadline)
     app.add_middleware(
         _Gate, api_key=backend.options.api_key, max_body_size=backend.options.max_body_size
     )
@@ -139,7 +147,7 @@ def _card(backend: Backend, name: str) -> ModelCard:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, backend: BackendDep) -> Tokenized:
+async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep) -> Tokenized:
     """The token ids of a text or a conversation."""
     backend.check_model(body.model)
 
@@ -149,7 +157,7 @@ async def tokenize(body: TokenizeRequest, backend: BackendDep) -> Tokenized:
             return tokenizer.encode(text, special=False)
         return tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
 
-    tokens = await backend.tokenize(encode)
+    tokens = await backend.tokenize(encode, client_of(request))
     texts = [backend.token_text(token) for token in tokens] if body.return_token_strs else None
     return Tokenized(
         count=len(tokens),
@@ -160,8 +168,10 @@ async def tokenize(body: TokenizeRequest, backend: BackendDep) -> Tokenized:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, backend: BackendDep) -> Detokenized:
+async def detokenize(body: DetokenizeRequest, request: Request, backend: BackendDep) -> Detokenized:
     """The text of token ids, special tokens included."""
     backend.check_model(body.model)
-    text = await backend.tokenize(lambda tokenizer: tokenizer.decode(body.tokens, special=True))
+    text = await backend.tokenize(
+        lambda tokenizer: tokenizer.decode(body.tokens, special=True), client_of(request)
+    )
     return Detokenized(prompt=text)
