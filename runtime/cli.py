@@ -406,7 +406,7 @@ def _add_serve(commands: Any) -> None:
         "--max-queued-requests",
         type=_at_least(int, 0),
         metavar="N",
-        help="may wait; more get status 429 (1024)",
+        help="may wait, half of them one client's; more get status 429 (1024)",
     )
     group.add_argument(
         "--request-timeout",

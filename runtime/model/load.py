@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from radixcache.errors import InvalidRequest, ModelError
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.model import gate
 from radixcache.runtime.model.packed_linear import pack_linears
-from radixcache.runtime.model.paged_model import PagedModel, first_line
+from radixcache.runtime.model.paged_model import PagedModel
 
 # Compared with the plain forward by this project's tests; `check_logits` is skipped for them.
 VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
@@ -32,6 +32,8 @@ def load_model(
     attention: AttentionBackend | None = None,
 ) -> PagedModel:
     """Load a causal LM from a folder or the Hugging Face hub, and refuse what would be wrong.
+
+    Code that comes with a checkpoint is never run.
 
     Args:
         dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is float32 on a CPU and the
@@ -51,8 +53,14 @@ def load_model(
         kind = torch.float32
     elif dtype != "auto" and kind not in _DTYPES.values():
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
-    read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=kind)
-    model, report = _load(name_or_path, partial(read, output_loading_info=True))
+    read = partial(
+        AutoModelForCausalLM.from_pretrained,
+        config=config,
+        dtype=kind,
+        attn_implementation="eager",  # not what the config says: it may name a kernel of the hub
+        output_loading_info=True,
+    )
+    model, report = _load(name_or_path, read)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
@@ -91,11 +99,15 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
-    """`read(name_or_path)`, with what transformers raises said in one sentence."""
+    """`read(name_or_path)`, with what transformers raises said in one sentence.
+
+    The generation config is read with the model, under the same `trust_remote_code`. If it were not
+    said, standard input would be asked.
+    """
     try:
         return read(str(name_or_path), trust_remote_code=False)
     except Exception as error:
-        reason = first_line(error)
+        reason = first_sentence(error)
         # What transformers does not find is an OSError; so is a model that must be asked for first.
         absent = isinstance(error, OSError) and "gated repo" not in reason
         if absent and not Path(name_or_path).is_dir():

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
+from radixcache.errors import first_sentence
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
 from radixcache.runtime.model import gate
@@ -215,15 +216,9 @@ class PagedModel:
             with _serving(serve):
                 logits = self._logits(torch.zeros_like(two), two, two)
         except Exception as error:  # whatever foreign modelling code raises
-            reason = f"a trial run failed ({first_line(error)})"
+            reason = f"a trial run failed ({first_sentence(error)})"
             raise gate.refusal(self.config, reason) from error
         return calls, logits.shape[1]
-
-
-def first_line(error: Exception) -> str:
-    """The first sentence of an error's message."""
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
-    return text.partition(". ")[0].rstrip(".")
 
 
 @contextmanager

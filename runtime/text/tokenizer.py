@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from math import inf
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from radixcache.errors import InvalidRequest
+from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 
+if TYPE_CHECKING:  # imports the tokenizers library
+    from radixcache.runtime.text.bound import TextBound
 
-@contextmanager
-def _reading(text: str) -> Iterator[None]:
-    """Says in one sentence what a tokenizer says of half a surrogate pair, as JSON may hold it."""
-    try:
-        yield
-    except (TypeError, UnicodeError):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
-        raise
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
+"""Files of which a tokenizer has one at least, whichever transformers' class reads it."""
 
 
 class Tokenizer:
-    """The tokenizer of a model folder or hub id."""
+    """The tokenizer of a model folder or hub id, for any number of threads.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        tokenizer: of transformers.
+        max_tokens: a text that must have more is refused before it is tokenised, where that can
+            be told by its length.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
         from transformers import PreTrainedTokenizerFast
 
+        from radixcache.runtime.text.bound import TextBound
+
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._bound: TextBound | None = None
+        self._one_at_a_time: AbstractContextManager[object] = Lock()
+        if getattr(tokenizer, "is_fast", False):
+            self._bound = TextBound(tokenizer.backend_tokenizer)
+            self._one_at_a_time = nullcontext()  # the tokenizers library takes any number
+            tokenizer.encode("")  # transformers sets it up at the first call, alone
         # Called for every generated token: what transformers wraps around it takes three times as
         # long as decoding.
         self._backend: Any = None
@@ -37,22 +50,56 @@ class Tokenizer:
             self._backend = tokenizer.backend_tokenizer
 
     @classmethod
-    def load(cls, name_or_path: str) -> Tokenizer | None:
-        """The model's tokenizer, or None if it has none."""
+    def load(cls, name_or_path: str, max_tokens: float = inf) -> Tokenizer | None:
+        """The model's tokenizer, or None if it comes without one. Never runs code of the model's.
+
+        Raises:
+            ModelError: there is one, and it cannot be loaded.
+        """
         from transformers import AutoTokenizer
+        from transformers.utils.hub import cached_file
+
+        def there(file: str) -> bool:
+            missing = {"_raise_exceptions_for_missing_entries": False}
+            return cached_file(name_or_path, file, **missing) is not None
 
         try:
-            return cls(AutoTokenizer.from_pretrained(name_or_path))
-        except (OSError, ValueError, KeyError):
-            return None
+            if any(map(there, _VOCABULARIES)):
+                read = AutoTokenizer.from_pretrained
+                return cls(read(name_or_path, trust_remote_code=False), max_tokens)
+            if not there("tokenizer_config.json"):  # for some models, transformers makes one up
+                return None
+            reason = "it has a tokenizer_config.json, and no vocabulary beside it"
+        except Exception as error:  # what a foreign file makes of the code that reads it
+            reason = first_sentence(error)
+        raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
+
+    @contextmanager
+    def _reading(self, text: str) -> Iterator[None]:
+        """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair."""
+        if self._bound is not None and self._bound.least_tokens(text) > self._max_tokens:
+            raise ContextExceeded(
+                f"a text of {len(text)} characters has more tokens than the context of "
+                f"{self._max_tokens}"
+            )
+        try:
+            with self._one_at_a_time:
+                yield
+        except (TypeError, UnicodeError):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
+            raise
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
 
         Raises:
             InvalidRequest: `text` is no Unicode.
+            ContextExceeded: it is longer than `max_tokens` can be.
         """
-        with _reading(text):
+        with self._reading(text):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
@@ -61,7 +108,7 @@ class Tokenizer:
 
         Only a tokenizer with `delimiters` can tell.
         """
-        with _reading(text):
+        with self._reading(text):
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 

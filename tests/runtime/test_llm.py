@@ -12,6 +12,7 @@ from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
 from radixcache.runtime.text.detokenizer import Detokenizer
+from radixcache.runtime.text.stops import StopStrings
 from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_121
@@ -309,7 +310,7 @@ def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> N
     for _ in range(300):
         text = "".join(rng.choice("aб漢🙂|STOP ") for _ in range(rng.randint(1, 25)))
         stops = rng.choice([[], ["STOP"], ["|", "TO"], ["🙂a"], ["OP ", "STOP |"]])
-        detokenizer = Detokenizer(decode, stops)
+        detokenizer = Detokenizer(decode, StopStrings(stops))
         shown = ""
         for index, token in enumerate(text.encode()):
             detokenizer.append(token, index)
