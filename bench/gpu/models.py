@@ -21,7 +21,7 @@ from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.stock_model import StockModel
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 
@@ -66,7 +66,7 @@ def engine_on(
 
     The attention backend keeps state for one engine, so each gets one of its own.
     """
-    paged = PagedModel(model)
+    paged = StockModel(model)
     if place.kernels and not paged.attention.name.startswith("FlashInfer"):
         raise RuntimeError(f"attention fell back to {paged.attention.name}; the log says why")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs

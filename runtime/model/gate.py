@@ -90,3 +90,9 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     windowed = bool(types) or any(windows.values())  # layer types were checked above
     if expected and getattr(text, "use_sliding_window", True) and not windowed:
         raise refusal(config, f"its window of {expected} never reaches the attention function")
+
+
+def first_line(error: Exception) -> str:
+    """The first sentence of an error's message."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return text.partition(". ")[0].rstrip(".")

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.model import gate
+from radixcache.runtime.model.architecture import Unknown, understand
+from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.gate import first_line
 from radixcache.runtime.model.packed_linear import pack_linears
-from radixcache.runtime.model.paged_model import PagedModel, first_line
+from radixcache.runtime.model.paged_model import PagedModel
+
+if TYPE_CHECKING:
+    from radixcache.runtime.model.stock_model import StockModel
+
+_log = logging.getLogger("radixcache")
 
 # Compared with the plain forward by this project's tests; `check_logits` is skipped for them.
 VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
@@ -51,19 +61,80 @@ def load_model(
         kind = torch.float32
     elif dtype != "auto" and kind not in _DTYPES.values():
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
-    read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=kind)
+    if kind == "auto" and config.dtype is not None:
+        kind = config.dtype
+    try:
+        return _load_decoder(name_or_path, config, kind, place, attention)
+    except Unknown as reason:
+        _log.info("transformers' own layers run this model: %s", reason)
+    return load_stock(name_or_path, config, kind, place, attention)
+
+
+def _load_decoder(
+    name_or_path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    attention: AttentionBackend | None = None,
+) -> PagedModel:
+    """A model that the decoder loop knows; nothing of transformers' layers is imported.
+
+    Raises:
+        Unknown: the loop does not know the model, or is wrong about it.
+    """
+    architecture = understand(config)
+    if dtype == "auto":
+        raise Unknown("its config names no dtype")
+    with open_checkpoint(name_or_path, device, dtype) as checkpoint, on_device(device):
+        if checkpoint.shapes != architecture.shapes():
+            raise Unknown("its checkpoint has other weights")
+        return Decoder(
+            config,
+            _generation_config(name_or_path, config),
+            architecture,
+            checkpoint.tensor,
+            dtype,
+            device,
+            attention,
+        )
+
+
+def load_stock(
+    name_or_path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    attention: AttentionBackend | None = None,
+) -> PagedModel:
+    """A model with transformers' own layers.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from radixcache.runtime.model.stock_model import StockModel
+
+    read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype)
     model, report = _load(name_or_path, partial(read, output_loading_info=True))
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
         )
-    with on_device(place):
-        model = model.to(place).eval()
+    with on_device(device):
+        model = model.to(device).eval()
         pack_linears(model)
-        paged = PagedModel(model, attention)
+        paged = StockModel(model, attention)
         if config.model_type not in VERIFIED:
             check_logits(paged)
     return paged
+
+
+def _generation_config(name_or_path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(str(name_or_path))
+    except OSError:
+        return GenerationConfig.from_model_config(config)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -105,7 +176,7 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
         raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
 
 
-def check_logits(model: PagedModel) -> None:
+def check_logits(model: StockModel) -> None:
     """Refuse a model whose logits over pages differ from those of the stock attention.
 
     Two short random sequences run in chunks, together and alone, then token by token.

@@ -1,0 +1,163 @@
+"""The operations of the decoder loop, in plain torch.
+
+This is the one place that names them. A set for other hardware overrides those for which it has
+kernels; the loop, and the check at load, stay what they are. On a CPU the activation, its factor
+and the residual go into oneDNN's products as post-ops, which needs no compiler.
+
+A row's result should depend on that row alone. Where torch does not promise it: `F.linear` of one
+to three rows, a packed product of one, and a SiLU outside of a product, whose last elements take
+other code. Norms and rotations keep it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.runtime.model.architecture import Architecture
+from radixcache.runtime.model.huge_pages import use_huge_pages
+from radixcache.runtime.model.packed_linear import PackedProduct, packs
+
+Pages = tuple[torch.Tensor, torch.Tensor]
+Weight = tuple[torch.Tensor, torch.Tensor | None]
+"""[out, in] of a product, and its bias [out]."""
+
+
+class PlainProduct:
+    """x [T, in] to x @ weight.T + bias [T, out]; `PackedProduct` with torch's own call."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def plus(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(term)
+
+
+Product = PlainProduct | PackedProduct
+
+
+class Layer(NamedTuple):
+    """The weights of one layer, as a set of operations wants them.
+
+    `head_norms` [query heads + KV heads, head_dim] are those of queries and keys, for each head;
+    `norm_after` is the next layer's first norm, or the model's last.
+    """
+
+    kind: LayerKind
+    qkv: Product
+    head_norms: torch.Tensor | None
+    out: Product
+    mlp_norm: torch.Tensor
+    gate_up: tuple[Product, ...]
+    down: Product
+    norm_after: torch.Tensor
+
+
+class Operations:
+    """What the loop does with the T rows of a step; hidden states are [T, hidden_size]."""
+
+    name = f"torch {torch.__version__}"
+
+    def __init__(
+        self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
+    ) -> None:
+        self._eps, self._attention, self._dtype = architecture.eps, attention, dtype
+        self._frequencies = architecture.inverse_frequencies
+        self._rope_scale = architecture.rope_scale
+        self._packed: list[PackedProduct] = []
+
+    def product(self, *parts: Weight) -> Product:
+        """At load: one product of the rows of all parts, which it takes."""
+        weight = join([weight for weight, _ in parts])
+        bias = None if parts[0][1] is None else join([b for _, b in parts if b is not None])
+        if not packs(weight):
+            return PlainProduct(weight, bias)
+        self._packed.append(PackedProduct(weight, bias))
+        return self._packed[-1]
+
+    def gate_up(self, gate: Weight, up: Weight) -> tuple[Product, ...]:
+        """At load: what `gated` multiplies by. Post-ops need one product for each."""
+        apart = packs(gate[0])
+        return (self.product(gate), self.product(up)) if apart else (self.product(gate, up),)
+
+    def loaded(self) -> None:
+        """At load, when all products are made."""
+        use_huge_pages(product.block for product in self._packed)
+
+    def rotation(self, positions: torch.Tensor) -> Any:
+        """Once a step: what `turn` needs to know of the rows' positions [T]."""
+        angles = positions.float()[:, None] * self._frequencies
+        cos, sin = ((t * self._rope_scale).to(self._dtype) for t in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMSNorm over the last dimension."""
+        return F.rms_norm(x, x.shape[-1:], weight, self._eps)
+
+    def project(
+        self, x: torch.Tensor, product: Product, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual with the product of x added, and its norm; the old residual is free."""
+        residual = product.plus(x, residual)
+        return residual, self.norm(residual, norm)
+
+    def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
+        """silu(gate) * up [T, intermediate_size]."""
+        if len(gate_up) == 2:
+            gate, up = gate_up
+            assert isinstance(gate, PackedProduct) and isinstance(up, PackedProduct)
+            return up.times(x, gate.silu(x))
+        first, second = gate_up[0](x).chunk(2, -1)
+        return F.silu(first).mul_(second)
+
+    def turn(
+        self, qkv: torch.Tensor, rotation: Any, layer: Layer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [T, heads, head_dim], normalised where the model does so, with RoPE.
+
+        Args:
+            qkv: [T, query heads, then KV heads twice, head_dim]; may be overwritten.
+        """
+        kind, (cos, sin) = layer.kind, rotation
+        heads = qkv[:, : kind.query_heads + kind.kv_heads]
+        if layer.head_norms is not None:
+            heads = self.norm(heads, None) * layer.head_norms
+        turned = torch.addcmul(heads * cos, heads.roll(kind.head_dim // 2, -1), sin)
+        return turned[:, : kind.query_heads], turned[:, kind.query_heads :]
+
+    def attend(self, x: torch.Tensor, rotation: Any, layer: Layer, pages: Pages) -> torch.Tensor:
+        """A layer's attention but for its last product: new K/V go into `pages`.
+
+        Returns:
+            [T, query heads * head_dim].
+        """
+        kind = layer.kind
+        qkv = layer.qkv(x).unflatten(-1, (-1, kind.head_dim))
+        query, key = self.turn(qkv, rotation, layer)
+        value = qkv[:, kind.query_heads + kind.kv_heads :]
+        out = self._attention.run(
+            query, key, value, *pages, scale=kind.scale, window=kind.window, softcap=kind.softcap
+        )
+        return out.flatten(1)
+
+
+def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The tensors one below the other: a view where they lie so in memory, else a copy."""
+    first, rows = parts[0], sum(len(part) for part in parts)
+    address = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or not part.is_contiguous():
+            return torch.cat(parts)
+        address += part.nbytes
+    inside = first.untyped_storage().nbytes() >= first.storage_offset() * first.itemsize + sum(
+        part.nbytes for part in parts
+    )
+    if not inside:  # neighbours by chance
+        return torch.cat(parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
