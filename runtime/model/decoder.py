@@ -55,7 +55,7 @@ class Decoder(PagedModel):
         kinds, vocab_size = architecture.kinds, architecture.vocab_size
         super().__init__(config, generation_config, dtype, device, kinds, vocab_size, attention)
         self._operations = Operations(architecture, self.attention, dtype)
-        self.layers_by = f"radixcache and {self._operations.name}"
+        self.layers_by = f"radixcache with {self._operations.name}"
         self._embedding = weight("model.embed_tokens.weight")
         checked = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % vocab_size
         hidden = self._embedding[checked].float()

@@ -1,11 +1,10 @@
 """The operations of the decoder loop, in plain torch.
 
 This is the one place that names them. A set for other hardware overrides those for which it has
-kernels; the loop, and the check at load, stay what they are. On a CPU the activation, its factor
-and the residual go into oneDNN's products as post-ops, which needs no compiler.
+kernels; the loop, and the check at load, stay what they are. Nothing here needs a compiler.
 
 A row's result should depend on that row alone. Where torch does not promise it: `F.linear` of one
-to three rows, a packed product of one, and a SiLU outside of a product, whose last elements take
+to three rows, a packed product of one, and a SiLU apart from its product, whose last elements take
 other code. Norms and rotations keep it.
 """
 
@@ -27,7 +26,7 @@ Weight = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class PlainProduct:
-    """x [T, in] to x @ weight.T + bias [T, out]; `PackedProduct` with torch's own call."""
+    """x [T, in] to x @ weight.T + bias [T, out]: `PackedProduct` by torch's own call."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -35,8 +34,8 @@ class PlainProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
-    def plus(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        return self(x).add_(term)
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self(x), inplace=True)
 
 
 Product = PlainProduct | PackedProduct
@@ -67,9 +66,10 @@ class Operations:
     def __init__(
         self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
     ) -> None:
-        self._eps, self._attention, self._dtype = architecture.eps, attention, dtype
+        self._attention, self._dtype = attention, dtype
         self._frequencies = architecture.inverse_frequencies
         self._rope_scale = architecture.rope_scale
+        self._eps = self._frequencies.new_tensor(architecture.eps)
         self._packed: list[PackedProduct] = []
 
     def product(self, *parts: Weight) -> Product:
@@ -82,9 +82,8 @@ class Operations:
         return self._packed[-1]
 
     def gate_up(self, gate: Weight, up: Weight) -> tuple[Product, ...]:
-        """At load: what `gated` multiplies by. Post-ops need one product for each."""
-        apart = packs(gate[0])
-        return (self.product(gate), self.product(up)) if apart else (self.product(gate, up),)
+        """At load: what `gated` multiplies by."""
+        return self.product(gate), self.product(up)
 
     def loaded(self) -> None:
         """At load, when all products are made."""
@@ -97,24 +96,23 @@ class Operations:
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """RMSNorm over the last dimension."""
-        return F.rms_norm(x, x.shape[-1:], weight, self._eps)
+        """RMSNorm over the last dimension; `F.rms_norm` is made of more operations."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        factor = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        normed = (x * factor).to(self._dtype)
+        return normed if weight is None else normed.mul_(weight)
 
     def project(
         self, x: torch.Tensor, product: Product, residual: torch.Tensor, norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual with the product of x added, and its norm; the old residual is free."""
-        residual = product.plus(x, residual)
+        """The residual with the product of x added, and its norm; the old one may be lost."""
+        residual = product(x).add_(residual)
         return residual, self.norm(residual, norm)
 
     def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
         """silu(gate) * up [T, intermediate_size]."""
-        if len(gate_up) == 2:
-            gate, up = gate_up
-            assert isinstance(gate, PackedProduct) and isinstance(up, PackedProduct)
-            return up.times(x, gate.silu(x))
-        first, second = gate_up[0](x).chunk(2, -1)
-        return F.silu(first).mul_(second)
+        gate, up = gate_up
+        return up(x).mul_(gate.silu(x))
 
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer
@@ -127,8 +125,8 @@ class Operations:
         kind, (cos, sin) = layer.kind, rotation
         heads = qkv[:, : kind.query_heads + kind.kv_heads]
         if layer.head_norms is not None:
-            heads = self.norm(heads, None) * layer.head_norms
-        turned = torch.addcmul(heads * cos, heads.roll(kind.head_dim // 2, -1), sin)
+            heads = self.norm(heads, None).mul_(layer.head_norms)
+        turned = (heads * cos).add_(heads.roll(kind.head_dim // 2, -1).mul_(sin))
         return turned[:, : kind.query_heads], turned[:, kind.query_heads :]
 
     def attend(self, x: torch.Tensor, rotation: Any, layer: Layer, pages: Pages) -> torch.Tensor:

@@ -20,10 +20,7 @@ _MIN_WEIGHTS = 1 << 18
 
 
 class PackedProduct:
-    """x [..., in] to x @ weight.T + bias [..., out], by packed weights.
-
-    An activation or another operand is taken in as the product is written.
-    """
+    """x [..., in] to x @ weight.T + bias [..., out], by packed weights."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -33,13 +30,12 @@ class PackedProduct:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of the product, applied as it is written.
+
+        Another operand, to add or to multiply by, would make a product of few rows half as long
+        again (measured).
+        """
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "swish", [], "")
-
-    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, factor, self._packed, self._bias, "mul")
-
-    def plus(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, term, self._packed, self._bias, "add")
 
     @property
     def weight(self) -> torch.Tensor:

@@ -183,7 +183,7 @@ def test_generate_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert out == " The age of Nora Lund is 30.\n The age of Nora Holm is 57.\n"
     placement, first, second = err.splitlines()
-    assert placement.startswith("qwen3 in float32 on cpu, attention by torch ")
+    assert placement.startswith("qwen3 in float32 on cpu, layers by radixcache with torch ")
     assert ", 0 cached, " in first and ", 0 cached, " not in second
 
 

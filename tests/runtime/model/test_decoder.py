@@ -163,11 +163,9 @@ def scaled(result: Any) -> Any:
     [
         (Operations, "norm"), (Operations, "rotation"), (Operations, "turn"),
         (Operations, "attend"), (Operations, "project"), (Operations, "gated"),
-        (PlainProduct, "__call__"), (PlainProduct, "plus"), (TorchBackend, "run"),
+        (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchBackend, "run"),
         pytest.param(PackedProduct, "__call__", marks=needs_packing),
         pytest.param(PackedProduct, "silu", marks=needs_packing),
-        pytest.param(PackedProduct, "times", marks=needs_packing),
-        pytest.param(PackedProduct, "plus", marks=needs_packing),
     ],
 )  # fmt: skip
 def test_a_wrong_scale_in_any_operation_is_refused_at_load(
