@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.runtime.engine.engine import Engine
@@ -33,8 +33,7 @@ def plain_model(path: Path) -> PreTrainedModel:
 def paged_model(path: Path, stock: bool = False) -> PagedModel:
     """The model as the runtime runs it, or with transformers' own layers."""
     if stock:
-        config = AutoConfig.from_pretrained(path)
-        return load_stock(path, config, torch.float32, torch.device("cpu"))
+        return load_stock(path, torch.float32, torch.device("cpu"))
     return load_model(path)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch.nn.functional import embedding
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.runtime.model import reference
@@ -32,9 +32,8 @@ class Decoder(PagedModel):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
-        generation_config: GenerationConfig,
         architecture: Architecture,
+        generation_config: GenerationConfig,
         weight: Callable[[str], torch.Tensor],
         dtype: torch.dtype,
         device: torch.device,
@@ -53,7 +52,17 @@ class Decoder(PagedModel):
         architecture = architecture._replace(inverse_frequencies=frequencies)
         self._architecture = architecture
         kinds, vocab_size = architecture.kinds, architecture.vocab_size
-        super().__init__(config, generation_config, dtype, device, kinds, vocab_size, attention)
+        super().__init__(
+            architecture.family,
+            generation_config,
+            dtype,
+            device,
+            kinds,
+            vocab_size,
+            architecture.max_context,
+            architecture.eos_token_id,
+            attention,
+        )
         self._operations = Operations(architecture, self.attention, dtype)
         self.layers_by = f"radixcache with {self._operations.name}"
         self._embedding = weight("model.embed_tokens.weight")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
@@ -54,25 +55,22 @@ def load_model(
         InvalidRequest: a dtype or device that does not exist.
     """
     place = resolve_device(device)
-    config = _load(name_or_path, AutoConfig.from_pretrained)
-    gate.check_config(config)  # before the weights are read
+    settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
     kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
     elif dtype != "auto" and kind not in _DTYPES.values():
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
-    if kind == "auto" and config.dtype is not None:
-        kind = config.dtype
     try:
-        return _load_decoder(name_or_path, config, kind, place, attention)
+        return _load_decoder(name_or_path, settings, kind, place, attention)
     except Unknown as reason:
         _log.info("transformers' own layers run this model: %s", reason)
-    return load_stock(name_or_path, config, kind, place, attention)
+    return load_stock(name_or_path, kind, place, attention)
 
 
 def _load_decoder(
     name_or_path: str | Path,
-    config: PreTrainedConfig,
+    settings: dict[str, Any],
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     attention: AttentionBackend | None = None,
@@ -82,16 +80,18 @@ def _load_decoder(
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.
     """
-    architecture = understand(config)
+    architecture = understand(settings)
     if dtype == "auto":
-        raise Unknown("its config names no dtype")
+        named = settings.get("dtype") or settings.get("torch_dtype")
+        if named not in _DTYPES:
+            raise Unknown(f"the dtype of its config is {named}")
+        dtype = _DTYPES[named]
     with open_checkpoint(name_or_path, device, dtype) as checkpoint, on_device(device):
         if checkpoint.shapes != architecture.shapes():
             raise Unknown("its checkpoint has other weights")
         return Decoder(
-            config,
-            _generation_config(name_or_path, config),
             architecture,
+            _generation_config(name_or_path),
             checkpoint.tensor,
             dtype,
             device,
@@ -101,7 +101,6 @@ def _load_decoder(
 
 def load_stock(
     name_or_path: str | Path,
-    config: PreTrainedConfig,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     attention: AttentionBackend | None = None,
@@ -111,10 +110,12 @@ def load_stock(
     Raises:
         ModelError: as `load_model`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from radixcache.runtime.model.stock_model import StockModel
 
+    config = _load(name_or_path, AutoConfig.from_pretrained)
+    gate.check_config(config)  # before the weights are read
     read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype)
     model, report = _load(name_or_path, partial(read, output_loading_info=True))
     if missing := sorted(report["missing_keys"]):
@@ -130,11 +131,11 @@ def load_stock(
     return paged
 
 
-def _generation_config(name_or_path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
+def _generation_config(name_or_path: str | Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(str(name_or_path))
-    except OSError:
-        return GenerationConfig.from_model_config(config)
+    except OSError:  # it has none
+        return GenerationConfig()
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -214,5 +215,5 @@ def check_logits(model: StockModel) -> None:
     limit = 1e-3 if model.dtype == torch.float32 else 5e-2
     if worst > limit:
         raise gate.refusal(
-            model.config, f"its logits come out wrong there (by {worst:.1%} of their range)"
+            model.model_type, f"its logits come out wrong there (by {worst:.1%} of their range)"
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
@@ -23,7 +23,8 @@ class PagedModel(ABC):
     """A causal LM over KV pages.
 
     Attributes:
-        config, generation_config: transformers' configs.
+        model_type: the model's family, by transformers' name.
+        generation_config: how the model wants to be sampled.
         attention: the backend that this model plans and runs: FlashInfer on a GPU where it works.
         dtype, device: of the weights and of the KV pages.
         shapes: what a token keeps in each layer, for `KVPool`.
@@ -37,24 +38,30 @@ class PagedModel(ABC):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        model_type: str,
         generation_config: GenerationConfig,
         dtype: torch.dtype,
         device: torch.device,
         kinds: Sequence[LayerKind],
         vocab_size: int,
+        max_context: int | None,
+        eos_token_id: int | list[int] | None,
         attention: AttentionBackend | None = None,
     ) -> None:
-        """`kinds` of all layers, in order; without `attention` the fastest backend that works."""
-        self.config, self.generation_config = config, generation_config
+        """
+        Args:
+            kinds: of all layers, in order.
+            eos_token_id: of the model's config, for a generation config that has none.
+            attention: the backend; None chooses the fastest that works.
+        """
+        self.model_type, self.generation_config = model_type, generation_config
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
         self.shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in kinds]
         self.attention = attention or choose_backend(device, dtype, kinds)
-        text = config.get_text_config()
-        self.max_context: int = getattr(text, "max_position_embeddings", None) or 1 << 30
-        eos = getattr(generation_config, "eos_token_id", None)
-        eos = text.eos_token_id if eos is None else eos
+        self.max_context = max_context or 1 << 30
+        eos = generation_config.eos_token_id
+        eos = eos_token_id if eos is None else eos
         self.eos_token_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
 
     @property
@@ -70,7 +77,7 @@ class PagedModel(ABC):
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.config.model_type} in {dtype} on {place}, layers by {self.layers_by}, "
+            f"{self.model_type} in {dtype} on {place}, layers by {self.layers_by}, "
             f"attention by {self.attention.name}"
         )
 

@@ -87,9 +87,17 @@ class StockModel(PagedModel):
         calls, vocab_size = self._probe()
         gate.check_calls(model.config, calls)
         kinds = [call.kind for call in sorted(calls)]
-        place = (model.dtype, model.device)
+        text = model.config.get_text_config()
         super().__init__(
-            model.config, model.generation_config, *place, kinds, vocab_size, attention
+            model.config.model_type,
+            model.generation_config,
+            model.dtype,
+            model.device,
+            kinds,
+            vocab_size,
+            getattr(text, "max_position_embeddings", None),
+            text.eos_token_id,
+            attention,
         )
 
     def _logits(
@@ -150,13 +158,13 @@ class StockModel(PagedModel):
         two = torch.arange(2, device=self.device)
         self._model.set_attn_implementation(_NAME)
         if self.config.get_text_config()._attn_implementation != _NAME:
-            raise gate.refusal(self.config, "it does not let its attention be replaced")
+            raise gate.refusal(self.config.model_type, "it does not let its attention be replaced")
         try:
             with _serving(serve):
                 logits = self._run(torch.zeros_like(two), two, two)
         except Exception as error:  # whatever foreign modelling code raises
             reason = f"a trial run failed ({first_line(error)})"
-            raise gate.refusal(self.config, reason) from error
+            raise gate.refusal(self.config.model_type, reason) from error
         return calls, logits.shape[1]
 
 

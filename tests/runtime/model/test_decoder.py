@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import PagedBatch
@@ -22,7 +22,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import Operations, PlainProduct, join
 from radixcache.runtime.model.packed_linear import PackedProduct, can_pack
 from radixcache.runtime.model.stock_model import StockModel
-from tests.models import tiny_model
+from tests.models import EOS, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,
@@ -37,6 +37,11 @@ needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN o
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory) -> Path:
     return tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"), tokenizer=False)
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -76,12 +81,37 @@ def test_settings_of_the_known_families(family, options, tmp_path) -> None:
     assert relative_error(run_steps(model, sequences, STEPS[2], 4), plain) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "scaling"),
+    [
+        ("llama", {}, None),
+        ("llama", rope("linear", factor=3.0), {"type": "linear", "factor": 3.0}),
+        ("llama", rope("llama3", **LLAMA3), {"rope_type": "llama3", **LLAMA3}),
+        ("qwen2", {"max_window_layers": 2, "sliding_window": 9, "use_sliding_window": True}, None),
+        ("mistral", {}, None),
+    ],
+)
+def test_configs_as_they_were_written_before_version_5(family, options, scaling, tmp_path) -> None:
+    folder = tiny_model(family, tmp_path, tokenizer=False, **options)
+    settings = settings_of(folder)
+    settings["rope_theta"] = settings.pop("rope_parameters")["rope_theta"]
+    settings |= {"rope_scaling": scaling, "torch_dtype": settings.pop("dtype")}
+    settings.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").unlink()
+    model = load_model(folder, device="cpu")
+    assert isinstance(model, Decoder) and model.eos_token_ids == [EOS]
+    sequences = random_sequences()
+    plain = plain_logits(folder, sequences)
+    assert relative_error(run_steps(model, sequences, STEPS[2], 4), plain) < 1e-4
+
+
 def test_the_reference_is_transformers_forward_pass(tmp_path) -> None:
     """Which it stands for at load: with windows, biases, and norms of heads."""
     options = {"max_window_layers": 1, "sliding_window": 5, "use_sliding_window": True}
     for family, more in (("qwen3", options), ("llama", {"attention_bias": True, "mlp_bias": True})):
         folder = tiny_model(family, tmp_path / family, tokenizer=False, **more)
-        architecture = understand(AutoConfig.from_pretrained(folder))
+        architecture = understand(settings_of(folder))
         weights = load_file(folder / "model.safetensors")
         tokens = np.random.default_rng(3).integers(0, 256, 20)
         hidden = weights["model.embed_tokens.weight"][tokens]
@@ -129,12 +159,36 @@ def test_a_checkpoint_with_more_weights_is_not_for_the_loop(qwen, tmp_path, capl
     [("quantization_config", None, {"quant_method": "fp8"}), ("use_mrope", False, True)],
 )
 def test_a_setting_that_is_off_changes_nothing(qwen, setting, off, on) -> None:
-    config = AutoConfig.from_pretrained(qwen)
-    setattr(config, setting, off)
-    assert understand(config).head_norms
-    setattr(config, setting, on)
+    assert understand({**settings_of(qwen), setting: off}).head_norms
     with pytest.raises(Unknown, match=setting):
-        understand(config)
+        understand({**settings_of(qwen), setting: on})
+
+
+@pytest.mark.parametrize("setting", ["rms_norm_eps", "head_dim", "num_key_value_heads"])
+def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers(
+    qwen, setting
+) -> None:
+    settings = settings_of(qwen)
+    del settings[setting]
+    with pytest.raises(Unknown, match=setting):
+        understand(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        {"rope_parameters": "yarn"},
+        {"num_hidden_layers": "three"},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["linear_attention"] * 3},
+        {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True},
+    ],
+)
+def test_what_makes_no_sense_is_left_to_transformers(qwen, settings) -> None:
+    with pytest.raises(Unknown):
+        understand({**settings_of(qwen), **settings})
 
 
 def test_a_checkpoint_in_several_files_gives_the_same_model(qwen, tmp_path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import PagedBatch
@@ -38,8 +38,7 @@ def llama(tmp_path_factory) -> Path:
 
 def stock_model(folder: Path) -> StockModel:
     """With transformers' own layers."""
-    config = AutoConfig.from_pretrained(folder)
-    model = load.load_stock(folder, config, torch.float32, torch.device("cpu"))
+    model = load.load_stock(folder, torch.float32, torch.device("cpu"))
     assert isinstance(model, StockModel)
     return model
 
@@ -285,7 +284,7 @@ def test_a_model_of_the_hub_that_does_not_load_is_not_called_absent(error, said,
     def fail(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", fail)
     with pytest.raises(ModelError, match=said) as refused:
         load_model("a/b", device="cpu")
     assert ("no such folder" in str(refused.value)) == ("no such folder" in said)
@@ -310,8 +309,7 @@ def test_bfloat16_follows_float32(llama, stock) -> None:
     sequences = random_sequences()
     plain = plain_logits(llama, sequences)
     if stock:
-        config = AutoConfig.from_pretrained(llama)
-        model = load.load_stock(llama, config, torch.bfloat16, torch.device("cpu"))
+        model = load.load_stock(llama, torch.bfloat16, torch.device("cpu"))
     else:
         model = load_model(llama, device="cpu", dtype="bfloat16")
     got = run_steps(model, sequences, STEPS[2], 16)
