@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from radixcache.errors import InvalidRequest
+
+_LIGHT = ("llama", "mistral", "qwen2", "qwen3")
+_TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|sentencepiece|tekken", re.IGNORECASE)
 
 
 @contextmanager
@@ -39,12 +45,11 @@ class Tokenizer:
     @classmethod
     def load(cls, name_or_path: str) -> Tokenizer | None:
         """The model's tokenizer, or None if it has none."""
-        from transformers import AutoTokenizer
-
         try:
-            return cls(AutoTokenizer.from_pretrained(name_or_path))
+            found = _read(name_or_path)
         except (OSError, ValueError, KeyError):
             return None
+        return None if found is None else cls(found)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
@@ -135,3 +140,38 @@ class Tokenizer:
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
+
+
+def _read(name_or_path: str) -> Any:
+    """What transformers' AutoTokenizer gives, or None where there is nothing to read.
+
+    AutoTokenizer imports the class of the model's config, and some of them nearly all of
+    transformers, which takes longer than anything else in a start. Of these families it needs to
+    know the name alone; and for two of them a class that says nothing of its own is taken as it is.
+    """
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    settings, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    family, declared = settings.get("model_type"), _tokenizer_config(name_or_path)
+    named, folder = declared.get("tokenizer_class"), Path(name_or_path)
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and family in ("llama", "qwen3"):
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path)
+    if folder.is_dir() and not any(map(_TOKENIZER_FILE.search, (f.name for f in folder.iterdir()))):
+        return None
+    from transformers import AutoTokenizer
+
+    if named is None or "auto_map" in declared or family not in _LIGHT:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    config: Any = PreTrainedConfig()
+    config.name_or_path, config.model_type = name_or_path, family
+    return AutoTokenizer.from_pretrained(name_or_path, config=config)
+
+
+def _tokenizer_config(name_or_path: str) -> dict[str, Any]:
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(
+        name_or_path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False
+    )
+    found: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    return found

@@ -19,18 +19,31 @@ from radixcache.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """What `radixcache demo --json` prints; nothing else may be on standard output."""
+def demo() -> tuple[str, set[str]]:
+    """What `radixcache demo --json` prints, and the modules that it imports."""
     done = subprocess.run(
-        [sys.executable, "-m", "radixcache", "demo", "--json"],
+        [sys.executable, "-X", "importtime", "-m", "radixcache", "demo", "--json"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    found: dict[str, Any] = json.loads(done.stdout)
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("import time:") for line in lines), "something on standard error"
+    return done.stdout, {line.rpartition("|")[2].strip() for line in lines}
+
+
+@pytest.fixture(scope="module")
+def report(demo: tuple[str, set[str]]) -> dict[str, Any]:
+    """Nothing else may be on standard output."""
+    found: dict[str, Any] = json.loads(demo[0])
     return found
+
+
+def test_it_starts_without_what_takes_long_to_import(demo: tuple[str, set[str]]):
+    assert {"torch", "transformers", "tokenizers"} <= demo[1]
+    slow = ("transformers.modeling_utils", "torch._dynamo", "sympy", "torch.distributed.tensor")
+    assert not demo[1] & {*slow, "transformers.models.auto.configuration_auto"}
 
 
 @pytest.fixture(scope="module")
