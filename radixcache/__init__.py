@@ -13,6 +13,8 @@ from radixcache.base import CacheStats, PrefixCache
 from radixcache.errors import (
     CacheBroken,
     ContextExceeded,
+    EngineFailed,
+    EngineStopped,
     InvalidRequest,
     LeaseError,
     MissingDependency,
@@ -30,6 +32,7 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 
 if TYPE_CHECKING:
+    from radixcache.runtime.async_llm import AsyncLLM
     from radixcache.runtime.chat import Chat
     from radixcache.runtime.engine.outputs import RequestOutput
     from radixcache.runtime.engine.sampling import SamplingParams
@@ -39,6 +42,7 @@ __version__ = "0.1.0"
 
 _RUNTIME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "Chat": "chat",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling",
@@ -46,11 +50,14 @@ _RUNTIME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheBroken",
     "CacheStats",
     "Chat",
     "Cleared",
     "ContextExceeded",
+    "EngineFailed",
+    "EngineStopped",
     "Evicted",
     "HashBlockCache",
     "InvalidRequest",

@@ -27,6 +27,14 @@ class WrongThread(RadixCacheError, RuntimeError):
     """A cache or an engine is for one thread, and another one called it."""
 
 
+class EngineFailed(RadixCacheError, RuntimeError):
+    """The steps of a request failed again and again; the message says how."""
+
+
+class EngineStopped(RadixCacheError, RuntimeError):
+    """The engine was closed, or its thread has ended."""
+
+
 class PinError(RadixCacheError, ValueError):
     """A named prefix is unknown, exists already, is not cached in full, or exceeds the budget."""
 

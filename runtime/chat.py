@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from copy import copy
+from threading import Lock, get_ident
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.outputs import RequestOutput
@@ -19,6 +20,8 @@ class Chat:
     would tokenise differently a second time therefore never costs a hit: all is cached but the new
     text and the last sampled token.
 
+    Turns are taken one after the other: a thread that asks during another's turn waits for its end.
+
     >>> chat = Chat(llm, system="...")  # doctest: +SKIP
     >>> chat.ask("How old is Ada Byron?").outputs[0].text  # doctest: +SKIP
     """
@@ -28,6 +31,9 @@ class Chat:
     ) -> None:
         self.llm = llm
         self.cache_salt = cache_salt
+        self._turn = Lock()
+        self._asking: int | None = None
+        """The thread whose turn it is."""
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -39,6 +45,7 @@ class Chat:
         only what follows the last token that both questions have in common.
         """
         twin = copy(self)
+        twin._turn, twin._asking = Lock(), None
         twin.messages = [*self.messages]
         return twin
 
@@ -53,10 +60,25 @@ class Chat:
         """Say `text`, yielding the answer's state after every token.
 
         A turn that is not read to its end leaves the conversation as it was before it.
+
+        Raises:
+            InvalidRequest: this thread has not read the turn before to its end.
         """
         params = sampling_params or self.llm.default_params
         if params.n != 1:
             raise InvalidRequest("a conversation goes on with one answer: n must be 1")
+        if self._asking == get_ident():
+            raise InvalidRequest(
+                "the turn before is not over: read its stream to the end, close it, or fork()"
+            )
+        with self._turn:
+            self._asking = get_ident()
+            try:
+                yield from self._stream(text, params)
+            finally:
+                self._asking = None
+
+    def _stream(self, text: str, params: SamplingParams) -> Generator[RequestOutput, None, None]:
         messages = [*self.messages, {"role": "user", "content": text}]
         history = self.llm.history
         prompt = history.encode(history.tokenizer.render_chat(messages), self.cache_salt)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
+from weakref import finalize
 
 from radixcache.base import PrefixCache, TokensLike, as_tokens
-from radixcache.errors import InvalidRequest
+from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -24,8 +28,11 @@ from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
-from radixcache.runtime.text.history import TokenHistory
+from radixcache.runtime.text.history import TokenHistory, TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.worker import Job, News, Worker
+
+T = TypeVar("T")
 
 BUNDLED_MODEL = Path(__file__).parent / "tabletalk"
 """The model that is used if none is named: it answers questions about tables of people."""
@@ -48,8 +55,20 @@ Message = dict[str, str]
 """A chat message: {"role": "user", "content": "..."}."""
 
 
+class _Input(NamedTuple):
+    """A prompt in tokens, and what was asked of it."""
+
+    text: str | None
+    tokens: TokensLike
+    params: SamplingParams
+
+
 class LLM:
-    """A model with a prefix cache.
+    """A model with a prefix cache, for any number of threads.
+
+    Requests of all threads run together, on one thread of the engine's own: whoever calls waits for
+    nothing but the answer. `close` ends that thread, as does the end of a ``with`` block, or of
+    the last reference.
 
     >>> llm = LLM()  # doctest: +SKIP
     >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
@@ -120,20 +139,54 @@ class LLM:
         )
         self.engine.capture_graphs()
         self.explainer = Explainer(prefix_cache)
-        self.engine.scheduler.on_publish = self._before_publish
+        self.engine.scheduler.on_publish = partial(_before_publish, self.explainer)
         self.prefixes = NamedPrefixes(self.engine)
+        self.worker = Worker(self.engine, self.prefixes)
+        self._close = finalize(self, self.worker.close)
+        self._history = TokenHistory(self.tokenizer) if self.tokenizer else None
         self.model_name = Path(path).name
         self.default_params = _default_params(paged.generation_config)
 
     @property
     def cache(self) -> PrefixCache:
-        """The prefix cache: statistics, pins, `match`, `reset`."""
+        """The prefix cache, to look at: statistics, pins. Changes are the engine's (`call`)."""
         return self.engine.cache
 
-    @cached_property
+    @property
     def history(self) -> TokenHistory:
         """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
-        return TokenHistory(self._need_tokenizer())
+        self._need_tokenizer()
+        assert self._history is not None
+        return self._history
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine's thread; who waits for an answer, or asks later, gets `EngineStopped`."""
+        self._close()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of `function`, run on the engine's thread between two steps.
+
+        For what this class does not offer of `engine`, `cache` and `prefixes`.
+
+        Raises:
+            EngineStopped: `close` was called.
+        """
+        return self.worker.call(function).result()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
+        self.call(self.cache.reset)
 
     def generate(
         self,
@@ -156,9 +209,24 @@ class LLM:
         Raises:
             InvalidRequest: any prompt is unusable; then none is run.
             PinError: no prefix of that name is pinned.
+            EngineFailed: the steps of these requests failed again and again.
+            EngineStopped: `close` was called.
         """
-        requests = self.add_requests(prompts, sampling_params, cache_salt, prefix)
-        return self._run_all(requests, use_tqdm)
+        from tqdm import tqdm
+
+        inputs = self._inputs(prompts, sampling_params, special=prefix is None)
+        bar = tqdm(
+            total=len(inputs),
+            desc="Prompts",
+            unit="prompt",
+            disable=not use_tqdm or len(inputs) < 2,
+            leave=False,
+        )
+        job = Finals()
+        with bar:
+            for _ in self._run(job, lambda: self._add(inputs, cache_salt, prefix)):
+                bar.update()
+        return job.outputs()
 
     def stream(
         self,
@@ -172,9 +240,8 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        stream = self._stream(self.add_requests(prompt, sampling_params, cache_salt, prefix)[0])
-        next(stream)  # closing a generator that has not begun would abort nothing
-        return cast(Generator[RequestOutput, None, None], stream)
+        inputs = self._inputs([prompt], sampling_params, special=prefix is None)
+        return self._run(Outputs(), lambda: self._add(inputs, cache_salt, prefix))
 
     def explain(
         self, prompt: Prompt, *, prefix: str | None = None, cache_salt: str | None = None
@@ -188,13 +255,18 @@ class LLM:
             InvalidRequest: the prompt is unusable.
             PinError: no prefix of that name is pinned.
         """
-        tokens = as_tokens(self._encode_after(prefix, prompt))
-        if not len(tokens):
-            raise InvalidRequest("the prompt is empty")
-        hit = self.cache.match(tokens, cache_salt)
-        misses = self.explainer.explain(tokens, hit, cache_salt, other_namespaces=True)
+        given = as_tokens(self.encode(prompt, special=prefix is None))
         decode = self.tokenizer.decode if self.tokenizer else None
-        return Explanation(len(tokens), hit, misses, decode)
+
+        def explain() -> Explanation:
+            tokens = given if prefix is None else self.prefixes.extend(prefix, given)
+            if not len(tokens):
+                raise InvalidRequest("the prompt is empty")
+            hit = self.cache.match(tokens, cache_salt)
+            misses = self.explainer.explain(tokens, hit, cache_salt, other_namespaces=True)
+            return Explanation(len(tokens), hit, misses, decode)
+
+        return self.call(explain)
 
     def pin_prefix(
         self,
@@ -213,13 +285,15 @@ class LLM:
             PinError: the name is taken, or the pinned pages would exceed the cache's budget.
             InvalidRequest: the prompt is unusable.
         """
-        return self.prefixes.pin(
-            name, self.encode(prompt), lifetime=lifetime, cache_salt=cache_salt
-        )
+        tokens, job, prefixes = self.encode(prompt), Finals(), self.prefixes
+        prepare = partial(prefixes.prepare, name, tokens, lifetime=lifetime, cache_salt=cache_salt)
+        for _ in self._run(job, lambda: [prepare()]):
+            pass
+        return self.call(lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime))
 
     def unpin_prefix(self, name: str) -> None:
         """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""
-        self.prefixes.unpin(name)
+        self.call(lambda: self.prefixes.unpin(name))
 
     def chat(
         self,
@@ -233,34 +307,20 @@ class LLM:
 
         A conversation that goes on from an earlier one, answers included, reuses its tokens.
         """
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        render = self.history.tokenizer.render_chat
-        texts = [self.history.encode(render(one), cache_salt) for one in conversations]
+        texts = self._render(messages, cache_salt)
         prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
         outputs = self.generate(prompts, sampling_params, cache_salt=cache_salt, use_tqdm=use_tqdm)
-        for text, output in zip(texts, outputs, strict=True):
-            for completion in output.outputs:
-                self.history.remember(text, completion.token_ids)
+        self._remember(texts, outputs)
         return outputs
 
-    def _before_publish(self, sequence: Completion, num_tokens: int) -> None:
-        """Explain a request when it is admitted, and remember what is computed of it."""
-        request, lease = sequence.request, sequence.lease
-        if request.explanation is None and lease is not None:
-            request.explanation = self.explainer.observe(
-                sequence.tokens, lease.num_tokens, request.namespace
-            )
-        self.explainer.remember(sequence.tokens[:num_tokens], request.namespace)
-
-    def encode(self, prompt: Prompt) -> TokensLike:
-        """The token ids of a prompt.
+    def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
+        """The token ids of a prompt; `special` adds what the model wants around a text, as BOS.
 
         Raises:
             InvalidRequest: it is neither text nor token ids, or the model has no tokenizer.
         """
         if isinstance(prompt, str):
-            return self._need_tokenizer().encode(prompt)
+            return self._need_tokenizer().encode(prompt, special=special)
         if not isinstance(prompt, dict) or "prompt_token_ids" not in prompt:
             kind = type(prompt).__name__
             raise InvalidRequest(
@@ -268,31 +328,33 @@ class LLM:
             )
         return prompt["prompt_token_ids"]
 
-    def _encode_after(self, prefix: str | None, prompt: Prompt) -> TokensLike:
-        if prefix is None:
-            return self.encode(prompt)
-        if isinstance(prompt, str):
-            return self.prefixes.extend(
-                prefix, self._need_tokenizer().encode(prompt, special=False)
-            )
-        return self.prefixes.extend(prefix, self.encode(prompt))
+    def _render(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], cache_salt: str | None
+    ) -> list[TokenisedText]:
+        """The prompts that ask for the next answers of one conversation or several."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        render = self.history.tokenizer.render_chat
+        return [self.history.encode(render(one), cache_salt) for one in conversations]
+
+    def _remember(self, prompts: list[TokenisedText], outputs: list[RequestOutput]) -> None:
+        """Let the conversations go on from their answers."""
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for completion in output.outputs:
+                self.history.remember(prompt, completion.token_ids)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.model_name} has no tokenizer: give prompt_token_ids")
         return self.tokenizer
 
-    def add_requests(
+    def _inputs(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        cache_salt: str | None,
-        prefix: str | None = None,
-    ) -> list[Request]:
-        """Queue one request for each prompt, or none if any of them is unusable.
-
-        For callers that run `engine.step` themselves; errors are those of `generate`.
-        """
+        special: bool,
+    ) -> list[_Input]:
+        """The prompts in tokens, made on the caller's thread: a long text holds up nobody else."""
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(params, Sequence):
             if len(params) != len(many):
@@ -300,56 +362,104 @@ class LLM:
             each = list(params)
         else:
             each = [params or self.default_params] * len(many)
-        requests: list[Request] = []
-        try:
-            for prompt, one in zip(many, each, strict=True):
-                text = prompt if isinstance(prompt, str) else None
+        inputs: list[_Input] = []
+        for prompt, one in zip(many, each, strict=True):
+            with _naming(len(inputs), len(many)):
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
-                tokens = self._encode_after(prefix, prompt)
-                request = self.engine.add_request(tokens, one, prompt=text, namespace=cache_salt)
+                text = prompt if isinstance(prompt, str) else None
+                inputs.append(_Input(text, self.encode(prompt, special=special), one))
+        return inputs
+
+    def _add(
+        self, inputs: Sequence[_Input], cache_salt: str | None, prefix: str | None
+    ) -> list[Request]:
+        """Queue one request for each input, or none if any of them is unusable."""
+        requests: list[Request] = []
+        try:
+            for text, tokens, params in inputs:
+                with _naming(len(requests), len(inputs)):
+                    whole = tokens if prefix is None else self.prefixes.extend(prefix, tokens)
+                    request = self.engine.add_request(
+                        whole, params, prompt=text, namespace=cache_salt
+                    )
                 requests.append(request)
-        except BaseException as error:
+        except BaseException:
             for request in requests:
                 self.engine.abort(request)
-            if not isinstance(error, InvalidRequest):
-                raise
-            where = f"prompt {len(requests)}: " if len(many) > 1 else ""
-            raise type(error)(f"{where}{error}") from None
+            raise
         return requests
 
-    def _run_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        from tqdm import tqdm
+    def add_requests(
+        self, prompts: Sequence[TokensLike], params: SamplingParams, cache_salt: str | None
+    ) -> list[Request]:
+        """Queue requests, or none if any is unusable: for functions that `worker` is given."""
+        inputs = [_Input(None, tokens, params) for tokens in prompts]
+        return self._add(inputs, cache_salt, None)
 
-        bar = tqdm(
-            total=len(requests),
-            desc="Prompts",
-            unit="prompt",
-            disable=not use_tqdm or len(requests) < 2,
-            leave=False,
+    def _run(
+        self, job: Outputs | Finals, add: Callable[[], list[Request]]
+    ) -> Generator[Any, None, None]:
+        """Submit a job; the iterator gives what it reports, and aborts it if closed early."""
+        heard: SimpleQueue[list[News]] = SimpleQueue()
+        submitted = self.worker.submit(job, add, heard.put)
+
+        def listen() -> Generator[Any, None, None]:
+            try:
+                submitted.result()
+                yield None
+                while True:
+                    for news in heard.get():
+                        yield from news.items
+                        if news.error is not None:
+                            raise news.error
+                        if news.finished:
+                            return
+            finally:
+                with suppress(EngineStopped):
+                    self.worker.abort(job).result()
+
+        listening = listen()
+        next(listening)  # closing a generator that has not begun would abort nothing
+        return listening
+
+
+class Outputs(Job):
+    """Requests whose states are told after every token."""
+
+    def report(self, request: Request) -> RequestOutput:
+        return request.output()
+
+
+class Finals(Job):
+    """Requests whose ends only are told."""
+
+    def report(self, request: Request) -> bool | None:
+        return True if request.finished else None
+
+    def outputs(self) -> list[RequestOutput]:
+        """Of the requests, in the order of their prompts; once all have ended."""
+        return [request.output() for request in self.requests]
+
+
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """Let errors say which of several prompts is meant."""
+    try:
+        yield
+    except InvalidRequest as error:
+        where = f"prompt {index}: " if count > 1 else ""
+        raise type(error)(f"{where}{error}") from None
+
+
+def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int) -> None:
+    """Explain a request when it is admitted, and remember what is computed of it."""
+    request, lease = sequence.request, sequence.lease
+    if request.explanation is None and lease is not None:
+        request.explanation = explainer.observe(
+            sequence.tokens, lease.num_tokens, request.namespace
         )
-        try:
-            open_requests = set(requests)
-            with bar:
-                while open_requests:
-                    done = {r for r in self.engine.step() if r.finished} & open_requests
-                    bar.update(len(done))
-                    open_requests -= done
-        finally:
-            for request in requests:
-                self.engine.abort(request)
-        return [request.output() for request in requests]
-
-    def _stream(self, request: Request) -> Generator[RequestOutput | None, None, None]:
-        try:
-            yield None
-            finished = False
-            while not finished:  # also if the request ended in a step that somebody else ran
-                if request.finished or request in self.engine.step():
-                    finished = request.finished
-                    yield request.output()
-        finally:
-            self.engine.abort(request)
+    explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -32,8 +32,8 @@ class NamedPrefix:
 class NamedPrefixes:
     """The named prefixes of one engine. A prefix whose time is over is gone at the next call.
 
-    `pin` is `prepare`, enough steps of the engine, and `keep`: a caller that runs the engine itself
-    calls those two.
+    To pin one is `prepare`, steps of the engine until that request is finished, and `keep`, all on
+    the engine's thread.
 
     Args:
         now: seconds from any fixed moment.
@@ -44,30 +44,6 @@ class NamedPrefixes:
         self._now = now
         self._prefixes: dict[str, NamedPrefix] = {}
 
-    def pin(
-        self,
-        name: str,
-        tokens: TokensLike,
-        *,
-        lifetime: float | None = None,
-        cache_salt: str | None = None,
-    ) -> NamedPrefix:
-        """Compute what is not cached of `tokens`, and keep it cached.
-
-        Runs the engine until that is done, other requests included.
-
-        Raises:
-            PinError: the name is taken, or the pins would exceed the cache's budget.
-            InvalidRequest: the tokens are no prompt that the engine could run.
-        """
-        request = self.prepare(name, tokens, lifetime=lifetime, cache_salt=cache_salt)
-        try:
-            while not request.finished:
-                self._engine.step()
-        finally:
-            self._engine.abort(request)
-        return self.keep(name, request, lifetime=lifetime)
-
     def prepare(
         self,
         name: str,
@@ -76,7 +52,12 @@ class NamedPrefixes:
         lifetime: float | None = None,
         cache_salt: str | None = None,
     ) -> Request:
-        """Queue the request that computes what `keep` then pins; errors are those of `pin`."""
+        """Queue the request that computes what `keep` then pins.
+
+        Raises:
+            PinError: the name is taken.
+            InvalidRequest: the tokens are no prompt that the engine could run.
+        """
         self.drop_expired()
         if name in self._prefixes:
             raise PinError(f"a prefix named {name!r} is pinned already")

@@ -148,7 +148,7 @@ def run_server(kv_memory: str) -> None:
     app = create_app(llm)
 
     async def check() -> dict[str, Any]:
-        found: dict[str, Any] = await app.state.backend.worker.call(look)
+        found: dict[str, Any] = await app.state.backend.jobs.call(look)
         return found
 
     def look() -> dict[str, Any]:

@@ -48,7 +48,7 @@ def main() -> None:
     cold: list[float] = []
     cached: list[float] = []
     for pair in range(args.pairs):
-        llm.cache.reset()
+        llm.reset_prefix_cache()
         for times, name in ((cold, "cold"), (cached, "cached")):
             ttft, prefilled = ask()
             times.append(ttft)

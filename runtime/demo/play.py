@@ -108,7 +108,7 @@ class Player:
         self._before: dict[str, Chat] = {}
         self._computed: list[list[int]] = []
         self._chats["Ana"].fork().ask(SCRIPT[0].text, _GREEDY)  # so that no turn pays for a start
-        llm.cache.reset()
+        llm.reset_prefix_cache()
 
     def ask(self, question: Question) -> tuple[RequestOutput, int]:
         """Play one line; returns what came back and how many prompt tokens were new."""

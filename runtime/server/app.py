@@ -46,7 +46,7 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        backend.worker.start()
+        backend.jobs.start()
         yield
         await backend.close()
 
@@ -110,7 +110,7 @@ class _Gate:
 @router.get("/health")
 async def health(backend: BackendDep) -> Health:
     """Whether requests are taken: 503 if not."""
-    if backend.worker.draining or not backend.worker.alive:
+    if backend.jobs.draining or not backend.llm.worker.alive:
         raise ApiError.unavailable("the server is shutting down, or its engine has stopped")
     return Health()
 
@@ -118,7 +118,7 @@ async def health(backend: BackendDep) -> Health:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(backend: BackendDep) -> PlainTextResponse:
     """Metrics in Prometheus' text format."""
-    state = await backend.worker.call(lambda: EngineState.of(backend.llm))
+    state = await backend.jobs.call(lambda: EngineState.of(backend.llm))
     return PlainTextResponse(backend.metrics.render(state), media_type=CONTENT_TYPE_LATEST)
 
 

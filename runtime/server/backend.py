@@ -1,4 +1,4 @@
-"""What the routes share: the model, its tokenizer and the worker that runs it."""
+"""What the routes share: the model, its tokenizer and the jobs that it is given."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from radixcache.base import TokensLike
 from radixcache.errors import InvalidRequest, PinError
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.llm import LLM, Message, Prompt
+from radixcache.runtime.llm import LLM, Message
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
+from radixcache.runtime.server.jobs import Job, Jobs
 from radixcache.runtime.server.metrics import Metrics
 from radixcache.runtime.server.protocol import ChatMessage, GenerationRequest
-from radixcache.runtime.server.worker import Job, Worker
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
 
@@ -63,7 +63,8 @@ class Backend:
         self.names = list(options.served_model_name) or [llm.model_name]
         self.created = int(time.time())
         self.metrics = Metrics()
-        self.worker = Worker(llm, self.metrics, options.max_queued_requests)
+        capacity = llm.engine.scheduler.max_num_seqs + options.max_queued_requests
+        self.jobs = Jobs(llm.worker, self.metrics, capacity)
         self.max_model_len: int = llm.engine.model.max_context
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
@@ -78,7 +79,7 @@ class Backend:
 
     async def close(self) -> None:
         """End what is running, and the threads."""
-        await self.worker.close()
+        await self.jobs.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> str:
@@ -130,7 +131,7 @@ class Backend:
     async def find_prefix(self, name: str) -> NamedPrefix:
         """The prefix of that name; 404 if there is none."""
         try:
-            return await self.worker.call(lambda: self.llm.prefixes[name])
+            return await self.jobs.call(lambda: self.llm.prefixes[name])
         except PinError as error:
             raise ApiError.not_found(str(error), "prefix") from None
 
@@ -149,9 +150,8 @@ class Backend:
         """Queue prompts for `body`, which says what else there is to know."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
-        inputs: list[Prompt] = [{"prompt_token_ids": tokens} for tokens in prompts]
-        return await self.worker.submit(
-            lambda: self.llm.add_requests(inputs, params, body.cache_salt),
+        return await self.jobs.submit(
+            lambda: self.llm.add_requests(prompts, params, body.cache_salt),
             len(prompts) * params.n,
             stream=bool(body.stream),
             timeout=self.options.request_timeout,

@@ -54,12 +54,12 @@ async def view_cache(
     def look() -> tuple[str, EngineState, list[Started], dict[Hashable, CachedNode] | None]:
         state = EngineState.of(backend.llm)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
-        seen = (backend.created, backend.worker.num_steps, state, engine.cache.pins)
+        seen = (backend.created, backend.llm.worker.num_steps, state, engine.cache.pins)
         tag = f'"{_digest(seen)}"'
         roots = None if tag == if_none_match else engine.cache.snapshot(max_nodes)
         return tag, state, [*backend.metrics.recent], roots
 
-    tag, state, recent, roots = await backend.worker.call(look)
+    tag, state, recent, roots = await backend.jobs.call(look)
     if roots is None:
         return Response(status_code=304, headers={"ETag": tag})
     response.headers["ETag"] = tag
@@ -94,7 +94,7 @@ async def view_cache(
 @router.post("/v1/cache/flush")
 async def flush_cache(backend: BackendDep) -> Flushed:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
-    await backend.worker.call(backend.llm.cache.reset)
+    await backend.jobs.call(backend.llm.cache.reset)
     return Flushed()
 
 
@@ -137,13 +137,13 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
         tokens = body.prompt or []
     name, salt, lifetime = body.name, body.cache_salt, body.lifetime
     prefixes = backend.llm.prefixes
-    job = await backend.worker.submit(
+    job = await backend.jobs.submit(
         lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt)],
         num_sequences=1,
         timeout=backend.options.request_timeout,
     )
     await finish(job, request)
-    prefix = await backend.worker.call(
+    prefix = await backend.jobs.call(
         lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime)
     )
     if messages is not None:
@@ -155,7 +155,7 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
 async def list_prefixes(backend: BackendDep) -> PrefixList:
     """All pinned prefixes."""
     llm = backend.llm
-    prefixes, pinned = await backend.worker.call(
+    prefixes, pinned = await backend.jobs.call(
         lambda: (llm.prefixes.list(), llm.cache.pinned_pages)
     )
     return PrefixList(
@@ -175,7 +175,7 @@ async def get_prefix(name: PrefixName, backend: BackendDep) -> Prefix:
 async def unpin_prefix(name: PrefixName, backend: BackendDep) -> DeletedPrefix:
     """Let a prefix be evicted like anything else."""
     prefix = await backend.find_prefix(name)
-    await backend.worker.call(lambda: backend.llm.prefixes.unpin(prefix.name))
+    await backend.jobs.call(lambda: backend.llm.prefixes.unpin(prefix.name))
     return DeletedPrefix(name=name)
 
 

@@ -21,6 +21,7 @@ from radixcache.runtime.server.generation import (
     last_chunk,
     usage,
 )
+from radixcache.runtime.server.jobs import Job, PromptDelta
 from radixcache.runtime.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -30,7 +31,6 @@ from radixcache.runtime.server.protocol import (
     ChatTokenLogprob,
     TokenLogprob,
 )
-from radixcache.runtime.server.worker import Job, PromptDelta
 from radixcache.runtime.text.history import TokenisedText
 
 router = APIRouter()

@@ -22,13 +22,13 @@ from radixcache.runtime.server.generation import (
     last_chunk,
     usage,
 )
+from radixcache.runtime.server.jobs import Job, PromptDelta
 from radixcache.runtime.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
 )
-from radixcache.runtime.server.worker import Job, PromptDelta
 from radixcache.runtime.text.tokenizer import Tokenizer
 
 router = APIRouter()

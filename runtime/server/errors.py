@@ -11,7 +11,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from radixcache.errors import ContextExceeded, LeaseError, PinError, RadixCacheError
+from radixcache.errors import (
+    ContextExceeded,
+    EngineFailed,
+    EngineStopped,
+    LeaseError,
+    PinError,
+    RadixCacheError,
+)
 
 
 class ApiError(Exception):
@@ -118,6 +125,10 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError.conflict(str(error))
         case ContextExceeded():  # the code by which clients know to cut their prompts
             return ApiError(400, str(error), code="context_length_exceeded")
+        case EngineFailed():
+            return ApiError.internal(str(error))
+        case EngineStopped():
+            return ApiError.unavailable(str(error))
         case RadixCacheError():
             return ApiError.invalid(str(error))
         case RequestValidationError():

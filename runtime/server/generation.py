@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError, as_api_error
+from radixcache.runtime.server.jobs import Job, PromptDelta
 from radixcache.runtime.server.protocol import (
     Extension,
     GenerationRequest,
@@ -22,7 +23,6 @@ from radixcache.runtime.server.protocol import (
     PromptTokensDetails,
     Usage,
 )
-from radixcache.runtime.server.worker import Job, PromptDelta
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.server.worker import Worker
+from radixcache.runtime.server.jobs import Jobs
 
 FLUSH_SECONDS = 3
 """For connections to take what is left, once nothing runs any more."""
@@ -49,7 +49,7 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     placement = app.state.backend.llm.engine.model.placement
     where = f"http://{host}:{port}"
     print(f"Serving {names} at {where} ({placement})", file=sys.stderr, flush=True)
-    _Server(config, app.state.backend.worker, shutdown_timeout).run([listener])
+    _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
 
 
 class _Server(uvicorn.Server):
@@ -58,9 +58,9 @@ class _Server(uvicorn.Server):
     While they end, the socket stays open, so that who comes is told 503 and not left to guess.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, jobs: Jobs, grace: float) -> None:
         super().__init__(config)
-        self._worker = worker
+        self._jobs = jobs
         self._grace = grace
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,10 +70,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or not self._worker.alive:
+        if self._loop is None or not self._jobs.worker.alive:
             super().handle_exit(sig, frame)
-        elif not self._worker.draining:
-            self._worker.draining = True
+        elif not self._jobs.draining:
+            self._jobs.draining = True
             self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
         else:
             signal.signal(sig, signal.SIG_DFL)
@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
 
     def _begin_drain(self, sig: int, frame: Any) -> None:
         async def drain() -> None:
-            await self._worker.drain(self._grace)
+            await self._jobs.drain(self._grace)
             super(_Server, self).handle_exit(sig, frame)
 
         self._drain = asyncio.create_task(drain())

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ class TokenHistory:
       both ways begin a token.
     - Everything else is tokenised as if there were no history, from the last common delimiter on.
 
-    What was used least recently is forgotten first. Not thread-safe.
+    What was used least recently is forgotten first. For any number of threads, one after the other.
 
     >>> prompt = history.encode(rendered)  # doctest: +SKIP
     >>> (output,) = llm.generate({"prompt_token_ids": prompt.tokens})  # doctest: +SKIP
@@ -92,6 +93,7 @@ class TokenHistory:
         self.tokenizer = tokenizer
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._lock = Lock()
         self._delimiters = tuple(tokenizer.delimiters.values())
         self._delimiter_ids = np.array(list(tokenizer.delimiters), np.int32)
         self._texts: OrderedDict[_Key, TokenisedText] = OrderedDict()  # by last use
@@ -102,6 +104,10 @@ class TokenHistory:
 
         O(log n) to find the longest beginning among n texts, O(new text) to tokenise.
         """
+        with self._lock:
+            return self._encode(text, cache_salt)
+
+    def _encode(self, text: str, cache_salt: str | None) -> TokenisedText:
         if not self._delimiters:
             ids = self.tokenizer.encode(text, special=False)
             return TokenisedText(text, np.array(ids, np.int32), _no_cuts(), 0, cache_salt)
@@ -128,6 +134,10 @@ class TokenHistory:
 
     def remember(self, prompt: TokenisedText, generated: Sequence[int]) -> None:
         """Reuse what was generated from a prompt, in texts that go on with it. O(generated)."""
+        with self._lock:
+            self._remember(prompt, generated)
+
+    def _remember(self, prompt: TokenisedText, generated: Sequence[int]) -> None:
         if not self._delimiters:
             return
         ids = list(generated)

@@ -138,7 +138,7 @@ def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert not llm.engine.has_work
-    llm.cache.reset()  # refuses while a lease lives
+    llm.reset_prefix_cache()  # refuses while a lease lives
 
 
 def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> None:
@@ -198,7 +198,7 @@ def test_a_token_that_gives_no_text_ends_its_own_request_only(
 
 
 def test_metrics_say_where_the_tokens_went(llm: LLM) -> None:
-    llm.cache.reset()
+    llm.reset_prefix_cache()
     first, second = (llm.generate("metrics " * 8, GREEDY)[0] for _ in range(2))
     length = len(first.prompt_token_ids)
     assert (first.num_cached_tokens, first.metrics.prefilled_tokens) == (0, length)

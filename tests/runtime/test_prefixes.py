@@ -9,6 +9,7 @@ import pytest
 
 from radixcache import LLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.prefixes import NamedPrefixes
+from tests.engines import finish, make_engine
 from tests.models import tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -31,7 +32,7 @@ def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
     assert named.num_cached_tokens == len(SYSTEM)
     assert named.prompt_token_ids == llm.encode(SYSTEM + "Hello")
     llm.unpin_prefix("system")
-    llm.cache.reset()
+    llm.reset_prefix_cache()
     (whole,) = llm.generate(SYSTEM + "Hello", GREEDY)
     assert named.outputs[0].token_ids == whole.outputs[0].token_ids
 
@@ -45,18 +46,21 @@ def test_a_pinned_prefix_survives_any_pressure(llm: LLM) -> None:
     llm.cache.check()
 
 
-def test_prefixes_are_listed_unpinned_and_expire(path: Path, llm: LLM) -> None:
+def test_prefixes_are_listed_unpinned_and_expire(path: Path) -> None:
     time = 100.0
-    prefixes = NamedPrefixes(llm.engine, now=lambda: time)
-    prefixes.pin("short", llm.encode("a"), lifetime=5)
-    prefixes.pin("long", llm.encode("b"))
+    engine = make_engine(path)
+    prefixes = NamedPrefixes(engine, now=lambda: time)
+    for name, tokens, lifetime in (("short", [1], 5), ("long", [2], None)):
+        request = prefixes.prepare(name, tokens, lifetime=lifetime)
+        finish(engine)
+        prefixes.keep(name, request, lifetime=lifetime)
     assert [prefix.name for prefix in prefixes.list()] == ["short", "long"]
     time = 105.0
     assert [prefix.name for prefix in prefixes.list()] == ["long"]
-    assert llm.cache.pins == {"long": 1}
+    assert engine.cache.pins == {"long": 1}
     prefixes.unpin("long")
-    assert prefixes.list() == [] and llm.cache.pins == {}
-    llm.cache.reset()  # refuses while a pin lives
+    assert prefixes.list() == [] and engine.cache.pins == {}
+    engine.cache.reset()  # refuses while a pin lives
 
 
 def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:

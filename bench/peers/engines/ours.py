@@ -32,4 +32,4 @@ class Ours:
         return answers
 
     def forget(self) -> None:
-        self.llm.cache.reset()
+        self.llm.reset_prefix_cache()

@@ -22,8 +22,9 @@ from radixcache.bench.gpu.sizes import SMALL
 from radixcache.kernels import cascade
 from radixcache.runtime import cli
 from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.worker import Worker
 from tests.kernels.stand_in import pretend_gpu
-from tests.pretend_cuda import CUDA
+from tests.pretend_cuda import CUDA, Device
 from tests.runtime.server.live import live
 
 
@@ -39,6 +40,7 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             pretend_gpu() as gpu,
             patch.object(engine_module, "group_by_prefix", group),
             patch.object(peers, "_peer", _not_here),
+            patch.object(Worker, "_run", _pretending(gpu.device)),
             patch.object(llm, "generate_apart", _generate_here),
             patch.object(llm, "serve_apart", _serve_here),
         ):
@@ -50,6 +52,17 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
     finally:
         torch.set_num_threads(threads)
         gc.unfreeze()
+
+
+def _pretending(device: Device) -> Callable[[Worker], None]:
+    """Torch's modes are a thread's own: the engine's thread enters it, too."""
+    run = Worker._run
+
+    def pretend(worker: Worker) -> None:
+        with device:
+            run(worker)
+
+    return pretend
 
 
 def _not_here(*_: object) -> None:

@@ -28,6 +28,8 @@ from radixcache import (
 from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
+from radixcache.runtime.engine.request import Request
+from tests.engines import finish
 from tests.models import tiny_model
 
 SEED = 20_261_120
@@ -494,7 +496,7 @@ def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:
     llm = LLM(path, page_size=4, kv_memory="1MiB")
     (output,) = llm.generate("some text", GREEDY)
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    llm.cache.reset()
+    llm.reset_prefix_cache()
     (evicted, _) = llm.explain({"prompt_token_ids": [*tokens, 1, 2]}).misses
     assert (evicted.reason, evicted.end) == ("evicted", len(tokens) - 1)  # the last has no KV
 
@@ -519,10 +521,13 @@ def test_nobody_hears_of_another_salt_but_who_runs_the_engine(path: Path) -> Non
     assert [m.reason for m in llm.explain(prompt, cache_salt="a").misses] == ["other_namespace"]
     requests = []
     for salt in ("a", "b"):
-        request = llm.engine.add_request(llm.encode(prompt), GREEDY, namespace=salt)
-        while llm.engine.has_work:
-            llm.engine.step()
-        requests.append(request)
+
+        def serve(salt: str = salt) -> Request:
+            request = llm.engine.add_request(llm.encode(prompt), GREEDY, namespace=salt)
+            finish(llm.engine)
+            return request
+
+        requests.append(llm.call(serve))
     length = len(prompt)
     for request in requests:
         assert request.explanation == [Miss("first_seen", 0, length - 1, length)]

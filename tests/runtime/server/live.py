@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +37,7 @@ class LiveServer:
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of `function`, run on the engine's thread."""
-        worker = self.backend.worker
-        return asyncio.run_coroutine_threadsafe(worker.call(function), worker._loop).result(30)
+        return self.backend.llm.worker.call(function).result(30)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
@@ -66,8 +64,8 @@ class LiveServer:
             assert len(self.engine.cache._leases) == len(self.engine.cache.pins)
 
         self.call(check)
-        worker = self.backend.worker
-        assert not worker._jobs and not worker._num_open and not worker._entries
+        jobs = self.backend.jobs
+        assert not jobs._open and not jobs._num_sequences and not jobs.worker._jobs
         assert not self.backend.metrics._last_token
 
 

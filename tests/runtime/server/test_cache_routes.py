@@ -27,7 +27,7 @@ def llms() -> dict[str, LLM]:
 def fresh(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[LiveServer]:
     """A server whose cache is empty."""
     llm = llms[request.param]
-    llm.cache.reset()
+    llm.reset_prefix_cache()
     with live(llm) as server:
         yield server
         server.assert_idle()

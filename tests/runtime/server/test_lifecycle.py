@@ -21,7 +21,7 @@ from radixcache import LLM
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.server.backend import Options
-from radixcache.runtime.server.worker import MAX_FAILED_STEPS
+from radixcache.runtime.worker import MAX_FAILED_STEPS
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -52,7 +52,7 @@ def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
 def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
     with live(llm) as server:
         with streaming(server, n=n):
-            requests = [*server.backend.worker._entries]
+            requests = [*llm.worker._jobs]
             assert server.call(lambda: len(server.engine.scheduler.running)) == n
         server.wait_until(lambda: not server.engine.has_work, 5)
         server.assert_idle()
@@ -81,15 +81,15 @@ def test_an_abort_takes_one_step_at_most(llm: LLM):
         llm.engine.step = counted  # type: ignore[method-assign]
         try:
             with streaming(server):
-                worker = server.backend.worker
+                jobs = server.backend.jobs
                 ended: list[int] = []
 
                 def end() -> None:
-                    (job,) = worker._jobs
+                    (job,) = jobs._open
                     job.end()
                     ended.append(steps[0])
 
-                worker._loop.call_soon_threadsafe(end)
+                jobs._loop.call_soon_threadsafe(end)
                 server.wait_until(lambda: not server.engine.has_work, 5)
                 time.sleep(0.1)
                 assert ended and steps[0] <= ended[0] + 1
@@ -111,9 +111,9 @@ def test_a_full_queue_is_429_with_retry_after(llm: LLM):
             assert error["type"] == "rate_limit_error"
             assert refused.headers["retry-after"] == "1"
             assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
-            for job in [*server.backend.worker._jobs]:  # those that run end, which makes room
+            for job in [*server.backend.jobs._open]:  # those that run end, which makes room
                 if job.stream:
-                    server.backend.worker._loop.call_soon_threadsafe(job.end)
+                    server.backend.jobs._loop.call_soon_threadsafe(job.end)
             assert waiting.result().status_code == 200
         assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2}).status_code == 200
         server.assert_idle()
@@ -364,8 +364,8 @@ def test_the_engine_of_an_idle_server_does_not_run(llm: LLM):
         server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2})
         server.assert_idle()
         looks = []
-        run_commands = server.backend.worker._run_commands
-        server.backend.worker._run_commands = lambda: (looks.append(1), run_commands())[1]  # type: ignore[method-assign, func-returns-value]
+        run_commands = llm.worker._run_commands
+        llm.worker._run_commands = lambda: (looks.append(1), run_commands())[1]  # type: ignore[method-assign, func-returns-value]
         server.call(lambda: None)  # ends the wait that began before
         time.sleep(0.25)
-        assert server.backend.worker.alive and len(looks) <= 1
+        assert llm.worker.alive and len(looks) <= 1

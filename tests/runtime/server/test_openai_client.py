@@ -84,9 +84,7 @@ def test_chat_logprobs_are_those_of_the_embedded_runtime(client: Any, server: Li
     )
     content = answer.choices[0].logprobs.content
     llm = server.backend.llm
-    (wanted,) = server.call(
-        lambda: llm.chat(ask(QUESTION), SamplingParams(temperature=0, max_tokens=64, logprobs=3))
-    )
+    (wanted,) = llm.chat(ask(QUESTION), SamplingParams(temperature=0, max_tokens=64, logprobs=3))
     tokens, logprobs = wanted.outputs[0].token_ids, wanted.outputs[0].logprobs
     assert llm.tokenizer and logprobs and len(content) == len(tokens)
     assert "".join(token.token for token in content) == ANSWER + "<|end|>"
@@ -182,7 +180,7 @@ def test_a_completion_is_that_of_the_embedded_runtime(client: Any, server: LiveS
     completion = client.completions.create(model="tabletalk", prompt=PROMPT, stop="\n")
     assert completion.choices[0].text == " The age of Nora Lund is 30."
     params = SamplingParams(temperature=0, max_tokens=64, stop="\n")
-    (wanted,) = server.call(lambda: server.backend.llm.generate(PROMPT, params))
+    (wanted,) = server.backend.llm.generate(PROMPT, params)
     assert completion.choices[0].text == wanted.outputs[0].text
     assert completion.usage.prompt_tokens == len(wanted.prompt_token_ids)
 

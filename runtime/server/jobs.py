@@ -1,0 +1,226 @@
+"""The jobs of a server's clients, on the event loop; the engine is on a thread of its own.
+
+What a step has brought goes from that thread to the loop in one call, however many clients wait for
+it (see `radixcache.runtime.worker`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from radixcache.errors import EngineStopped
+from radixcache.runtime import worker
+from radixcache.runtime.engine.outputs import Delta, RequestOutput
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.server.errors import ApiError, as_api_error
+from radixcache.runtime.server.metrics import Metrics
+from radixcache.runtime.worker import News, Worker
+
+T = TypeVar("T")
+
+
+class PromptDelta(NamedTuple):
+    """A delta, and which of the job's prompts it answers."""
+
+    prompt: int
+    delta: Delta
+
+
+class Job(worker.Job):
+    """The requests of one client. Belongs to the event loop; the engine's thread only feeds it."""
+
+    def __init__(self, metrics: Metrics, stream: bool, num_sequences: int) -> None:
+        super().__init__()
+        self.stream = stream
+        self.num_sequences = num_sequences
+        self.done = False
+        self._metrics = metrics
+        self._deltas: list[PromptDelta] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._on_end: list[Callable[[], object]] = []
+
+    # -- on the engine's thread ----------------------------------------------------------------
+
+    def report(self, request: Request) -> list[PromptDelta] | None:
+        self._metrics.note_token(request, time.perf_counter())
+        if not self.stream:
+            return None
+        prompt = self.requests.index(request)
+        return [
+            PromptDelta(prompt, sequence.take_delta())
+            for sequence in request.sequences
+            if sequence.has_delta
+        ] or None
+
+    def note_end(self, request: Request) -> None:
+        self._metrics.note_end(request)
+
+    # -- on the event loop ---------------------------------------------------------------------
+
+    async def deltas(self) -> AsyncIterator[list[PromptDelta]]:
+        """What was generated since the last look, until all is; a slow reader gets more at once.
+
+        Raises:
+            ApiError: a request failed, took too long, or the server is shutting down.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            deltas, self._deltas = self._deltas, []
+            if deltas:
+                yield deltas
+            if self._error is not None:
+                raise self._error
+            if self.done:
+                return
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The outputs in the order of the prompts, once all are finished; errors as above."""
+        while not self.done:
+            await self._news.wait()
+            self._news.clear()
+        if self._error is not None:
+            raise self._error
+        return [request.output() for request in self.requests]
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing more comes. What is unfinished is aborted. Does nothing the second time."""
+        if not self.done:
+            self.done = True
+            self._error = error
+            self._news.set()
+            for function in self._on_end:
+                function()
+
+    def hear(self, news: News) -> None:
+        """Take in what a step has brought."""
+        if self.done:
+            return
+        if news.items:
+            self._deltas += [delta for deltas in news.items for delta in deltas]
+            self._news.set()
+        failed = next((r.error for r in self.requests if r.error is not None), None)
+        if news.error is not None:
+            self.end(as_api_error(news.error))
+        elif news.finished or failed is not None:
+            self.end(None if failed is None else ApiError.internal(failed))
+
+
+class Jobs:
+    """The jobs that a server has taken on.
+
+    Args:
+        worker: whose thread runs the engine.
+        metrics: told of every token.
+        capacity: sequences that may run and wait together.
+    """
+
+    def __init__(self, worker: Worker, metrics: Metrics, capacity: int) -> None:
+        self.worker = worker
+        self.capacity = capacity
+        self.draining = False
+        self._metrics = metrics
+        self._open: set[Job] = set()
+        self._num_sequences = 0
+        self._drained = asyncio.Event()
+
+    def start(self) -> None:
+        """Take jobs; the running event loop is theirs."""
+        self._loop = asyncio.get_running_loop()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """The result of `function`, run on the engine's thread between two steps.
+
+        Raises:
+            EngineStopped: the engine has stopped.
+            Exception: what `function` raises.
+        """
+        return await asyncio.wrap_future(self.worker.call(function))
+
+    async def submit(
+        self,
+        add: Callable[[], list[Request]],
+        num_sequences: int,
+        *,
+        stream: bool = False,
+        timeout: float | None = None,
+    ) -> Job:
+        """Queue the requests that `add` adds to the engine, on its thread; returns their job.
+
+        Whoever gets the job must call its `end`, or read it to its end.
+
+        Args:
+            num_sequences: completions that the requests have together.
+            stream: whether `Job.deltas` will be read, else `Job.outputs`.
+            timeout: seconds until the job ends with an error.
+
+        Raises:
+            ApiError: the server is full or shutting down.
+            Exception: what `add` raises.
+        """
+        if self.draining:
+            raise ApiError.unavailable("the server is shutting down")
+        if num_sequences > self.capacity:
+            raise ApiError.invalid(
+                f"{num_sequences} completions at once; the server takes {self.capacity} at most"
+            )
+        if self._num_sequences + num_sequences > self.capacity:
+            raise ApiError.busy(
+                f"{self._num_sequences} completions are running or waiting; try again"
+            )
+        job = Job(self._metrics, stream, num_sequences)
+        self._take(job, timeout)
+        try:
+            await asyncio.wrap_future(self.worker.submit(job, add, self._tell))
+        except BaseException:
+            job.end()
+            raise
+        return job
+
+    def _take(self, job: Job, timeout: float | None) -> None:
+        self._open.add(job)
+        self._num_sequences += job.num_sequences
+
+        def close() -> None:
+            self._open.remove(job)
+            self._num_sequences -= job.num_sequences
+            self.worker.abort(job)
+            if not self._open:
+                self._drained.set()
+
+        job._on_end.append(close)
+        if timeout is not None:
+            error = ApiError.timeout(f"not finished within {timeout:g} seconds")
+            job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
+
+    async def drain(self, grace: float) -> None:
+        """Refuse new jobs, and give those that run `grace` seconds to end before they fail."""
+        self.draining = True
+        self._drained.clear()
+        if self._open:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), grace)
+        for job in [*self._open]:
+            job.end(ApiError.unavailable("the server is shutting down"))
+
+    async def close(self) -> None:
+        """End every job; the engine's thread stays."""
+        await self.drain(0)
+        with suppress(EngineStopped):
+            await self.call(lambda: None)  # their requests are aborted when this is answered
+
+    def _tell(self, news: list[News]) -> None:
+        """Called on the engine's thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(_deliver, news)
+
+
+def _deliver(news: list[News]) -> None:
+    for one in news:
+        assert isinstance(one.job, Job)
+        one.job.hear(one)

@@ -1,0 +1,275 @@
+"""One thread that runs an engine, for callers in all others.
+
+Everything that touches the engine, its cache or its named prefixes runs on that thread. It takes
+functions from a queue between steps, and blocks on the queue when there is nothing to compute: an
+idle engine does nothing at all. Requests of all callers are batched together. What a step has
+brought is told in one call to each listener, however many jobs it listens for.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from radixcache.errors import EngineFailed, EngineStopped, WrongThread
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.prefixes import NamedPrefixes
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 2
+"""Steps in a row that may fail before their requests do."""
+
+
+class News(NamedTuple):
+    """What a step has brought for a job.
+
+    Attributes:
+        items: what `Job.report` has said of its requests.
+        finished: nothing more comes.
+        error: why, if it was not the end of all requests.
+    """
+
+    job: Job
+    items: list[Any]
+    finished: bool
+    error: Exception | None
+
+
+class Job:
+    """Requests that are submitted together.
+
+    Attributes:
+        requests: their prompts never change, and what is finished is final; anything else is the
+            engine thread's.
+    """
+
+    tell: Callable[[list[News]], object]
+    """See `Worker.submit`."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def report(self, request: Request) -> Any:
+        """What to tell of a request that got a token or ended; None is nothing.
+
+        Called on the engine's thread.
+        """
+        return None
+
+    def note_end(self, request: Request) -> None:
+        """A request is over, whatever the reason. Called on the engine's thread, once for each."""
+
+
+class Worker:
+    """Runs an engine on a thread of its own, from the first call to `close`.
+
+    Its methods may be called from any thread. Make it in the process that uses it.
+    """
+
+    def __init__(self, engine: Engine, prefixes: NamedPrefixes) -> None:
+        self._engine = engine
+        self._prefixes = prefixes
+        self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._starting = threading.Lock()
+        self._stop = False
+        # What follows is the engine thread's.
+        self._command: tuple[Future[Any], Callable[[], Any]] | None = None
+        """What is being run of the queue."""
+        self._jobs: dict[Request, Job] = {}
+        """The requests that have not ended."""
+        self._failed_steps = 0
+        self.num_steps = 0
+        """For who asks on the engine's thread whether anything has happened since."""
+
+    # -- for everybody -------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls are answered."""
+        return not self._stop
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """The result of `function`, to be run on the engine's thread between two steps.
+
+        The future raises `EngineStopped`, or what `function` raises.
+        """
+        future: Future[T] = Future()
+        if threading.current_thread() is self._thread:  # nobody else would ever run it
+            _answer(future, function)
+            return future
+        self._commands.put((future, function))
+        with self._starting:
+            if self._thread.ident is None and not self._stop:
+                self._thread.start()
+        if self._stop:
+            self._refuse_commands()
+        return future
+
+    def submit(
+        self, job: Job, add: Callable[[], list[Request]], tell: Callable[[list[News]], object]
+    ) -> Future[None]:
+        """Queue the requests that `add` adds to the engine.
+
+        The future raises what `call`'s raises. Whoever submits a job calls `abort` if it is not to
+        be told to its end.
+
+        Args:
+            tell: called on the engine's thread with all that a step has brought for the jobs that
+                were submitted with this same function; it must be quick.
+
+        Raises:
+            WrongThread: on the engine's thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise WrongThread("the engine's own thread cannot wait for an answer of the engine")
+
+        def run() -> None:
+            job.requests = add()
+            self._jobs.update(dict.fromkeys(job.requests, job))
+            if not job.requests:
+                tell([News(job, [], True, None)])
+
+        job.tell = tell
+
+        return self.call(run)
+
+    def abort(self, job: Job) -> Future[None]:
+        """End what is unfinished of a job, as soon as the step under way is over."""
+        return self.call(lambda: self._drop([r for r in job.requests if r in self._jobs]))
+
+    def close(self) -> None:
+        """End the thread, as soon as the step under way is over, and every job with an error."""
+        with self._starting:
+            started = self._thread.ident is not None
+            self._stop = self._stop or not started
+
+        def stop() -> None:
+            self._stop = True
+
+        if started:
+            self.call(stop)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    # -- on the engine's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                try:
+                    self._run_commands()
+                    if self._engine.has_work and not self._stop:
+                        self._step()
+                except Exception as error:  # what was to be told may be lost: say so
+                    log.exception("the engine's thread failed")
+                    self._answer_with(error)
+                    self._fail([*self._jobs], error)
+        except BaseException:
+            log.critical("the engine's thread ends", exc_info=True)
+            raise
+        finally:
+            self._stop = True
+            stopped = EngineStopped("the engine has stopped")
+            self._answer_with(stopped)
+            self._tell([News(job, [], True, stopped) for job in {*self._jobs.values()}])
+            self._refuse_commands()
+
+    def _run_commands(self) -> None:
+        """Run what is in the queue; wait for something if the engine has no work."""
+        wait = not self._engine.has_work
+        with suppress(queue.Empty):
+            while True:
+                self._command = future, function = self._commands.get(block=wait)
+                wait = False
+                self._prefixes.drop_expired()  # so that no command sees what is over
+                _answer(future, function)
+                self._command = None
+                del future, function  # while this waits for more, they may hold much alive
+        self._prefixes.drop_expired()
+
+    def _answer_with(self, error: Exception) -> None:
+        """End the command that is under way, if any is."""
+        if self._command is not None and not self._command[0].done():
+            self._command[0].set_exception(error)
+        self._command = None
+
+    def _refuse_commands(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                future, _ = self._commands.get_nowait()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineStopped("the engine has stopped"))
+
+    def _step(self) -> None:
+        self.num_steps += 1
+        try:
+            changed = self._engine.step()
+        except Exception as error:
+            log.exception("a step failed")
+            self._failed_steps += 1
+            if self._failed_steps == MAX_FAILED_STEPS:
+                self._failed_steps = 0
+                in_step = {sequence.request for sequence in self._engine.failed_step}
+                suspects = [request for request in self._jobs if request in in_step]
+                self._fail(suspects or [*self._jobs], error)
+            changed = [request for request in self._jobs if request.finished]  # in it, or before
+        else:
+            self._failed_steps = 0
+        changed = [request for request in changed if request in self._jobs]
+        items: dict[Job, list[Any]] = {}
+        for request in changed:
+            job = self._jobs[request]
+            item = job.report(request)
+            items.setdefault(job, []).extend(() if item is None else (item,))
+            if request.finished:
+                job.note_end(request)
+        news = []
+        for job, said in items.items():
+            finished = all(request.finished for request in job.requests)
+            if said or finished:
+                news.append(News(job, said, finished, None))
+        self._tell(news)
+        for request in changed:
+            if request.finished:
+                del self._jobs[request]
+
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        """End the jobs that these requests are of with an error."""
+        failure = EngineFailed(f"the engine failed: {error}")
+        failure.__cause__ = error
+        jobs = dict.fromkeys(self._jobs[request] for request in requests)
+        self._drop([request for request, job in self._jobs.items() if job in jobs])
+        self._tell([News(job, [], True, failure) for job in jobs])
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            job = self._jobs.pop(request)
+            self._engine.abort(request)
+            job.note_end(request)
+
+    def _tell(self, news: list[News]) -> None:
+        listeners: dict[Callable[[list[News]], object], list[News]] = {}
+        for one in news:
+            listeners.setdefault(one.job.tell, []).append(one)
+        for tell, heard in listeners.items():
+            tell(heard)
+
+
+def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
