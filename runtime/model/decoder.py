@@ -18,8 +18,9 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.architecture import Architecture, Unknown
+from radixcache.runtime.model.fused_operations import choose_operations
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.operations import Layer, Operations, Weight
+from radixcache.runtime.model.operations import Layer, Weight
 from radixcache.runtime.model.paged_model import PagedModel
 
 _CHECKED_TOKENS = 12
@@ -63,7 +64,7 @@ class Decoder(PagedModel):
             architecture.eos_token_id,
             attention,
         )
-        self._operations = Operations(architecture, self.attention, dtype)
+        self._operations = choose_operations(architecture, self.attention, dtype)
         self.layers_by = f"radixcache with {self._operations.name}"
         self._embedding = weight("model.embed_tokens.weight")
         checked = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % vocab_size

@@ -69,6 +69,7 @@ class Operations:
         self._attention, self._dtype = attention, dtype
         self._frequencies = architecture.inverse_frequencies
         self._rope_scale = architecture.rope_scale
+        self.eps = architecture.eps
         self._eps = self._frequencies.new_tensor(architecture.eps)
         self._packed: list[PackedProduct] = []
 
@@ -147,15 +148,11 @@ class Operations:
 
 def join(parts: list[torch.Tensor]) -> torch.Tensor:
     """The tensors one below the other: a view where they lie so in memory, else a copy."""
-    first, rows = parts[0], sum(len(part) for part in parts)
-    address = first.data_ptr()
+    first, address = parts[0], parts[0].data_ptr()
+    storage = first.untyped_storage()
     for part in parts:
-        if part.data_ptr() != address or not part.is_contiguous():
+        inside = part.untyped_storage() is storage and part.is_contiguous()
+        if not inside or part.data_ptr() != address:
             return torch.cat(parts)
-        address += part.nbytes
-    inside = first.untyped_storage().nbytes() >= first.storage_offset() * first.itemsize + sum(
-        part.nbytes for part in parts
-    )
-    if not inside:  # neighbours by chance
-        return torch.cat(parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+        address += part.numel() * part.itemsize
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

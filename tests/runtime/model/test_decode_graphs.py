@@ -33,7 +33,7 @@ from tests.models import tiny_model
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(name, root / name) for name in ("llama", "gemma2")}
+    return {name: tiny_model(name, root / name) for name in ("llama", "qwen3", "gemma2")}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_filling_rows_stand_on_the_spare_page() -> None:
     assert padded.slots().tolist()[3:] == [396, 396]
 
 
-@covering(family=["llama", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
+@covering(family=["llama", "qwen3", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
 def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache) -> None:
     rng = np.random.default_rng(page_size)
     stem = rng.integers(0, 256, 40).tolist()
