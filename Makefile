@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve test test-exhaustive stress bench bench-ttft bench-index bench-peers bench-trimming \
+.PHONY: help demo serve test test-exhaustive stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
 	bench-history bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
@@ -45,11 +45,17 @@ test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more
 stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
 	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)
 
+soak: $(VENV)/.stamp-dev  ## mixed traffic with faults on a server for 3 minutes, or as many as told
+	@$(BIN)/python -m tests.soak $(ARGS)
+
 bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, with a report (5 minutes)
 	@GOMP_SPINCOUNT=1000 $(BIN)/radixcache bench $(BENCH) --report bench-report.html $(ARGS)
 
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 	@$(BIN)/python -m radixcache.bench.probes.ttft $(ARGS)
+
+bench-threads: $(VENV)/.stamp-runtime  ## threads that share one LLM, against one call
+	@$(BIN)/python -m radixcache.bench.probes.threads $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true

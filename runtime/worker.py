@@ -195,6 +195,8 @@ class Worker:
                 wait = False
                 self._prefixes.drop_expired()  # so that no command sees what is over
                 _answer(future, function)
+                if self._engine.cache.broken:
+                    self._engine.recover()
                 self._command = None
                 del future, function  # while this waits for more, they may hold much alive
         self._prefixes.drop_expired()

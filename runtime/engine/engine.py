@@ -208,6 +208,11 @@ class Engine:
         request.note_end()
         self._changed.pop(request, None)
 
+    @whole
+    def recover(self) -> None:
+        """Go back to between two steps, after a change of the cache from outside was cut off."""
+        self._recover()
+
     def check(self) -> None:
         """Verify, between two calls, that leases and sequences agree, and the cache's invariants.
 

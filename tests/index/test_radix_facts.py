@@ -649,6 +649,17 @@ def test_a_pin_that_makes_no_sense_is_refused(misuse: Callable[[RadixCache], Non
     assert cache.evict(16) == 3
 
 
+def test_tokens_in_flight_cannot_be_pinned() -> None:
+    cache = a_cache()
+    begin(cache, SYSTEM)
+    with pytest.raises(PinError, match="in flight"):
+        cache.pin("system", SYSTEM)
+    cache.check()
+    cache.commit()
+    cache.pin("system", SYSTEM)
+    cache.check()
+
+
 # ------------------------------------------------------------------------------ what follows
 
 

@@ -1,0 +1,186 @@
+"""Breaks one rule of the package at a time, in one line, and sees that the tests notice.
+
+    python -m tests.mutants            # or with words of the names: python -m tests.mutants salt
+
+Each mutant is a copy of the project with one change; the tests named beside it must fail on it. On
+the project as it is they pass, which `make test` shows.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("radixcache", "runtime", "kernels", "bench", "tests", "examples", "docs")
+FILES = ("pyproject.toml", "README.md", "Makefile")
+
+
+class Mutant(NamedTuple):
+    """One line less of the truth: in `path`, `old` (once there) becomes `new`."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+INDEX = "tests/index"
+ENGINE = "tests/runtime/engine"
+
+MUTANTS = [
+    Mutant(
+        "rollback leaves what is in flight",
+        "radixcache/radix.py",
+        "for lease in self._in_flight:\n            node = lease.node",
+        "for lease in ():\n            node = lease.node",
+        INDEX,
+    ),
+    Mutant(
+        "rollback lets a lease claim what was not written",
+        "radixcache/radix.py",
+        "lease.num_tokens = min(lease.num_tokens, written)",
+        "lease.num_tokens = lease.num_tokens",
+        INDEX,
+    ),
+    Mutant(
+        "no copy of a page at a branch",
+        "radixcache/radix.py",
+        "lease._copies.append(PageCopy(page, int(pages[0]), position % page_size))",
+        "pass",
+        f"{INDEX} {ENGINE}/test_engine.py",
+    ),
+    Mutant(
+        "a half-filled page that others hold is written to",
+        "radixcache/radix.py",
+        "position == lease.node.end and self._tree.held_alone(lease.node, position, page)",
+        "position == lease.node.end",
+        INDEX,
+    ),
+    Mutant(
+        "a hold too few on the last page",
+        "radixcache/radix.py",
+        "if end % page_size and last >= new_first:",
+        "if False:",
+        INDEX,
+    ),
+    Mutant(
+        "a page stays held",
+        "radixcache/pages.py",
+        "left = refs[page] = refs.item(page) - 1",
+        "left = refs[page] = refs.item(page) - 0",
+        INDEX,
+    ),
+    Mutant(
+        "part of a page in flight is shared",
+        "radixcache/radix.py",
+        "position = max(written, whole_pages)",
+        "position = max(written, position)",
+        f"{INDEX} {ENGINE}/test_engine.py",
+    ),
+    Mutant(
+        "pins of what is in flight",
+        "radixcache/radix.py",
+        "if self._find(node, position, tokens[:0])[2] < position:",
+        "if False:",
+        f"{INDEX}/test_radix_facts.py",
+    ),
+    Mutant(
+        "eviction takes the whole leaf",
+        "radixcache/radix.py",
+        "count = min(num_pages - freed, leaf.num_pages)",
+        "count = leaf.num_pages",
+        INDEX,
+    ),
+    Mutant(
+        "a trimmed leaf keeps its tokens",
+        "radixcache/radix.py",
+        "end = (leaf.first_page + kept) * self.page_size if kept else leaf.start",
+        "end = leaf.end if kept else leaf.start",
+        INDEX,
+    ),
+    Mutant(
+        "what a lease stands on is evicted",
+        "radixcache/radix.py",
+        "if not node.children and not node.leases:\n            if node.parent",
+        "if not node.children:\n            if node.parent",
+        INDEX,
+    ),
+    Mutant(
+        "a cut-off change counts as whole",
+        "radixcache/base.py",
+        "self._thread, self._inside = get_ident(), True",
+        "self._thread, self._inside = get_ident(), False",
+        f"{INDEX} {ENGINE}/test_cut_off.py",
+    ),
+    Mutant(
+        "two threads in an engine",
+        "runtime/engine/engine.py",
+        "if self._thread is not None and self.has_work:",
+        "if False:",
+        f"{ENGINE} tests/runtime/test_threads.py",
+    ),
+    Mutant(
+        "two threads in a cache",
+        "radixcache/base.py",
+        "if self._thread != get_ident():",
+        "if False:",
+        f"{ENGINE}/test_cut_off.py",
+    ),
+    Mutant(
+        "an engine that is cut off does not recover",
+        "runtime/engine/engine.py",
+        "        except BaseException:\n            self._recover()\n",
+        "        except BaseException:\n            self._cut_off = False\n",
+        ENGINE,
+    ),
+]
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests pass on it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in PARTS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=ignored)
+        for file in FILES:
+            shutil.copy(ROOT / file, copy / file)
+        path = copy / mutant.path
+        path.write_text(changed(path.read_text(), mutant))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, *mutant.tests.split()], cwd=copy, capture_output=True, text=True, check=False
+        )
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def changed(text: str, mutant: Mutant) -> str:
+    """The text of the mutant's file."""
+    assert text.count(mutant.old) == 1, f"{mutant.name}: {text.count(mutant.old)} places"
+    return text.replace(mutant.old, mutant.new)
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if all(word in m.name for word in words)]
+    survivors = 0
+    for mutant in chosen:
+        start = time.monotonic()
+        lives = survives(mutant)
+        survivors += lives
+        verdict = "SURVIVES" if lives else "killed"
+        print(f"{verdict:8} {time.monotonic() - start:5.0f} s  {mutant.name}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
