@@ -169,6 +169,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise
     if args.model is not None and args.served_model_name is None:
         args.served_model_name = [args.model]
+    args.allowed_hosts = [args.host, *args.allowed_hosts]
     options = Options(**_given(args, tuple(field.name for field in fields(Options))))
     with listen(args.host, args.port) as listener:  # a port in use is told before a model is loaded
         serve(create_app(_load(args), options), listener, args.shutdown_timeout)
@@ -364,6 +365,17 @@ def _add_serve(commands: Any) -> None:
     )
     group.add_argument(
         "--api-key", metavar="KEY", help="what clients must send; all may by default"
+    )
+    group.add_argument(
+        "--admin-key", metavar="KEY", help="lets who sends it see and flush the cache of all"
+    )
+    group.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that lead here, for clients without a key (localhost, addresses)",
     )
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names in the API (--model's)"

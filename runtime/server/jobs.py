@@ -170,9 +170,7 @@ class Jobs:
                 f"{num_sequences} completions at once; the server takes {self.capacity} at most"
             )
         if self._num_sequences + num_sequences > self.capacity:
-            raise ApiError.busy(
-                f"{self._num_sequences} completions are running or waiting; try again"
-            )
+            raise ApiError.busy("too many completions are running or waiting; try again")
         job = Job(self._metrics, stream, num_sequences)
         self._take(job, timeout)
         try:

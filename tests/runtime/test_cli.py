@@ -208,7 +208,7 @@ def test_generate_reads_json_lines(type_in, capsys: pytest.CaptureFixture[str]):
 
 def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[str]):
     type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/exit\nNo?\n")
-    assert main(["chat"]) == 0
+    assert main(["chat", "--max-tokens", "40"]) == 0
     out, err = capsys.readouterr()
     first, second, third = out.splitlines()
     assert (first, second) == (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
 from radixcache.runtime.text.detokenizer import Detokenizer
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_121
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -393,7 +395,7 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
 
 
 def test_a_budget_too_small_for_one_request_says_so_and_serves_the_rest(byte_model: Path) -> None:
-    small = LLM(byte_model, page_size=4, kv_memory=6 * 4 * 3 * 2 * 2 * 16 * 4)  # six pages
+    small = LLM(byte_model, page_size=4, kv_memory=6 * 4 * BYTES_PER_TOKEN)  # six pages
     assert small.cache.pool.num_pages == 6
     with pytest.raises(InvalidRequest, match="do not fit the KV memory of 5 pages of 4 tokens"):
         small.generate("x" * 30, GREEDY)
@@ -416,3 +418,16 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="'role' and a 'content'"):
         llm.chat([{"role": "user"}])
+
+
+@pytest.mark.exhaustive  # for the seconds that a process takes to start
+def test_it_starts_without_what_takes_long_to_import() -> None:
+    code = (
+        "import sys; from radixcache import LLM; llm = LLM(device='cpu');"
+        "llm.chat([{'role': 'user', 'content': 'Hello'}]); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert {"torch", "transformers", "tokenizers"} <= imported
+    slow = {"transformers.modeling_utils", "torch._dynamo", "sympy", "torch.distributed.tensor"}
+    assert not imported & {*slow, "transformers.models.auto.configuration_auto"}

@@ -22,7 +22,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import Operations, PlainProduct, join
 from radixcache.runtime.model.packed_linear import PackedProduct, can_pack
 from radixcache.runtime.model.stock_model import StockModel
-from tests.models import EOS, tiny_model
+from tests.models import EOS, NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,
@@ -68,7 +68,7 @@ LLAMA3 = {
         ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 32, "max_window_layers": 1, "sliding_window": 9,
                    "use_sliding_window": True}),
-        ("qwen2", {"max_window_layers": 2, "sliding_window": 9, "use_sliding_window": True}),
+        ("qwen2", {"max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True}),
         ("mistral", {"sliding_window": None, "head_dim": 8}),
     ],
 )  # fmt: skip
@@ -87,7 +87,7 @@ def test_settings_of_the_known_families(family, options, tmp_path) -> None:
         ("llama", {}, None),
         ("llama", rope("linear", factor=3.0), {"type": "linear", "factor": 3.0}),
         ("llama", rope("llama3", **LLAMA3), {"rope_type": "llama3", **LLAMA3}),
-        ("qwen2", {"max_window_layers": 2, "sliding_window": 9, "use_sliding_window": True}, None),
+        ("qwen2", {"max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True}, None),
         ("mistral", {}, None),
     ],
 )
@@ -182,8 +182,8 @@ def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers
         {"rope_parameters": "yarn"},
         {"num_hidden_layers": "three"},
         {"layer_types": ["full_attention"]},
-        {"layer_types": ["linear_attention"] * 3},
-        {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True},
+        {"layer_types": ["linear_attention"] * NUM_LAYERS},
+        {"layer_types": ["sliding_attention"] * NUM_LAYERS, "use_sliding_window": True},
     ],
 )
 def test_what_makes_no_sense_is_left_to_transformers(qwen, settings) -> None:
@@ -262,7 +262,7 @@ def test_the_last_layer_ends_with_the_rows_whose_logits_are_wanted(qwen, monkeyp
     pool = model.allocate(4, 4)
     model.forward(np.arange(7), batch, np.array([6]), pool)
     model.forward(np.arange(7), batch, np.array([], np.int64), pool)
-    assert rows == [7, 7, 1, 7, 7]
+    assert rows == [7] * (NUM_LAYERS - 1) + [1] + [7] * (NUM_LAYERS - 1)
 
 
 def test_weights_side_by_side_are_joined_without_a_copy() -> None:
