@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,15 @@ from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
 
+_LIGHT = ("llama", "mistral", "qwen2", "qwen3")
+
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
     *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
 )
 """Files of which a tokenizer has one at least, whichever transformers' class reads it."""
+
+_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer:
@@ -56,18 +62,10 @@ class Tokenizer:
         Raises:
             ModelError: there is one, and it cannot be loaded.
         """
-        from transformers import AutoTokenizer
-        from transformers.utils.hub import cached_file
-
-        def there(file: str) -> bool:
-            missing = {"_raise_exceptions_for_missing_entries": False}
-            return cached_file(name_or_path, file, **missing) is not None
-
         try:
-            if any(map(there, _VOCABULARIES)):
-                read = AutoTokenizer.from_pretrained
-                return cls(read(name_or_path, trust_remote_code=False), max_tokens)
-            if not there("tokenizer_config.json"):  # for some models, transformers makes one up
+            if any(_find(name_or_path, file) for file in _VOCABULARIES):
+                return cls(_read(name_or_path), max_tokens)
+            if not _find(name_or_path, _CONFIG):  # for some models, transformers makes one up
                 return None
             reason = "it has a tokenizer_config.json, and no vocabulary beside it"
         except Exception as error:  # what a foreign file makes of the code that reads it
@@ -182,3 +180,37 @@ class Tokenizer:
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
+
+
+def _read(name_or_path: str) -> Any:
+    """What transformers' AutoTokenizer gives.
+
+    AutoTokenizer imports the class of the model's config, and some of them nearly all of
+    transformers, which takes longer than anything else in a start. Of these families it needs to
+    know the name alone; and for two of them a class that says nothing of its own is taken as it is.
+    """
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
+    file, family = _find(name_or_path, _CONFIG), settings.get("model_type")
+    declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    named = declared.get("tokenizer_class")
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and family in ("llama", "qwen3"):
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path, trust_remote_code=False)
+    from transformers import AutoTokenizer
+
+    read = partial(AutoTokenizer.from_pretrained, name_or_path, trust_remote_code=False)
+    if named is None or "auto_map" in declared or family not in _LIGHT:
+        return read()
+    config: Any = PreTrainedConfig()
+    config.name_or_path, config.model_type = name_or_path, family
+    return read(config=config)
+
+
+def _find(name_or_path: str, file: str) -> str | None:
+    """The path of a file of the model, or None if it has no such file."""
+    from transformers.utils.hub import cached_file
+
+    missing = {"_raise_exceptions_for_missing_entries": False}
+    found: str | None = cached_file(name_or_path, file, **missing)
+    return found

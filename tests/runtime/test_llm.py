@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -417,3 +419,16 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="'role' and a 'content'"):
         llm.chat([{"role": "user"}])
+
+
+@pytest.mark.exhaustive  # for the seconds that a process takes to start
+def test_it_starts_without_what_takes_long_to_import() -> None:
+    code = (
+        "import sys; from radixcache import LLM; llm = LLM(device='cpu');"
+        "llm.chat([{'role': 'user', 'content': 'Hello'}]); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert {"torch", "transformers", "tokenizers"} <= imported
+    slow = {"transformers.modeling_utils", "torch._dynamo", "sympy", "torch.distributed.tensor"}
+    assert not imported & {*slow, "transformers.models.auto.configuration_auto"}

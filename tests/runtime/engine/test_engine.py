@@ -16,6 +16,7 @@ from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
+from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.text.detokenizer import Detokenizer
 from radixcache.runtime.text.stops import StopStrings
 from tests.cover import covering, seeds
@@ -78,18 +79,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
 @covering(
-    family=["tabletalk", "llama", "qwen3", "gemma3_text"],
+    family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text"],
+    stock=[False, True],
     page_size=[1, 4, 16],
     chunk=[8, 64, 2048],
     concurrent=[True, False],
 )
 def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
-    folder: Path, family: str, page_size: int, chunk: int, concurrent: bool
+    folder: Path, family: str, stock: bool, page_size: int, chunk: int, concurrent: bool
 ) -> None:
     path = model_path(folder, family)
     asked = prompts(min(plain_model(path).config.vocab_size, 250))
     for mode in ("radix", "hash-block", "none"):
-        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk)
+        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk, stock=stock)
+        assert isinstance(engine.model, Decoder) is (not stock and family != "gemma3_text")
         requests = run(engine, asked, GREEDY, concurrent)
         assert [tokens for (tokens,) in generated(requests)] == expected(path), mode
         hits = sum(request.output().num_cached_tokens for request in requests)
@@ -97,15 +100,18 @@ def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
         assert_no_page_is_lost(engine)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", ["tabletalk", "llama", "qwen3", "gemma3_text"])
+@covering(
+    family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text"],
+    stock=[False, True],
+    page_size=[1, 16],
+)
 def test_logits_agree_with_plain_transformers_to_1e_4(
-    folder: Path, family: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, family: str, stock: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model_path(folder, family)
-    model = paged_model(path)
+    model = paged_model(path, stock)
     asked = prompts(min(model.vocab_size, 250))
-    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24)
+    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24, stock=stock)
     seen: list[torch.Tensor] = []
     forward = model.forward
 
