@@ -36,7 +36,7 @@ from radixcache.errors import (
 )
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import CachedNode
 
 Tokens = NDArray[np.int32]
@@ -144,8 +144,8 @@ class PrefixCache(ABC):
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
     pin_budget: int
-    """Pages that all pins together may hold."""
-    _pins: dict[str, Lease]
+    """Pages that all pins together may hold; those of one namespace may hold `pin_share`."""
+    _pins: dict[tuple[Hashable, str], Lease]
     _leases: dict[Any, None]
     """Those that live, pins included."""
     _thread = 0
@@ -231,17 +231,29 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        """Keep the cached prefix `tokens` from eviction until `unpin(name)`.
+        """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`.
 
         Raises:
-            PinError: the name exists, the prefix is not cached in full, or the pages of all pins
-                together would exceed the budget.
+            PinError: the namespace has that name, the prefix is not cached in full, or the pages of
+                the namespace's pins would exceed its share, or those of all pins the budget.
         """
 
+    def _check_pin(self, name: str, namespace: Hashable, pages: Pages) -> None:
+        """`PinError` unless `pages` may be pinned, too; it tells nothing of other namespaces."""
+        if (namespace, name) in self._pins:
+            raise PinError(f"a prefix named {name!r} is pinned already")
+        num_own = _count_pages([*self._tables(namespace), pages])
+        if num_own > self.pin_share:
+            raise PinError(
+                f"pinning {name!r} makes {num_own} pinned pages, the share is {self.pin_share}"
+            )
+        if _count_pages([*self._tables(), pages]) > self.pin_budget:
+            raise PinError(f"pinning {name!r} takes more pages than all pins together have left")
+
     @mutation
-    def unpin(self, name: str) -> None:
-        """Drop a pin; `PinError` if there is none of that name."""
-        lease = self._pins.pop(name, None)
+    def unpin(self, name: str, namespace: Hashable = None) -> None:
+        """Drop a pin; `PinError` if the namespace has none of that name."""
+        lease = self._pins.pop((namespace, name), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
         self._release(cast(Any, lease))
@@ -251,15 +263,31 @@ class PrefixCache(ABC):
         """`release` of a lease that has nothing in flight."""
 
     @property
-    def pins(self) -> dict[str, int]:
-        """Pinned tokens by name."""
-        return {name: lease.num_tokens for name, lease in self._pins.items()}
+    def pins(self) -> dict[tuple[Hashable, str], int]:
+        """Pinned tokens by namespace and name."""
+        return {key: lease.num_tokens for key, lease in self._pins.items()}
+
+    @property
+    def pin_share(self) -> int:
+        """Pages that the pins of one namespace may hold: half of the budget, rounded up."""
+        return -(-self.pin_budget // 2)
 
     @property
     def pinned_pages(self) -> int:
         """Distinct pages that the pins hold. O(pages of all pins)."""
-        tables = [lease.page_table for lease in self._pins.values()]
-        return len(np.unique(np.concatenate(tables))) if tables else 0
+        return _count_pages(self._tables())
+
+    def pinned_pages_of(self, namespace: Hashable) -> int:
+        """Distinct pages that the pins of one namespace hold. O(pages of all its pins)."""
+        return _count_pages(self._tables(namespace))
+
+    def _tables(self, *namespaces: Hashable) -> list[Pages]:
+        """The page tables of the pins, or of those in `namespaces`."""
+        return [
+            lease.page_table
+            for (namespace, _), lease in self._pins.items()
+            if not namespaces or namespace in namespaces
+        ]
 
     @abstractmethod
     def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
@@ -323,3 +351,7 @@ class PrefixCache(ABC):
     def _emit(self, event: Stored | Evicted | Cleared) -> None:
         for listener in self.events:
             listener(event)
+
+
+def _count_pages(tables: list[Pages]) -> int:
+    return len(np.unique(np.concatenate(tables))) if tables else 0

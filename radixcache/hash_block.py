@@ -448,8 +448,6 @@ class HashBlockCache(PrefixCache):
         must be at least one block.
         """
         tokens = as_tokens(tokens)
-        if name in self._pins:
-            raise PinError(f"a prefix named {name!r} is pinned already")
         pages = self._find(tokens, namespace, len(tokens))
         wanted = len(tokens) // self.page_size
         if not wanted or len(pages) < wanted:
@@ -459,17 +457,12 @@ class HashBlockCache(PrefixCache):
             )
         if any(page in self._published for page in pages):
             raise PinError(f"the tokens of {name!r} are still in flight")
-        pinned = set(pages).union(*(pin.page_table.tolist() for pin in self._pins.values()))
-        if len(pinned) > self.pin_budget:
-            raise PinError(
-                f"pinning {name!r} makes {len(pinned)} pinned pages, the budget is "
-                f"{self.pin_budget}"
-            )
+        self._check_pin(name, namespace, np.array(pages, np.int32))
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed=False, counts=False)
         self._hold(lease, pages)
         self._use(lease)
         self._leases[lease] = None
-        self._pins[name] = lease
+        self._pins[namespace, name] = lease
 
     # -- the whole -----------------------------------------------------------------------------
 
@@ -481,7 +474,7 @@ class HashBlockCache(PrefixCache):
         queued = {page: len(self._queue) - at for at, page in enumerate(self._queue)}
         ages = {block_hash: queued.get(page, 0) for block_hash, page in self._map.items()}
         pins: dict[bytes, list[str]] = {}
-        for name, pin in self._pins.items():
+        for (_, name), pin in self._pins.items():
             assert isinstance(pin, BlockLease) and pin.block is not None
             pins.setdefault(pin.block.hash, []).append(name)
         running = self._leases.keys() - self._pins.values()

@@ -45,7 +45,8 @@ class RadixCache(PrefixCache):
         pool: the pages to manage; this cache must be its only user.
         policy: which unleased leaf goes first: "lru", "lfu", "fifo", "priority" (of
             `Lease.priority`, then lru), or a function; see `radixcache.eviction`.
-        pin_budget: pages that all pins together may hold; half of the pool by default.
+        pin_budget: pages that all pins together may hold; half of the pool by default. Those of
+            one namespace may hold half of it.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
@@ -478,34 +479,27 @@ class RadixCache(PrefixCache):
     @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         tokens = as_tokens(tokens)
-        if name in self._pins:
-            raise PinError(f"a prefix named {name!r} is pinned already")
         root = self._tree.roots.get(namespace)
         node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
         if node is None or position < len(tokens) or not position:
             raise PinError(f"{position} of the {len(tokens)} tokens of {name!r} are cached")
         if self._find(node, position, tokens[:0])[2] < position:
             raise PinError(f"the tokens of {name!r} are still in flight")
+        pages = self._tree.read_pages(node, 0, -(-position // self.page_size))
+        self._check_pin(name, namespace, pages)
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
         lease.num_tokens = position
         self._order.discard(node)
         self._read_table(lease, 0)
-        tables = [pin.page_table for pin in self._pins.values()]
-        num_pages = len(np.unique(np.concatenate([*tables, lease.page_table])))
-        if num_pages > self.pin_budget:
-            self._leave(lease)
-            raise PinError(
-                f"pinning {name!r} makes {num_pages} pinned pages, the budget is {self.pin_budget}"
-            )
         if position < node.end:  # what follows the prefix stays evictable
             self._split(node, position)
         self._leases[lease] = None
-        self._pins[name] = lease
+        self._pins[namespace, name] = lease
 
     # -- the whole -----------------------------------------------------------------------------
 
     def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
-        pins: dict[object, str] = {lease: name for name, lease in self._pins.items()}
+        pins: dict[object, str] = {lease: name for (_, name), lease in self._pins.items()}
 
         def describe(node: Node) -> CachedNode:
             ends = [pins[lease] for lease in node.leases if lease in pins]

@@ -133,9 +133,9 @@ class AsyncLLM:
         pin = partial(self.llm.pin_prefix, name, prompt, lifetime=lifetime, cache_salt=cache_salt)
         return await asyncio.to_thread(pin)
 
-    async def unpin_prefix(self, name: str) -> None:
+    async def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
         """See `LLM.unpin_prefix`."""
-        await self.call(lambda: self.llm.prefixes.unpin(name))
+        await self.call(lambda: self.llm.prefixes.unpin(name, cache_salt))
 
     async def reset_prefix_cache(self) -> None:
         """See `LLM.reset_prefix_cache`."""

@@ -1,4 +1,4 @@
-"""The command line: `radixcache demo`, `chat`, `generate`, `serve` and `bench`.
+"""The command line: `radixcache demo`, `chat`, `generate`, `serve`, `bench` and `info`.
 
 torch and transformers take seconds to import, so nothing here imports them before a command needs
 a model: help and bad input answer at once.
@@ -169,9 +169,31 @@ def _serve(args: argparse.Namespace) -> int:
         raise
     if args.model is not None and args.served_model_name is None:
         args.served_model_name = [args.model]
+    args.allowed_hosts = [args.host, *args.allowed_hosts]
     options = Options(**_given(args, tuple(field.name for field in fields(Options))))
     with listen(args.host, args.port) as listener:  # a port in use is told before a model is loaded
         serve(create_app(_load(args), options), listener, args.shutdown_timeout)
+    return 0
+
+
+def _info(_: argparse.Namespace) -> int:
+    """What runs here, and why what does not."""
+    import torch
+    import transformers
+
+    from radixcache.kernels import native
+
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    problem = native.problem()
+    for name, text in (
+        ("radixcache", __version__),
+        ("python", sys.version.partition(" ")[0]),
+        ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        ("transformers", transformers.__version__),
+        ("GPU", cuda),
+        ("native kernels", "yes" if problem is None else f"no: {problem}"),
+    ):
+        print(f"{name:15} {text}")
     return 0
 
 
@@ -308,6 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_serve(commands)
     _add_bench(commands)
+    _add_command(commands, _info, "what runs here: versions, threads, native kernels")
     return parser
 
 
@@ -364,6 +387,17 @@ def _add_serve(commands: Any) -> None:
     )
     group.add_argument(
         "--api-key", metavar="KEY", help="what clients must send; all may by default"
+    )
+    group.add_argument(
+        "--admin-key", metavar="KEY", help="lets who sends it see and flush the cache of all"
+    )
+    group.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that lead here, for clients without a key (localhost, addresses)",
     )
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names in the API (--model's)"

@@ -202,13 +202,14 @@ class LLM:
         Args:
             prompts: strings, or dicts with "prompt_token_ids".
             sampling_params: one for all or one for each; by default the model's own settings.
-            prefix: name of a pinned prefix that each prompt goes on from; see `pin_prefix`.
+            prefix: name of a pinned prefix of this salt that each prompt goes on from; see
+                `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
 
         Raises:
             InvalidRequest: any prompt is unusable; then none is run.
-            PinError: no prefix of that name is pinned.
+            PinError: no prefix of that name and salt is pinned.
             EngineFailed: the steps of these requests failed again and again.
             EngineStopped: `close` was called.
         """
@@ -253,17 +254,17 @@ class LLM:
 
         Raises:
             InvalidRequest: the prompt is unusable.
-            PinError: no prefix of that name is pinned.
+            PinError: no prefix of that name and salt is pinned.
         """
         given = as_tokens(self.encode(prompt, special=prefix is None))
         decode = self.tokenizer.decode if self.tokenizer else None
 
         def explain() -> Explanation:
-            tokens = given if prefix is None else self.prefixes.extend(prefix, given)
+            tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
             if not len(tokens):
                 raise InvalidRequest("the prompt is empty")
             hit = self.cache.match(tokens, cache_salt)
-            misses = self.explainer.explain(tokens, hit, cache_salt, other_namespaces=True)
+            misses = self.explainer.explain(tokens, hit, cache_salt)
             return Explanation(len(tokens), hit, misses, decode)
 
         return self.call(explain)
@@ -278,11 +279,12 @@ class LLM:
     ) -> NamedPrefix:
         """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
 
-        `generate(..., prefix=name)` goes on from it; so does any prompt that begins with it.
-        `llm.prefixes.list()` tells what is pinned.
+        `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
+        begins with it. `llm.prefixes.list()` tells what is pinned. The prefixes of a salt, or of
+        none, may hold `llm.cache.pin_share` pages: a quarter of all, and all together half.
 
         Raises:
-            PinError: the name is taken, or the pinned pages would exceed the cache's budget.
+            PinError: the salt has that name, or there are too few pages left to pin.
             InvalidRequest: the prompt is unusable.
         """
         tokens, job, prefixes = self.encode(prompt), Finals(), self.prefixes
@@ -291,9 +293,9 @@ class LLM:
             pass
         return self.call(lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime))
 
-    def unpin_prefix(self, name: str) -> None:
+    def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
         """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""
-        self.call(lambda: self.prefixes.unpin(name))
+        self.call(lambda: self.prefixes.unpin(name, cache_salt))
 
     def chat(
         self,
@@ -383,7 +385,9 @@ class LLM:
         try:
             for text, tokens, params in inputs:
                 with _naming(len(requests), len(inputs)):
-                    whole = tokens if prefix is None else self.prefixes.extend(prefix, tokens)
+                    whole = tokens
+                    if prefix is not None:
+                        whole = self.prefixes.extend(prefix, tokens, cache_salt)
                     request = self.engine.add_request(
                         whole, params, prompt=text, namespace=cache_salt, client=client
                     )

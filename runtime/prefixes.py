@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -25,15 +27,16 @@ class NamedPrefix:
 
     name: str
     tokens: Tokens
-    cache_salt: Hashable
+    cache_salt: str | None
     expires: float | None
 
 
 class NamedPrefixes:
     """The named prefixes of one engine. A prefix whose time is over is gone at the next call.
 
-    To pin one is `prepare`, steps of the engine until that request is finished, and `keep`, all on
-    the engine's thread.
+    Each salt, and no salt, has names of its own, and `PrefixCache.pin_share` pages to pin. To pin
+    one is `prepare`, steps of the engine until that request is finished, and `keep`, all on the
+    engine's thread.
 
     Args:
         now: seconds from any fixed moment.
@@ -42,7 +45,7 @@ class NamedPrefixes:
     def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._now = now
-        self._prefixes: dict[str, NamedPrefix] = {}
+        self._prefixes: dict[tuple[str | None, str], NamedPrefix] = {}
 
     def prepare(
         self,
@@ -51,55 +54,64 @@ class NamedPrefixes:
         *,
         lifetime: float | None = None,
         cache_salt: str | None = None,
+        client: Hashable = None,
     ) -> Request:
         """Queue the request that computes what `keep` then pins.
 
         Raises:
-            PinError: the name is taken.
+            PinError: the salt has that name.
             InvalidRequest: the tokens are no prompt that the engine could run.
         """
         self.drop_expired()
-        if name in self._prefixes:
+        if (cache_salt, name) in self._prefixes:
             raise PinError(f"a prefix named {name!r} is pinned already")
         if lifetime is not None and not lifetime > 0:
             raise InvalidRequest(f"lifetime must be above 0 seconds, not {lifetime!r}")
         one_token = SamplingParams(temperature=0, max_tokens=1)
-        return self._engine.add_request(tokens, one_token, namespace=cache_salt)
+        return self._engine.add_request(tokens, one_token, namespace=cache_salt, client=client)
 
     def keep(self, name: str, request: Request, *, lifetime: float | None = None) -> NamedPrefix:
         """Pin the prompt of a finished request of `prepare`; its lifetime begins.
 
         Raises:
-            PinError: the request failed, its KV was evicted in the meantime, the name is taken by
-                now, or the pins would exceed the cache's budget.
+            PinError: the request failed, its KV was evicted in the meantime, the salt has that name
+                by now, or there are too few pages left to pin.
         """
         if request.error is not None:
             raise PinError(f"{name!r} cannot be computed: {request.error}")
-        tokens, cache_salt = request.prompt_token_ids, request.namespace
+        tokens, cache_salt = request.prompt_token_ids, cast(str | None, request.namespace)
         self._engine.cache.pin(name, tokens, cache_salt)
         expires = None if lifetime is None else self._now() + lifetime
-        self._prefixes[name] = NamedPrefix(name, tokens, cache_salt, expires)
-        return self._prefixes[name]
+        prefix = self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires)
+        return prefix
 
-    def unpin(self, name: str) -> None:
-        """Let a prefix be evicted like any other; `PinError` if there is none of that name."""
-        self._drop(self[name])
+    def unpin(self, name: str, cache_salt: str | None = None) -> None:
+        """Let a prefix be evicted like any other; `PinError` if the salt has none of that name."""
+        self._drop(self.find(name, cache_salt))
 
-    def __getitem__(self, name: str) -> NamedPrefix:
-        """The prefix of that name; `PinError` if there is none."""
+    def find(self, name: str, cache_salt: str | None = None) -> NamedPrefix:
+        """The salt's prefix of that name; `PinError` if there is none.
+
+        A cache that was broken has forgotten its pins: one whose tokens are cached again by now is
+        pinned again.
+        """
         self.drop_expired()
-        if name not in self._prefixes:
+        if (cache_salt, name) not in self._prefixes:
             raise PinError(f"no prefix named {name!r} is pinned")
-        return self._prefixes[name]
+        prefix = self._prefixes[cache_salt, name]
+        if (cache_salt, name) not in self._engine.cache.pins:
+            with suppress(PinError):
+                self._engine.cache.pin(name, prefix.tokens, cache_salt)
+        return prefix
 
     def list(self) -> list[NamedPrefix]:
-        """All of them, oldest first."""
+        """Those of all salts, oldest first."""
         self.drop_expired()
         return [*self._prefixes.values()]
 
-    def extend(self, name: str, tokens: TokensLike) -> Tokens:
+    def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""
-        return np.concatenate((self[name].tokens, as_tokens(tokens)))
+        return np.concatenate((self.find(name, cache_salt).tokens, as_tokens(tokens)))
 
     def drop_expired(self) -> None:
         """Unpin those whose time is over. O(prefixes)."""
@@ -109,6 +121,7 @@ class NamedPrefixes:
                 self._drop(prefix)
 
     def _drop(self, prefix: NamedPrefix) -> None:
-        del self._prefixes[prefix.name]
-        if prefix.name in self._engine.cache.pins:  # a cache that was broken forgets its pins
-            self._engine.cache.unpin(prefix.name)
+        name, salt = prefix.name, prefix.cache_salt
+        del self._prefixes[salt, name]
+        if (salt, name) in self._engine.cache.pins:  # else the cache was broken; see `find`
+            self._engine.cache.unpin(name, salt)

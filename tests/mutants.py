@@ -33,6 +33,7 @@ class Mutant(NamedTuple):
 
 INDEX = "tests/index"
 ENGINE = "tests/runtime/engine"
+SERVER = "tests/runtime/server"
 
 MUTANTS = [
     Mutant(
@@ -139,6 +140,140 @@ MUTANTS = [
         "        except BaseException:\n            self._recover()\n",
         "        except BaseException:\n            self._cut_off = False\n",
         ENGINE,
+    ),
+    Mutant(
+        "salt: one tree for all",
+        "radixcache/radix.py",
+        "root = self._tree.root(namespace)",
+        "root = self._tree.root(None)",
+        INDEX,
+    ),
+    Mutant(
+        "salt: what was computed is remembered without",
+        "runtime/engine/explain.py",
+        "lease = ghost.acquire(tokens, namespace)",
+        "lease = ghost.acquire(tokens, None)",
+        f"{ENGINE}/test_explain.py",
+    ),
+    Mutant(
+        "salt: scores for all",
+        "runtime/engine/prompt_logprobs.py",
+        "return self.tree.acquire(tokens, namespace)",
+        "return self.tree.acquire(tokens, None)",
+        f"{ENGINE}/test_prompt_logprobs.py",
+    ),
+    Mutant(
+        "salt: tokens of conversations for all",
+        "runtime/text/history.py",
+        'return cache_salt is not None, cache_salt or "", text',
+        'return False, "", text',
+        "tests/runtime/text/test_history.py",
+    ),
+    Mutant(
+        "salt: pins have one name for all",
+        "radixcache/base.py",
+        "if (namespace, name) in self._pins:",
+        "if name in {pinned for _, pinned in self._pins}:",
+        f"{INDEX} {SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "salt: pins without a share",
+        "radixcache/base.py",
+        "if num_own > self.pin_share:",
+        "if False:",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "salt: a prefix's name is taken by others",
+        "runtime/prefixes.py",
+        "        if (cache_salt, name) in self._prefixes:",
+        "        if any(name == other for _, other in self._prefixes):",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "salt: a prefix is found by its name alone",
+        "runtime/prefixes.py",
+        "        self.drop_expired()\n        if (cache_salt, name) not in",
+        "        cache_salt = {n: s for s, n in self._prefixes}.get(name)\n"
+        "        if (cache_salt, name) not in",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "salt: the list of prefixes is of all",
+        "runtime/server/prefixes.py",
+        " if prefix.cache_salt == cache_salt]",
+        "]",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "salt: quotas count the pins of all",
+        "runtime/server/prefixes.py",
+        "llm.cache.pinned_pages_of(cache_salt)",
+        "llm.cache.pinned_pages",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "salt: a digest that guesses can be compared with",
+        "runtime/server/cache.py",
+        ", key=_KEY)",
+        ")",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "access: the cache for every client",
+        "runtime/server/cache.py",
+        "APIRouter(dependencies=[ADMINISTRATOR])",
+        "APIRouter()",
+        f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "access: metrics for every client",
+        "runtime/server/app.py",
+        ", dependencies=[ADMINISTRATOR])",
+        ")",
+        f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "access: any key administrates",
+        "runtime/server/access.py",
+        "if _equal(key, options.admin_key):",
+        "if key:",
+        f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "access: who has no key administrates in spite of keys",
+        "runtime/server/access.py",
+        "if options.api_key is not None or options.admin_key is not None:",
+        "if False:",
+        f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "access: any machine administrates",
+        "runtime/server/access.py",
+        "_is_local(client[0]) and ",
+        "",
+        f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "access: a proxy is its clients",
+        "runtime/server/access.py",
+        " and not forwarded",
+        "",
+        f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "access: any host name",
+        "runtime/server/access.py",
+        "and not _is_address(name):\n                raise",
+        "and False:\n                raise",
+        f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "access: any web page",
+        "runtime/server/access.py",
+        'if (origin := headers.get("origin")) is not None:',
+        "if (origin := None) is not None:",
+        f"{SERVER}/test_access.py",
     ),
 ]
 

@@ -93,7 +93,7 @@ class Soak:
                     if client.is_alive():
                         self.wrong.append("a client waits for ever")
             for prefix in self.llm.call(self.llm.prefixes.list):
-                self.llm.unpin_prefix(prefix.name)
+                self.llm.unpin_prefix(prefix.name, cache_salt=prefix.cache_salt)
             server.assert_idle()
             self.llm.call(self.llm.engine.check)
             self.llm.reset_prefix_cache()
@@ -181,7 +181,7 @@ class Soak:
                 name, case.prompt, lifetime=rng.choice([None, 0.3]), cache_salt=salt
             )
             self.llm.generate("ab", prefix=name, cache_salt=salt)
-            self.llm.unpin_prefix(name)
+            self.llm.unpin_prefix(name, cache_salt=salt)
         except PinError:
             self.tally["pins refused"] += 1
 

@@ -12,15 +12,14 @@ hash-block cache drops. A stretch is explained by what it would have taken to hi
   cache holds only whole pages (hash-block caching) and the two texts part within one.
 - `diverged`: where the known text goes on, the prompt has another token.
 - `first_seen`: the known text ends there. That is the normal case: a new turn, a new prompt.
-- `other_namespace`: only another namespace has computed it.
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
 
 The last token of a prompt is no miss: it is always computed, to get logits.
 
-What may be told to whom: a namespace (`cache_salt`) hides from its users even whether others have
-sent a text, so `other_namespace` appears in the counters and in `LLM.explain` only; the explanation
-of a request says `first_seen` or `diverged` instead. Within a namespace, `Miss.cached` may be the
-text of another user: show it to whoever runs the engine, and `Miss.redacted()` to everybody else.
+What may be told to whom: a namespace (`cache_salt`) hides from others even whether a text was sent,
+so nothing here is remembered, counted or told across namespaces. Within one, `Miss.cached` may be
+the text of another user: show it to whoever runs the engine, and `Miss.redacted()` to everybody
+else.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ from radixcache.nodes import common_length
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 
-Reason = Literal[
-    "first_seen", "diverged", "evicted", "other_namespace", "page_not_finished", "caching_off"
-]
+Reason = Literal["first_seen", "diverged", "evicted", "page_not_finished", "caching_off"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 Decode = Callable[[list[int]], str]
@@ -61,7 +58,6 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
     ("page_not_finished", False): (
         "page not finished: {}, computed before, but only whole pages are cached"
     ),
-    ("other_namespace", False): "other namespace: {}, computed with another cache salt only",
     ("caching_off", False): "caching is off: {}, computed before",
 }
 
@@ -146,7 +142,7 @@ class Explainer:
     Args:
         cache: the cache that it explains; only asked, never changed.
         num_tokens: how many tokens to remember; by default four times what the cache can hold.
-            Some 20 bytes each, and as much again once namespaces are in use.
+            Some 20 bytes each.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> explainer = Explainer(cache)
@@ -165,27 +161,14 @@ class Explainer:
         self.num_tokens = num_tokens
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
-        self._known = self._make_ghost()
-        self._anywhere: RadixCache | None = None
-        """The same with all namespaces in one, so that one look is enough; made as soon as there
-        is another namespace than None."""
+        # At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
+        self._known = RadixCache(PagePool(num_tokens, page_size=1))
 
-    def explain(
-        self,
-        tokens: TokensLike,
-        hit: int,
-        namespace: Hashable = None,
-        *,
-        other_namespaces: bool = False,
-    ) -> list[Miss]:
+    def explain(self, tokens: TokensLike, hit: int, namespace: Hashable = None) -> list[Miss]:
         """Why only the first `hit` tokens of a prompt were found; changes nothing.
 
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
-
-        Args:
-            other_namespaces: tell what only other namespaces know. That is for whoever runs the
-                engine, not for the users of `namespace`.
         """
         tokens = as_tokens(tokens)
         last = len(tokens) - 1
@@ -195,12 +178,7 @@ class Explainer:
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
         if known < last:
-            elsewhere = self._known_anywhere(tokens) if other_namespaces else 0
-            if elsewhere > known:
-                misses.append(Miss("other_namespace", known, elsewhere, len(tokens)))
-                known = elsewhere
-            if known < last:
-                misses.append(_explain_new(tokens, known, following if length == known else None))
+            misses.append(_explain_new(tokens, known, following if length == known else None))
         return misses
 
     def _explain_known(
@@ -224,55 +202,28 @@ class Explainer:
         return [miss for miss in misses if len(miss)]
 
     def observe(self, tokens: TokensLike, hit: int, namespace: Hashable = None) -> list[Miss]:
-        """`explain` for a request that is being admitted: counts in `missed_tokens`.
-
-        The counters are those of ``other_namespaces=True``, what is returned is not.
-        """
-        tokens = as_tokens(tokens)
+        """`explain` for a request that is being admitted: counts in `missed_tokens`."""
         misses = self.explain(tokens, hit, namespace)
         for miss in misses:
-            reason, elsewhere = miss.reason, 0
-            if reason in ("first_seen", "diverged"):
-                elsewhere = max(0, self._known_anywhere(tokens) - miss.start)
-                reason = "first_seen" if elsewhere else reason
-            self.missed_tokens["other_namespace"] += elsewhere
-            self.missed_tokens[reason] += len(miss) - elsewhere
+            self.missed_tokens[miss.reason] += len(miss)
         return misses
-
-    def _known_anywhere(self, tokens: Tokens) -> int:
-        """Leading tokens that any namespace has computed, the last token left out."""
-        known = self._known.match(tokens)
-        return max(known, self._anywhere.match(tokens)) if self._anywhere else known
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
         tokens = as_tokens(tokens)[: self.num_tokens]
         if not len(tokens):
             return
-        _store(self._known, tokens, namespace)
-        if self._anywhere is None and namespace is not None:
-            self._anywhere = self._make_ghost()
-        if self._anywhere is not None:
-            _store(self._anywhere, tokens, None)
+        ghost = self._known
+        if not ghost.idle:  # a call was cut off
+            ghost.recover()
+        lease = ghost.acquire(tokens, namespace)
+        ghost.reserve(lease, len(tokens))
+        ghost.publish(lease, tokens[lease.num_tokens :], written=True)
+        ghost.release(lease)
 
     def check(self) -> None:
         """Verify the invariants of the ghost index. O(everything)."""
         self._known.check()
-        if self._anywhere is not None:
-            self._anywhere.check()
-
-    def _make_ghost(self) -> RadixCache:
-        # At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
-        return RadixCache(PagePool(self.num_tokens, page_size=1))
-
-
-def _store(ghost: RadixCache, tokens: Tokens, namespace: Hashable) -> None:
-    if not ghost.idle:  # a call was cut off
-        ghost.recover()
-    lease = ghost.acquire(tokens, namespace)
-    ghost.reserve(lease, len(tokens))
-    ghost.publish(lease, tokens[lease.num_tokens :], written=True)
-    ghost.release(lease)
 
 
 def _explain_new(tokens: Tokens, start: int, following: Tokens | None) -> Miss:

@@ -37,6 +37,9 @@ overtakes the client's oldest counts twice."""
 LOOK_AHEAD = 64
 """Waiting sequences of a client that are compared for the longest cached prefix in one step."""
 
+NO_ROOM = "the KV memory has no room for the request beside what is pinned"
+"""Why a request fails; not how many pages are pinned, which may be others'."""
+
 DECODE_AHEAD = 128
 """Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
 
@@ -181,7 +184,7 @@ class Scheduler:
         while True:
             try:
                 return self._take(sequence, budget, is_prefill)
-            except OutOfPages as error:
+            except OutOfPages:
                 scheduled = {chunk.sequence for chunk in chunks}
                 newest = next(s for s in reversed(self.running) if s not in scheduled)
                 if newest is not sequence:
@@ -190,7 +193,7 @@ class Scheduler:
                 elif chunks or len(self.running) > 1:
                     return None  # the others go on and will free pages
                 else:
-                    self.fail(sequence, str(error))
+                    self.fail(sequence, NO_ROOM)
                     return None
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
@@ -212,11 +215,11 @@ class Scheduler:
             hit = sequence.num_computed = lease.cached_tokens
             try:
                 chunk = self._take(sequence, budget, is_prefill=True)
-            except OutOfPages as error:
+            except OutOfPages:
                 self._release(sequence)
                 if not self.running:
                     self.waiting.remove(sequence)
-                    self.fail(sequence, str(error))
+                    self.fail(sequence, NO_ROOM)
                 self._no_room = bool(self.running)
                 return
             if not sequence.resumes:

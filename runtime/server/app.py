@@ -1,21 +1,18 @@
-"""The app: its routes, who may use them, and what becomes of errors."""
+"""The app: its routes, and what becomes of errors."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.server import cache, chat, completions, errors, static
+from radixcache.runtime.server import cache, chat, completions, errors, prefixes, static
+from radixcache.runtime.server.access import ADMINISTRATOR, Access
 from radixcache.runtime.server.backend import (
     Backend,
     BackendDep,
@@ -37,9 +34,6 @@ from radixcache.runtime.server.protocol import (
     TokenizeRequest,
 )
 from radixcache.runtime.text.tokenizer import Tokenizer
-
-OPEN_PATHS = {"/health", *static.FILES}
-"""What needs no API key."""
 
 router = APIRouter()
 
@@ -66,50 +60,13 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.state.backend = backend
-    for part in (router, chat.router, completions.router, cache.router, static.router):
-        app.include_router(part)
+    app.include_router(router)
+    for module in (chat, completions, prefixes, cache, static):
+        app.include_router(module.router)
     errors.install(app)
     app.add_middleware(BodyDeadline)
-    app.add_middleware(
-        _Gate, api_key=backend.options.api_key, max_body_size=backend.options.max_body_size
-    )
+    app.add_middleware(Access, options=backend.options)
     return app
-
-
-class _Gate:
-    """Lets requests pass that have the API key, and as much of their bodies as is read at most."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_size: int) -> None:
-        self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
-        self._max_body_size = max_body_size
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        if self._api_key is not None and scope["path"] not in OPEN_PATHS:
-            scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
-            # The scheme's case means nothing (RFC 9110, 11.1).
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._api_key):
-                await ApiError.unauthorized().response(scope, receive, send)
-                return
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body_size:
-            await ApiError.too_large(self._max_body_size).response(scope, receive, send)
-            return
-        size = 0
-
-        async def receive_limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_body_size:
-                raise HTTPException(413, ApiError.too_large(self._max_body_size).message)
-            return message
-
-        await self._app(scope, receive_limited, send)
 
 
 # Routes that are about neither completions nor the cache.
@@ -123,7 +80,7 @@ async def health(backend: BackendDep) -> Health:
     return Health()
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", response_class=PlainTextResponse, dependencies=[ADMINISTRATOR])
 async def metrics(backend: BackendDep) -> PlainTextResponse:
     """Metrics in Prometheus' text format."""
     state = await backend.jobs.call(lambda: EngineState.of(backend.llm))

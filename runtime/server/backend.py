@@ -38,6 +38,9 @@ class Options:
     Attributes:
         served_model_name: names of the model, the first of which is in answers; its own if empty.
         api_key: what clients must send as a bearer token; None lets everybody in.
+        admin_key: what lets its holder administrate, and do all that clients may. With None, a
+            server without an API key is administrated from its own machine, any other not at all.
+        allowed_hosts: names that lead to the server, besides `localhost`; see `access.py`.
         max_queued_requests: completions that may wait, besides those that run; one client may have
             half of these places.
         request_timeout: seconds that a request may take.
@@ -48,14 +51,19 @@ class Options:
 
     served_model_name: Sequence[str] = ()
     api_key: str | None = None
+    admin_key: str | None = None
+    allowed_hosts: Sequence[str] = ()
     max_queued_requests: int = 1024
     request_timeout: float = 600.0
     max_body_size: int = 16 << 20
     hide_texts: bool = False
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise InvalidRequest("the API key is empty")
+        for name, key in (("API", self.api_key), ("admin", self.admin_key)):
+            if key is not None and not key.strip():
+                raise InvalidRequest(f"the {name} key is empty")
+        if self.api_key is not None and self.api_key == self.admin_key:
+            raise InvalidRequest("the admin key must not be the API key, which all clients have")
 
 
 class Backend:
@@ -141,10 +149,10 @@ class Backend:
             self._remembering.add(done)
             done.add_done_callback(self._remembering.discard)
 
-    async def find_prefix(self, name: str) -> NamedPrefix:
-        """The prefix of that name; 404 if there is none."""
+    async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
+        """The salt's prefix of that name; 404 if there is none."""
         try:
-            return await self.jobs.call(lambda: self.llm.prefixes[name])
+            return await self.jobs.call(lambda: self.llm.prefixes.find(name, cache_salt))
         except PinError as error:
             raise ApiError.not_found(str(error), "prefix") from None
 
@@ -152,10 +160,7 @@ class Backend:
         """The prefix that a request names; 404 if there is none with the request's salt."""
         if body.prefix is None:
             return None
-        prefix = await self.find_prefix(body.prefix)
-        if prefix.cache_salt != body.cache_salt:
-            raise ApiError.not_found(f"no prefix named {body.prefix!r} is pinned", "prefix")
-        return prefix
+        return await self.find_prefix(body.prefix, body.cache_salt)
 
     async def submit(
         self,
@@ -188,9 +193,10 @@ def plain_messages(messages: list[ChatMessage]) -> list[Message]:
     return [message.plain() for message in messages]
 
 
-def _backend(request: Request) -> Backend:
+def backend_of(request: Request) -> Backend:
+    """The backend of the app that a request came to."""
     return cast(Backend, request.app.state.backend)
 
 
-BackendDep = Annotated[Backend, Depends(_backend)]
+BackendDep = Annotated[Backend, Depends(backend_of)]
 """The backend of the app that a route belongs to."""

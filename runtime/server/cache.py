@@ -1,37 +1,39 @@
-"""The cache from outside: its tree and statistics, flushing it, and named prefixes."""
+"""The cache of all clients, for who administrates it: tree, statistics, flush, named prefixes."""
 
 from __future__ import annotations
 
 import hashlib
-import time
+import secrets
 from collections.abc import Hashable
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Response
 
-from radixcache.base import TokensLike
-from radixcache.runtime.prefixes import NamedPrefix
-from radixcache.runtime.server.backend import BackendDep, plain_messages
-from radixcache.runtime.server.generation import finish
+from radixcache.runtime.server.access import ADMINISTRATOR
+from radixcache.runtime.server.backend import BackendDep
+from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState, Started
+from radixcache.runtime.server.prefixes import describe
 from radixcache.runtime.server.protocol import (
     CacheNamespace,
     CacheNode,
+    CachePrefix,
+    CachePrefixList,
     CacheStatistics,
     CacheView,
     DeletedPrefix,
     Flushed,
-    Prefix,
-    PrefixList,
     PrefixName,
-    PrefixRequest,
     RecentRequest,
 )
 from radixcache.runtime.text.tokenizer import Tokenizer
-from radixcache.snapshot import CachedNode
+from radixcache.snapshot import ROOT, CachedNode
 
-router = APIRouter()
+router = APIRouter(dependencies=[ADMINISTRATOR])
+
+_KEY = secrets.token_bytes(32)
+"""So that nobody who sees a digest finds what it is of by trying."""
 
 
 # The tree.
@@ -65,11 +67,9 @@ async def view_cache(
     response.headers["ETag"] = tag
     response.headers["Cache-Control"] = "no-cache"
 
-    def describe(tokenizer: Tokenizer | None) -> list[CacheNamespace]:
+    def draw(tokenizer: Tokenizer | None) -> list[CacheNamespace]:
         return [
-            CacheNamespace(
-                namespace=None if salt is None else _digest(salt), tree=_node(root, tokenizer)
-            )
+            CacheNamespace(namespace=_namespace(salt), tree=_node(root, tokenizer))
             for salt, root in roots.items()
         ]
 
@@ -86,7 +86,7 @@ async def view_cache(
             running=state.num_running,
             waiting=state.num_waiting,
         ),
-        namespaces=await backend.tokenize(describe) if has_text else describe(None),
+        namespaces=await backend.tokenize(draw) if has_text else draw(None),
         recent=[RecentRequest(**asdict(request)) for request in recent],
     )
 
@@ -100,7 +100,7 @@ async def flush_cache(backend: BackendDep) -> Flushed:
 
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
     return CacheNode(
-        id=node.id,
+        id=node.id if node.id == ROOT else _digest(node.id),  # some are hashes of the text
         start=node.start,
         num_tokens=node.num_tokens,
         text=tokenizer.decode(node.tokens, special=True) if tokenizer else "",
@@ -113,77 +113,47 @@ def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
     )
 
 
+def _namespace(salt: Hashable) -> str | None:
+    return None if salt is None else _digest(salt)
+
+
 def _digest(value: object) -> str:
-    """A name for a salt, or a state, that does not give it away."""
-    return hashlib.sha256(str(value).encode()).hexdigest()[:12]
+    """A name for a salt, a node or a state that does not give it away; of this process only."""
+    return hashlib.blake2b(str(value).encode(), digest_size=8, key=_KEY).hexdigest()
 
 
-# Named prefixes.
+# Named prefixes of all salts.
 
 
-@router.post("/v1/prefixes")
-async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
-    """Compute a prefix and pin it; 409 if the name is taken or the budget is exceeded."""
-    messages = None if body.messages is None else plain_messages(body.messages)
-    tokens: TokensLike
-    if messages is not None:
-        tokens = await backend.tokenize(
-            lambda t: t.encode(t.render_chat(messages, ask=False), special=False)
-        )
-    elif isinstance(body.prompt, str):
-        text = body.prompt
-        tokens = await backend.tokenize(lambda t: t.encode(text))
-    else:
-        tokens = body.prompt or []
-    name, salt, lifetime = body.name, body.cache_salt, body.lifetime
-    prefixes = backend.llm.prefixes
-    job = await backend.jobs.submit(
-        lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt)],
-        num_sequences=1,
-        timeout=backend.options.request_timeout,
-    )
-    await finish(job, request)
-    prefix = await backend.jobs.call(
-        lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime)
-    )
-    if messages is not None:
-        backend.prefix_messages[prefix] = messages
-    return _prefix(prefix)
-
-
-@router.get("/v1/prefixes")
-async def list_prefixes(backend: BackendDep) -> PrefixList:
+@router.get("/v1/cache/prefixes")
+async def list_prefixes(backend: BackendDep) -> CachePrefixList:
     """All pinned prefixes."""
     llm = backend.llm
     prefixes, pinned = await backend.jobs.call(
         lambda: (llm.prefixes.list(), llm.cache.pinned_pages)
     )
-    return PrefixList(
-        data=[_prefix(prefix) for prefix in prefixes],
+    return CachePrefixList(
+        data=[
+            CachePrefix(**dict(describe(prefix)), namespace=_namespace(prefix.cache_salt))
+            for prefix in prefixes
+        ],
         pinned_pages=pinned,
         budget_pages=llm.cache.pin_budget,
     )
 
 
-@router.get("/v1/prefixes/{name}")
-async def get_prefix(name: PrefixName, backend: BackendDep) -> Prefix:
-    """One pinned prefix."""
-    return _prefix(await backend.find_prefix(name))
-
-
-@router.delete("/v1/prefixes/{name}")
-async def unpin_prefix(name: PrefixName, backend: BackendDep) -> DeletedPrefix:
+@router.delete("/v1/cache/prefixes/{namespace}/{name}")
+async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) -> DeletedPrefix:
     """Let a prefix be evicted like anything else."""
-    prefix = await backend.find_prefix(name)
-    await backend.jobs.call(lambda: backend.llm.prefixes.unpin(prefix.name))
+    prefixes = backend.llm.prefixes
+
+    def unpin() -> bool:
+        for prefix in prefixes.list():
+            if (_namespace(prefix.cache_salt), prefix.name) == (namespace, name):
+                prefixes.unpin(name, prefix.cache_salt)
+                return True
+        return False
+
+    if not await backend.jobs.call(unpin):
+        raise ApiError.not_found(f"no prefix named {name!r} is pinned in {namespace!r}")
     return DeletedPrefix(name=name)
-
-
-def _prefix(prefix: NamedPrefix) -> Prefix:
-    expires = prefix.expires
-    return Prefix(
-        name=prefix.name,
-        num_tokens=len(prefix.tokens),
-        salted=prefix.cache_salt is not None,
-        expires_in=None if expires is None else max(0.0, expires - time.monotonic()),
-    )

@@ -48,14 +48,19 @@ class ApiError(Exception):
         return cls(400, message, param=param)
 
     @classmethod
-    def unauthorized(cls) -> ApiError:
-        """401: no API key, or a wrong one."""
+    def unauthorized(cls, key: str) -> ApiError:
+        """401: no key, or a wrong one; `key` says which is needed."""
         return cls(
             401,
-            "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
+            f"{key} is needed: send the header 'Authorization: Bearer KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+    @classmethod
+    def forbidden(cls, message: str) -> ApiError:
+        """403: not for who asks, whatever key is sent."""
+        return cls(403, message, "permission_error")
 
     @classmethod
     def not_found(cls, message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -126,7 +131,8 @@ def as_api_error(error: Exception) -> ApiError:
         case ContextExceeded():  # the code by which clients know to cut their prompts
             return ApiError(400, str(error), code="context_length_exceeded")
         case EngineFailed():
-            return ApiError.internal(str(error))
+            # Its own text may tell of others that were in the step.
+            return ApiError.internal(f"the engine failed: {type(error.__cause__).__name__}")
         case EngineStopped():
             return ApiError.unavailable(str(error))
         case RadixCacheError():

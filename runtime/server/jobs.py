@@ -178,12 +178,10 @@ class Jobs:
             raise ApiError.invalid(
                 f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
-        for taken, limit, whose in (
-            (self._places.total(), self.capacity, ""),
-            (self._places[client], self.share, " of this client"),
-        ):
-            if taken + num_sequences > limit:
-                raise ApiError.busy(f"{taken} completions{whose} are running or waiting; try again")
+        if self._places.total() + num_sequences > self.capacity:
+            raise ApiError.busy("too many completions are running or waiting; try again")
+        if self._places[client] + num_sequences > self.share:
+            raise ApiError.busy("too many completions of this client are running or waiting")
         job = Job(self._metrics, stream, num_sequences, client)
         self._take(job, timeout)
         try:

@@ -39,11 +39,20 @@ def _check_stop(stop: str | list[str] | None) -> str | list[str] | None:
     return stop
 
 
+def _decode_header(text: str) -> str:
+    """A header that is UTF-8, although it was read as Latin-1."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError:
+        raise ValueError("not UTF-8") from None
+
+
 Text = Annotated[str, AfterValidator(_check_text)]
 # An error for each item of a large body would take gigabytes, and all clients would wait for it.
 List = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
+HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
 
@@ -398,7 +407,7 @@ class Prefix(_Model):
 
 
 class PrefixList(_Model):
-    """All pinned prefixes, oldest first, and the pages that they hold and may hold."""
+    """The pinned prefixes of a salt, oldest first, and the pages that they hold and may hold."""
 
     object: Literal["list"] = "list"
     data: list[Prefix]
@@ -406,8 +415,23 @@ class PrefixList(_Model):
     budget_pages: int
 
 
+class CachePrefix(Prefix):
+    """A pinned prefix, and which salt's it is, as in `CacheNamespace`."""
+
+    namespace: str | None
+
+
+class CachePrefixList(_Model):
+    """The pinned prefixes of all salts, oldest first, and the pages that they hold and may hold."""
+
+    object: Literal["list"] = "list"
+    data: list[CachePrefix]
+    pinned_pages: int
+    budget_pages: int
+
+
 class DeletedPrefix(_Model):
-    """The answer of DELETE /v1/prefixes/NAME."""
+    """The answer to a DELETE of a pinned prefix."""
 
     name: str
     object: Literal["prefix"] = "prefix"
@@ -430,7 +454,8 @@ class CacheNode(_Model):
 
 
 class CacheNamespace(_Model):
-    """The tree of the requests with one salt, whose hash names it; null without a salt."""
+    """The tree of the requests with one salt; `namespace` is a digest of it, keyed by the process,
+    null without a salt."""
 
     namespace: str | None
     tree: CacheNode

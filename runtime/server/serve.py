@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
@@ -47,6 +48,7 @@ def configure(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
         log_level=log_level,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # who is on this machine is not for a header to say
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
 
@@ -55,6 +57,9 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     """Serve an app of `create_app` until a signal ends it."""
     config = configure(app)
     host, port = listener.getsockname()[:2]
+    if app.state.backend.options.api_key is None and not ip_address(host).is_loopback:
+        warning = "Warning: without an --api-key, whoever reaches this address may use the server"
+        print(warning, file=sys.stderr)
     host = f"[{host}]" if ":" in host else host
     names = ", ".join(app.state.backend.names)
     placement = app.state.backend.llm.engine.model.placement

@@ -87,12 +87,13 @@ class Machine:
         self.pool = PagePool(num_pages, page_size)
         self.cache = RadixCache(self.pool, pin_budget=pin_budget)
         self.pin_budget = num_pages // 2 if pin_budget is None else pin_budget
+        self.pin_share = (self.pin_budget + 1) // 2
         self.page_size = page_size
         self.reference = Reference(page_size)
         self.replay = Replay()
         self.kv = SimulatedKV(num_pages, page_size)
         self.requests: list[Request] = []
-        self.pins: dict[str, tuple[Hashable, list[int]]] = {}
+        self.pins: dict[tuple[Hashable, str], list[int]] = {}
         self.stats = CacheStats()
         self.copies_taken = 0
         self.counts: Counter[str] = Counter()
@@ -344,7 +345,7 @@ class Machine:
         return freed
 
     def pin(self, name: str, tokens: Sequence[int], namespace: Hashable = None) -> bool:
-        """A cached prefix stays until unpinned; refused if absent, named twice or over budget."""
+        """A cached prefix stays until unpinned; refused if absent, named twice or over a limit."""
         self.counts["pin"] += 1
         chain = chain_of(namespace, tokens)
         written = self.reference.written_length(chain) == len(chain)
@@ -353,30 +354,35 @@ class Machine:
             self.cache.pin(name, tokens, namespace)
         except PinError:
             self.counts["pin refused"] += 1
-            if name not in self.pins and written:
-                paths = [*self.pins.values(), (namespace, list(tokens))]
-                pages = sum(len(self._path_pages(ns, t)) for ns, t in paths)
-                assert pages > self.pin_budget, "a pin within the budget is refused"
+            if (namespace, name) not in self.pins and written:
+                paths = [(ns, t) for (ns, _), t in self.pins.items()] + [(namespace, list(tokens))]
+                sizes = [(ns, len(self._path_pages(ns, t))) for ns, t in paths]
+                own = sum(size for ns, size in sizes if ns == namespace)
+                assert own > self.pin_share or sum(size for _, size in sizes) > self.pin_budget, (
+                    "a pin within share and budget is refused"
+                )
             assert self._snapshot() == before and self.cache.pins == pins
             self._settle()
             return False
-        assert name not in self.pins, "a pin name was given twice"
+        assert (namespace, name) not in self.pins, "a pin name was given twice"
         assert self.reference.cached_length(chain) == len(chain), "pinned what is not cached"
-        self.pins[name] = (namespace, list(tokens))
-        tables = [self._table(ns, t) for ns, t in self.pins.values()] if written else []
-        assert len({p for t in tables for p in t.tolist()}) <= self.pin_budget, "over the budget"
+        self.pins[namespace, name] = list(tokens)
+        tables = [(ns, self._table(ns, t)) for (ns, _), t in self.pins.items()] if written else []
+        assert len({p for _, t in tables for p in t.tolist()}) <= self.pin_budget, "over the budget"
+        mine = {p for ns, t in tables if ns == namespace for p in t.tolist()}
+        assert len(mine) <= self.pin_share, "over the namespace's share"
         self._settle()
         return True
 
-    def unpin(self, name: str) -> None:
-        """The pin goes if there is one of that name, else `PinError`."""
+    def unpin(self, name: str, namespace: Hashable = None) -> None:
+        """The pin goes if the namespace has one of that name, else `PinError`."""
         self.counts["unpin"] += 1
         try:
-            self.cache.unpin(name)
+            self.cache.unpin(name, namespace)
         except PinError:
-            assert name not in self.pins, "a known pin cannot be dropped"
+            assert (namespace, name) not in self.pins, "a known pin cannot be dropped"
         else:
-            assert self.pins.pop(name, None) is not None, "an unknown pin was dropped"
+            assert self.pins.pop((namespace, name), None) is not None, "an unknown pin was dropped"
         self._settle()
 
     def reset(self) -> bool:
@@ -402,8 +408,8 @@ class Machine:
         self.run_step(0)
         for request in list(self.requests):
             assert self.release(request)
-        for name in list(self.pins):
-            self.unpin(name)
+        for namespace, name in list(self.pins):
+            self.unpin(name, namespace)
         self.verify_content()
         self.evict(self.pool.num_pages)
         assert self.pool.num_free == self.pool.num_pages, "pages leaked"
@@ -444,8 +450,8 @@ class Machine:
         assert self.replay.names == self.reference.positions.keys(), "events tell another story"
         assert self._cache_stats() == self.stats, f"{self.cache.stats} must be {self.stats}"
         assert self.cache.stats.copied_pages >= self.copies_taken, "copies were not counted"
-        assert self.cache.pins == {name: len(t) for name, (_, t) in self.pins.items()}
-        for namespace, tokens in self.pins.values():
+        assert self.cache.pins == {key: len(tokens) for key, tokens in self.pins.items()}
+        for (namespace, _), tokens in self.pins.items():
             chain = chain_of(namespace, tokens)
             assert self.reference.cached_length(chain) == len(chain), "a pinned prefix was evicted"
         for request in self.requests:
@@ -573,7 +579,7 @@ class Machine:
         for request in self.requests:
             held.update(request.lease.page_table.tolist())
             held |= self._path_pages(request.namespace, request.tokens)
-        for namespace, tokens in self.pins.values():
+        for (namespace, _), tokens in self.pins.items():
             held |= self._path_pages(namespace, tokens)
         return self.pool.num_pages - self.pool.num_free - len(held)
 

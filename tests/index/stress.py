@@ -164,7 +164,7 @@ class RandomDriver:
             self.do("pin", self.rng.choice("abc"), tokens, namespace)
 
     def unpin(self) -> None:
-        self.do("unpin", self.rng.choice("abc"))
+        self.do("unpin", self.rng.choice("abc"), self.rng.choice(NAMESPACES))
 
     def refused(self) -> None:
         if self.request():

@@ -639,7 +639,7 @@ def test_written_tokens_are_never_in_flight() -> None:
 
 
 def test_pins_keep_whole_blocks_within_the_budget() -> None:
-    cache = a_cache(pin_budget=3)
+    cache = a_cache(pin_budget=5)
     put(cache, some(40))
     put(cache, some(16) + some(32, 1))
     with pytest.raises(PinError, match="0 of the 1 whole blocks"):
@@ -647,10 +647,10 @@ def test_pins_keep_whole_blocks_within_the_budget() -> None:
     with pytest.raises(PinError, match="whole block"):
         cache.pin("short", some(10))
     cache.pin("system", some(40))
-    assert cache.pins == {"system": 32} and refs(cache, [1, 2]) == [1, 1]
+    assert cache.pins == {(None, "system"): 32} and refs(cache, [1, 2]) == [1, 1]
     with pytest.raises(PinError, match="pinned already"):
         cache.pin("system", some(40))
-    with pytest.raises(PinError, match="makes 4 pinned pages, the budget is 3"):
+    with pytest.raises(PinError, match="makes 4 pinned pages, the share is 3"):
         cache.pin("more", some(16) + some(32, 1))
     cache.check()
     assert cache.evict(99) == 2 and cache.match(some(40)) == 32
@@ -661,6 +661,24 @@ def test_pins_keep_whole_blocks_within_the_budget() -> None:
         cache.unpin("system")
     assert cache.evict(99) == 2
     cache.check()
+
+
+def test_each_namespace_has_pins_and_a_share_of_its_own() -> None:
+    cache = a_cache(num_pages=20)  # 19 to use, 10 to pin, 5 each
+    for namespace in ("a", "b"):
+        put(cache, some(6 * B), namespace)
+        with pytest.raises(PinError, match="makes 6 pinned pages, the share is 5"):
+            cache.pin("system", some(6 * B), namespace)
+        cache.pin("system", some(5 * B), namespace)
+        assert cache.pinned_pages_of(namespace) == 5
+    put(cache, some(B))
+    with pytest.raises(PinError, match="more pages than all pins together have left"):
+        cache.pin("system", some(B))
+    with pytest.raises(PinError, match="no prefix named 'system' is pinned"):
+        cache.unpin("system")
+    cache.unpin("system", "a")
+    cache.check()
+    assert cache.pins == {("b", "system"): 5 * B} and cache.pinned_pages == 5
 
 
 def test_tokens_in_flight_cannot_be_pinned() -> None:

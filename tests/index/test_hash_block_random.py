@@ -45,7 +45,7 @@ class Schedule:
         self.page_size = page_size
         self.kv = SimulatedKV(num_pages, page_size)
         self.requests: list[Request] = []
-        self.pins: dict[str, tuple[Hashable, list[int]]] = {}
+        self.pins: dict[tuple[Hashable, str], list[int]] = {}
         self.past: list[tuple[Hashable, list[int]]] = [(None, [])]
         self.alphabet = self.rng.choice([1, 2, 3])
         self.longest = max(3, min(60, page_size * num_pages * 2 // 3))
@@ -214,15 +214,15 @@ class Schedule:
         except PinError:
             assert self.snapshot() == before
             return
-        assert name not in self.pins
-        self.pins[name] = (namespace, tokens)
+        assert (namespace, name) not in self.pins
+        self.pins[namespace, name] = tokens
         self.counts["pins"] += 1
 
     def unpin(self) -> None:
         if self.pins:
-            name = self.rng.choice(list(self.pins))
-            self.cache.unpin(name)
-            del self.pins[name]
+            namespace, name = self.rng.choice(list(self.pins))
+            self.cache.unpin(name, namespace)
+            del self.pins[namespace, name]
 
     def reset(self) -> None:
         if self.requests or self.pins:
@@ -248,7 +248,7 @@ class Schedule:
             if block is not None and page not in self.cache._published:
                 chain = chain_of(block.namespace, block.prefix().tolist())
                 assert self.kv.slots[page].tolist() == chain[-self.page_size :], f"page {page}"
-        for namespace, tokens in self.pins.values():
+        for (namespace, _), tokens in self.pins.items():
             whole = len(tokens) // self.page_size * self.page_size
             assert self.cache.match([*tokens[:whole], SENTINEL], namespace) == whole
 

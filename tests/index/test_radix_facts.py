@@ -584,10 +584,10 @@ def test_the_hit_rate_of_nothing_is_zero() -> None:
 
 
 def test_pins_survive_pressure_until_unpinned() -> None:
-    cache = a_cache(num_pages=8)
+    cache = a_cache(num_pages=8, pin_budget=6)
     put(cache, SYSTEM)
     cache.pin("system", SYSTEM)
-    assert cache.pins == {"system": 10}
+    assert cache.pins == {(None, "system"): 10}
     assert cache.evict(8) == 0
     lease = cache.acquire([31] * 20)
     with pytest.raises(OutOfPages):
@@ -599,25 +599,47 @@ def test_pins_survive_pressure_until_unpinned() -> None:
 
 
 def test_pins_count_against_the_budget() -> None:
-    cache = a_cache(num_pages=8, pin_budget=3)
+    cache = a_cache(num_pages=8, pin_budget=5)
     put(cache, SYSTEM)
     put(cache, [31, 32, 33])
     cache.pin("system", SYSTEM)
-    with pytest.raises(PinError, match="budget"):
+    with pytest.raises(PinError, match="makes 4 pinned pages, the share is 3"):
         cache.pin("other", [31, 32, 33])
-    assert cache.pins == {"system": 10}
+    assert cache.pins == {(None, "system"): 10}
     assert cache.evict(8) == 1, "the refused pin holds nothing"
     cache.unpin("system")
     put(cache, [31, 32, 33])
     cache.pin("other", [31, 32, 33])
 
 
-def test_half_of_the_pool_is_the_default_budget() -> None:
-    cache = a_cache(num_pages=4)
-    put(cache, SYSTEM)
-    with pytest.raises(PinError):
-        cache.pin("system", SYSTEM)
-    cache.pin("two pages", SYSTEM[:8])
+def test_half_of_the_pool_is_the_default_budget_and_a_namespace_gets_half_of_that() -> None:
+    cache = a_cache(num_pages=8)
+    for namespace in ("a", "b"):
+        put(cache, SYSTEM, namespace)
+        with pytest.raises(PinError, match="makes 3 pinned pages, the share is 2"):
+            cache.pin("system", SYSTEM, namespace)
+        cache.pin("two pages", SYSTEM[:8], namespace)
+        assert cache.pinned_pages_of(namespace) == 2
+    put(cache, [31])
+    with pytest.raises(PinError, match="more pages than all pins together have left"):
+        cache.pin("one page", [31])
+    assert cache.pinned_pages == cache.pin_budget == 4
+    cache.check()
+
+
+def test_each_namespace_has_names_of_its_own() -> None:
+    cache = a_cache(num_pages=16)
+    for namespace in (None, "a"):
+        put(cache, SYSTEM, namespace)
+        cache.pin("system", SYSTEM, namespace)
+        cache.check()
+    with pytest.raises(PinError, match="no prefix named 'system' is pinned"):
+        cache.unpin("system", "b")
+    cache.unpin("system", "a")
+    cache.check()
+    assert cache.pins == {(None, "system"): 10}
+    cache.evict(16)
+    assert length(cache, SYSTEM) == 10 and cache.match([*SYSTEM, 11], "a") == 0
 
 
 def test_a_pin_in_the_middle_of_an_edge_holds_its_own_part_only() -> None:
@@ -644,7 +666,7 @@ def test_a_pin_that_makes_no_sense_is_refused(misuse: Callable[[RadixCache], Non
     cache.pin("system", SYSTEM)
     with pytest.raises(PinError):
         misuse(cache)
-    assert cache.pins == {"system": 10}
+    assert cache.pins == {(None, "system"): 10}
     cache.unpin("system")
     assert cache.evict(16) == 3
 

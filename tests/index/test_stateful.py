@@ -132,9 +132,9 @@ class CacheUnderRules(RuleBasedStateMachine):
         if tokens:
             self.machine.pin(name, tokens, namespace)
 
-    @rule(name=st.sampled_from("ab"))
-    def unpin(self, name: str) -> None:
-        self.machine.unpin(name)
+    @rule(name=st.sampled_from("ab"), namespace=NAMESPACE)
+    def unpin(self, name: str, namespace: str | None) -> None:
+        self.machine.unpin(name, namespace)
 
     @rule(really=st.integers(0, 9))
     def reset(self, really: int) -> None:

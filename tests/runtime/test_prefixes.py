@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 
-from radixcache import LLM, InvalidRequest, PinError, SamplingParams
+from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SYSTEM = "You are a very careful assistant who thinks twice. "
@@ -23,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> LLM:
-    return LLM(path, page_size=4, kv_memory=40 * 4 * 3 * 2 * 2 * 16 * 4)  # 40 pages
+    return LLM(path, page_size=4, kv_memory=60 * 4 * BYTES_PER_TOKEN)  # 60 pages
 
 
 def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
@@ -57,7 +58,7 @@ def test_prefixes_are_listed_unpinned_and_expire(path: Path) -> None:
     assert [prefix.name for prefix in prefixes.list()] == ["short", "long"]
     time = 105.0
     assert [prefix.name for prefix in prefixes.list()] == ["long"]
-    assert engine.cache.pins == {"long": 1}
+    assert engine.cache.pins == {(None, "long"): 1}
     prefixes.unpin("long")
     assert prefixes.list() == [] and engine.cache.pins == {}
     engine.cache.reset()  # refuses while a pin lives
@@ -69,13 +70,13 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
         (lambda: llm.generate(["a", "b"], prefix="sytem"), PinError, "no prefix named 'sytem'"),
         (lambda: llm.unpin_prefix("sytem"), PinError, "no prefix named 'sytem'"),
         (lambda: llm.pin_prefix("system", "x"), PinError, "is pinned already"),
-        (lambda: llm.pin_prefix("big", "y" * 60), PinError, "the budget is 20"),
+        (lambda: llm.pin_prefix("big", "y" * 60), PinError, "28 pinned pages, the share is 15"),
         (lambda: llm.pin_prefix("empty", ""), InvalidRequest, "the prompt is empty"),
         (lambda: llm.pin_prefix("x", "x", lifetime=0), InvalidRequest, "lifetime must be"),
     ):
         with pytest.raises(error, match=sentence):
             call()
-        assert not llm.engine.has_work and llm.cache.pins == {"system": len(SYSTEM)}
+        assert not llm.engine.has_work and llm.cache.pins == {(None, "system"): len(SYSTEM)}
         llm.cache.check()
 
 
@@ -88,7 +89,34 @@ def test_without_a_prefix_cache_nothing_can_be_pinned(path: Path) -> None:
 def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
     llm.pin_prefix("mine", SYSTEM, cache_salt="a")
     assert llm.generate("x", GREEDY, prefix="mine", cache_salt="a")[0].num_cached_tokens > 0
-    assert llm.generate("x", GREEDY, prefix="mine")[0].num_cached_tokens == 0
+    assert llm.explain("x", prefix="mine", cache_salt="a").num_tokens == len(SYSTEM) + 1
+    for salt in (None, "b"):
+        for call in (
+            lambda salt: llm.generate("x", GREEDY, prefix="mine", cache_salt=salt),
+            lambda salt: next(llm.stream("x", GREEDY, prefix="mine", cache_salt=salt)),
+            lambda salt: llm.explain("x", prefix="mine", cache_salt=salt),
+            lambda salt: llm.unpin_prefix("mine", cache_salt=salt),
+            lambda salt: asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt=salt)),
+        ):
+            with pytest.raises(PinError, match="no prefix named 'mine' is pinned"):
+                call(salt)
+    asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt="a"))
+    assert llm.prefixes.list() == [] and llm.cache.pins == {}
+
+
+def test_a_name_and_a_share_of_the_pins_belong_to_a_salt(llm: LLM) -> None:
+    for salt, text in (("a", "1" * 60), ("b", "2" * 60)):
+        llm.pin_prefix("system", text, cache_salt=salt)
+        named = llm.generate("x", GREEDY, prefix="system", cache_salt=salt)[0]
+        assert named.prompt_token_ids == llm.encode(f"{text}x")
+        with pytest.raises(PinError, match="makes 16 pinned pages, the share is 15"):
+            llm.pin_prefix("more", "z", cache_salt=salt)
+        llm.cache.check()
+    with pytest.raises(PinError, match="more pages than all pins together have left"):
+        llm.pin_prefix("system", "z")
+    llm.unpin_prefix("system", cache_salt="a")
+    assert llm.cache.pins == {("b", "system"): 60}
+    llm.pin_prefix("system", "z")
 
 
 def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> None:
@@ -102,3 +130,18 @@ def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> No
     assert [prefix.name for prefix in llm.prefixes.list()] == ["unpinned"]
     llm.unpin_prefix("unpinned")
     assert llm.prefixes.list() == []
+
+
+def test_a_prefix_whose_pin_a_broken_cache_forgot_is_pinned_anew_once_computed(path: Path) -> None:
+    with LLM(path, page_size=1, kv_memory="1MiB") as llm:
+        llm.pin_prefix("system", SYSTEM, cache_salt="s")
+
+        def cut_off() -> None:
+            llm.cache._inside = True
+
+        llm.call(cut_off)
+        for _ in range(2):
+            assert llm.call(lambda: llm.cache.pins) == {}
+            llm.generate("a", GREEDY, prefix="system", cache_salt="s")
+        assert llm.cache.pins == {("s", "system"): len(SYSTEM)}
+        llm.call(llm.engine.check)

@@ -29,6 +29,7 @@ class Transformers:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False
         )
+        self.model.generation_config.eos_token_id = None  # else it stands in for `greedy`'s
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         return self._generate(requests, max_tokens, DynamicCache())

@@ -26,7 +26,8 @@ async function call(path, { body, method = body ? "POST" : "GET", headers = {}, 
   if (response.status === 401) $("key").hidden = false;
   if (response.ok || response.status === 304) return response;
   const error = (await response.json().catch(() => ({}))).error;
-  throw new Error(error?.message ?? `the server answers with status ${response.status}`);
+  const sentence = error?.message ?? `the server answers with status ${response.status}`;
+  throw Object.assign(new Error(sentence), { status: response.status });
 }
 
 /** The events of a streamed completion. */
@@ -233,11 +234,12 @@ let etag = "";
 let timer = 0;
 let loading = false;
 let stale = false;
+let closed = false; // the server shows the cache to others only, whatever key is given
 
 /** Look at the cache: once a second while anybody sees it, and for nothing but a 304 if it is idle. */
 async function refresh() {
   stale = true;
-  if (loading) return;
+  if (loading || closed) return;
   loading = true;
   clearTimeout(timer);
   try {
@@ -254,9 +256,10 @@ async function refresh() {
     $("trouble").textContent = "";
   } catch (error) {
     $("trouble").textContent = tell(error);
+    closed = error.status === 403;
   }
   loading = false;
-  if (!document.hidden && $("key").hidden) timer = setTimeout(refresh, running ? 200 : 1000);
+  if (!document.hidden && !closed && $("key").hidden) timer = setTimeout(refresh, running ? 200 : 1000);
 }
 
 const GONE_SECONDS = 3; // for which what has left the cache is still shown
@@ -523,6 +526,7 @@ $("key").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("key", $("key-text").value);
   $("key").hidden = true;
+  closed = false;
   begin();
 });
 for (const choice of document.querySelectorAll("[name=scale]")) {

@@ -30,7 +30,7 @@ from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
 from radixcache.runtime.engine.request import Request
 from tests.engines import finish
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_120
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -95,12 +95,9 @@ class World:
             self.cache.release(lease)
             return
         hit = lease.cached_tokens
-        for everywhere in (False, True):
-            misses = self.explainer.explain(tokens, hit, namespace, other_namespaces=everywhere)
-            self.compare(misses, tokens, hit, namespace, everywhere)
-        assert self.explainer.observe(tokens, hit, namespace) == self.explainer.explain(
-            tokens, hit, namespace
-        )
+        misses = self.explainer.explain(tokens, hit, namespace)
+        self.compare(misses, tokens, hit, namespace)
+        assert self.explainer.observe(tokens, hit, namespace) == misses
         for miss in misses:
             self.counted[miss.reason] += len(miss)
         chunk = tokens[: self.rng.choice([hit + 1, len(tokens), len(tokens)])]
@@ -153,13 +150,8 @@ class World:
             self.cache.reset()
             self.cached.clear()
 
-    def compare(
-        self, misses: list[Miss], tokens: Text, hit: int, namespace: Hashable, everywhere: bool
-    ) -> None:
-        labels = [
-            self.reason(tokens, at, hit, namespace, everywhere)
-            for at in range(hit, len(tokens) - 1)
-        ]
+    def compare(self, misses: list[Miss], tokens: Text, hit: int, namespace: Hashable) -> None:
+        labels = [self.reason(tokens, at, hit, namespace) for at in range(hit, len(tokens) - 1)]
         expected, at = [], hit
         for label, run in groupby(labels):
             start, at = at, at + len(list(run))
@@ -180,9 +172,7 @@ class World:
             else:
                 assert miss == Miss(miss.reason, miss.start, miss.end, len(tokens), miss.in_flight)
 
-    def reason(
-        self, tokens: Text, at: int, hit: int, namespace: Hashable, everywhere: bool
-    ) -> tuple[str, bool]:
+    def reason(self, tokens: Text, at: int, hit: int, namespace: Hashable) -> tuple[str, bool]:
         """Why token `at` is missed, and whether because it is in flight."""
         serials = self.computed[namespace]
         if tokens[: at + 1] in serials:
@@ -197,16 +187,11 @@ class World:
             assert any((namespace, tokens[:end]) in self.in_flight for end in range(at + 2))
             assert at // self.page_size == hit // self.page_size
             return "page_not_finished", True
-        if everywhere and any(tokens[: at + 1] in self.computed[name] for name in NAMESPACES):
-            return "other_namespace", False
         start = max(
             end for end in range(at + 1) if not end or tokens[:end] in serials or end == hit
         )
-        known_elsewhere = everywhere and any(
-            tokens[: start + 1] in self.computed[name] for name in NAMESPACES
-        )
         following = self.following(tokens[:start], namespace)
-        if not following or known_elsewhere:
+        if not following:
             return "first_seen", False
         meets = self.rejoin(tokens, start, following) is not None
         return ("diverged" if start or meets else "first_seen"), False
@@ -240,14 +225,20 @@ def naive_rejoin(one: Sequence[int], other: Sequence[int]) -> tuple[int, int] | 
     return None
 
 
+@pytest.mark.parametrize(
+    "page_sizes",
+    [[1, 4, 7, 16], pytest.param([4, 16, 5, 8, 1, 4, 7, 16], marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("kind", [RadixCache, HashBlockCache, NoCache])
-def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(kind: type) -> None:
+def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(
+    kind: type, page_sizes: list[int]
+) -> None:
     seen: Counter[str] = Counter()
-    for number, page_size in enumerate([1, 4, 4, 7, 16, 16, 5, 8]):
+    for number, page_size in enumerate(page_sizes):
         world = World(SEED + number, kind, page_size, num_pages=160 // page_size)
         world.run(120)
         seen += world.seen
-    always = {"first_seen", "diverged", "other_namespace", "met again"}
+    always = {"first_seen", "diverged", "met again"}
     of_kind: dict[Any, set[str]] = {
         RadixCache: {"evicted", "page_not_finished in flight"},
         HashBlockCache: {"evicted", "page_not_finished"},
@@ -322,9 +313,6 @@ def test_each_reason_is_one_sentence() -> None:
             "page not finished: 2 tokens from token 16 on, which another request computes in the "
             "same step"
         ),
-        Miss("other_namespace", 0, 4, 9): (
-            "other namespace: 4 tokens from token 0 on, computed with another cache salt only"
-        ),
         Miss("caching_off", 0, 4, 9): "caching is off: 4 tokens from token 0 on, computed before",
         Miss("diverged", 2, 5, 6, before=(1, 2), prompt=(3, 4, 5, 6), cached=(7, 8)): (
             "diverged at token 2 of 6: the prompt has [1, 2, 3, 4, 5, 6], the cache has "
@@ -375,7 +363,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pages(count: int, page_size: int = 4) -> int:
     """Bytes for `count` KV pages of the random Llama."""
-    return count * page_size * 3 * 2 * 2 * 16 * 4
+    return count * page_size * BYTES_PER_TOKEN
 
 
 SYSTEM = (
@@ -514,25 +502,23 @@ def test_whole_blocks_and_no_cache_say_so(path: Path) -> None:
     assert reasons["none"][0] == ("caching_off", 0, 22)
 
 
-def test_nobody_hears_of_another_salt_but_who_runs_the_engine(path: Path) -> None:
+def test_what_another_salt_has_sent_changes_neither_explanation_nor_counters(path: Path) -> None:
     llm = LLM(path, page_size=4, kv_memory="1MiB")
     prompt = "a text that two tenants send"
+    length = len(prompt)
+    unseen = Miss("first_seen", 0, length - 1, length)
     llm.generate(prompt, GREEDY)  # before any salt is in use
-    assert [m.reason for m in llm.explain(prompt, cache_salt="a").misses] == ["other_namespace"]
-    requests = []
-    for salt in ("a", "b"):
+    for number, salt in enumerate(("a", "b"), 1):
+        assert llm.explain(prompt, cache_salt=salt).misses == [unseen]
 
         def serve(salt: str = salt) -> Request:
             request = llm.engine.add_request(llm.encode(prompt), GREEDY, namespace=salt)
             finish(llm.engine)
             return request
 
-        requests.append(llm.call(serve))
-    length = len(prompt)
-    for request in requests:
-        assert request.explanation == [Miss("first_seen", 0, length - 1, length)]
-    assert llm.explainer.missed_tokens["other_namespace"] == 2 * (length - 1)
-    assert [m.reason for m in llm.explain(prompt, cache_salt="c").misses] == ["other_namespace"]
+        assert llm.call(serve).explanation == [unseen]
+        counted = {k: v for k, v in llm.explainer.missed_tokens.items() if v}
+        assert counted == {"first_seen": (1 + number) * (length - 1)}
     assert llm.explain(prompt, cache_salt="a").misses == []
 
 

@@ -20,7 +20,7 @@ LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
 
 @pytest.fixture(scope="module")
 def llms() -> dict[str, LLM]:
-    return {cache: LLM(cache=cache, kv_memory="16MiB") for cache in ("radix", "hash-block", "none")}
+    return {cache: LLM(cache=cache, kv_memory="32MiB") for cache in ("radix", "hash-block", "none")}
 
 
 @pytest.fixture(params=["radix", "hash-block"])
@@ -31,8 +31,12 @@ def fresh(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[Live
     with live(llm) as server:
         yield server
         server.assert_idle()
-        for prefix in server.get("/v1/prefixes").json()["data"]:
-            server.delete(f"/v1/prefixes/{prefix['name']}")
+
+        def unpin_all() -> None:
+            for prefix in llm.prefixes.list():
+                llm.prefixes.unpin(prefix.name, prefix.cache_salt)
+
+        server.call(unpin_all)
 
 
 def cached(response: Any) -> int:
@@ -158,7 +162,7 @@ def test_a_name_that_is_taken_and_a_budget_that_is_spent_are_conflicts(fresh: Li
     fresh.engine.cache.pin_budget = 3
     try:
         large = fresh.post("/v1/prefixes", {"name": "q", "prompt": "y z " * 100})
-        assert_error(large, 409, "the budget is 3")
+        assert_error(large, 409, "pinned pages, the share is 2")
     finally:
         fresh.engine.cache.pin_budget = fresh.engine.cache.pool.num_pages // 2
 

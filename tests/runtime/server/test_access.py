@@ -1,0 +1,276 @@
+"""Who may do what: keys, hosts, origins, and what is for the administrator alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from radixcache import LLM
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.server import access, serve
+from radixcache.runtime.server.access import Access
+from radixcache.runtime.server.app import create_app
+from radixcache.runtime.server.backend import Options
+from tests.runtime.server.live import LiveServer, live
+from tests.runtime.server.test_errors import assert_error
+
+COMPLETIONS = "/v1/completions"
+ADMIN_ROUTES = {
+    ("GET", "/metrics"),
+    ("GET", "/v1/cache"),
+    ("POST", "/v1/cache/flush"),
+    ("GET", "/v1/cache/prefixes"),
+    ("DELETE", "/v1/cache/prefixes/{namespace}/{name}"),
+}
+CLIENT_ROUTES = {
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", COMPLETIONS),
+    ("POST", "/v1/prefixes"),
+    ("GET", "/v1/prefixes"),
+    ("GET", "/v1/prefixes/{name}"),
+    ("DELETE", "/v1/prefixes/{name}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_memory="16MiB")
+
+
+def comes_in(
+    options: Options, path: str = "/v1/models", client: str = "127.0.0.1", **headers: str
+) -> int | str:
+    """The status with which a request is refused, or what it comes in as."""
+    sent: dict[str, Any] = {"host": "127.0.0.1:8000", **headers}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "path": path,
+        "client": (client, 50_000),
+        "headers": [
+            (name.replace("_", "-").encode(), value.encode()) for name, value in sent.items()
+        ],
+    }
+    statuses: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    async def send(message: Any) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    asyncio.run(Access(app, options)(scope, app, send))  # type: ignore[arg-type]
+    if statuses:
+        return statuses[0]
+    return "administrator" if scope[access._ADMINISTRATES] else "client"
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    ("key", "with_api_key", "with_admin_key", "with_both"),
+    [
+        (None, 401, "client", 401),
+        ("user", "client", "client", "client"),
+        ("boss", 401, "administrator", "administrator"),
+        ("userboss", 401, "client", 401),
+        ("", 401, "client", 401),
+    ],
+)
+def test_what_a_key_opens(key: str | None, with_api_key: Any, with_admin_key: Any, with_both: Any):
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    assert comes_in(Options(api_key="user"), **headers) == with_api_key
+    assert comes_in(Options(admin_key="boss"), **headers) == with_admin_key
+    assert comes_in(Options(api_key="user", admin_key="boss"), **headers) == with_both
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "comes_as"),
+    [
+        ("127.0.0.1", {}, "administrator"),
+        ("127.8.8.8", {"host": "localhost:8000"}, "administrator"),
+        ("::1", {"host": "[::1]:8000"}, "administrator"),
+        ("10.0.0.7", {}, "client"),
+        ("fe80::1", {}, "client"),
+        # A proxy on this machine, which may or may not say so.
+        ("127.0.0.1", {"x_forwarded_for": "127.0.0.1"}, "client"),
+        ("127.0.0.1", {"forwarded": "for=10.0.0.7"}, "client"),
+        ("127.0.0.1", {"host": "llm.example.org"}, "client"),
+        ("127.0.0.1", {"host": "10.0.0.1:8000"}, "client"),
+    ],
+)
+def test_a_server_without_keys_is_administrated_from_its_own_machine(
+    client: str, headers: dict[str, str], comes_as: str
+):
+    options = Options(allowed_hosts=["llm.example.org"])
+    assert comes_in(options, client=client, **headers) == comes_as
+    for with_a_key in (Options(api_key="user"), Options(admin_key="boss")):
+        assert comes_in(with_a_key, client=client, authorization="Bearer user") == "client"
+
+
+def test_keys_that_would_protect_nothing_are_refused():
+    with pytest.raises(InvalidRequest, match="the admin key is empty"):
+        Options(admin_key=" ")
+    with pytest.raises(InvalidRequest, match="the admin key must not be the API key"):
+        Options(api_key="same", admin_key="same")
+
+
+def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
+    """A new one has to be put where it belongs."""
+    app = create_app(llm)
+    routes = {
+        (method.upper(), path)
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+    }
+    assert routes == ADMIN_ROUTES | CLIENT_ROUTES | {("GET", "/health")}
+    with (
+        live(llm, api_key="user", admin_key="boss") as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        for method, path in sorted(routes):
+            user, boss = (
+                client.request(
+                    method,
+                    re.sub("{.*?}", "x", path),
+                    headers={"authorization": f"Bearer {key}"},
+                )
+                for key in ("user", "boss")
+            )
+            assert boss.status_code in (200, 400, 404)
+            if (method, path) in ADMIN_ROUTES:
+                assert_error(user, 401, "the server's admin key is needed")
+            else:
+                assert user.status_code == boss.status_code
+    with live(llm, api_key="user") as server:
+        refused = server.get("/metrics", headers={"authorization": "Bearer user"})
+        error = assert_error(refused, 403, "start it with --admin-key and send that key")
+        assert error["type"] == "permission_error"
+
+
+# Names, and other web pages.
+
+
+@pytest.mark.parametrize(
+    ("host", "is_known"),
+    [
+        ("localhost", True),
+        ("LocalHost.:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("192.168.1.5:8000", True),
+        ("llm.example.org", True),
+        ("LLM.example.org:443", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:8000", False),
+        ("sub.llm.example.org", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bool):
+    options = Options(allowed_hosts=["127.0.0.1", "LLM.example.org"], admin_key="boss")
+    assert comes_in(options, host=host) == ("client" if is_known else 403)
+    assert comes_in(options, host=host, authorization="Bearer none") in ("client", 403)
+    assert comes_in(options, host=host, authorization="Bearer boss") == "administrator"
+    with_key = Options(api_key="user")
+    assert comes_in(with_key, host=host) == 401
+    assert comes_in(with_key, host=host, authorization="Bearer user") == "client"
+    for path in ("/health", "/"):
+        assert comes_in(options, path, host=host) == "client"
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_own"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("https://127.0.0.1:8000", True),
+        ("https://llm.example.org", True),
+        ("http://127.0.0.1:3000", False),
+        ("http://127.0.0.1", False),
+        ("http://localhost:8000", False),
+        ("https://evil.example", False),
+        ("https://evil.example/127.0.0.1:8000", False),
+        ("http://[::1", False),
+        ("null", False),
+        ("", False),
+    ],
+)
+def test_other_web_pages_may_do_nothing(origin: str, is_own: bool):
+    options = Options(allowed_hosts=["127.0.0.1", "llm.example.org"], admin_key="boss")
+    for key in ("none", "boss"):
+        seen = comes_in(options, origin=origin, authorization=f"Bearer {key}")
+        assert (seen == 403) != is_own
+    nowhere = comes_in(Options(api_key="user"), host="", origin=origin, authorization="Bearer user")
+    assert nowhere == 403
+
+
+def test_a_foreign_page_cannot_flush_and_a_name_made_to_lead_here_cannot_read(llm: LLM):
+    body = {"prompt": "| 1 | Nora Lund | 30 |", "max_tokens": 1}
+    with live(llm) as server:
+        server.post(COMPLETIONS, body)
+        simple = {"origin": "https://evil.example", "content-type": "text/plain"}
+        flush = server.post("/v1/cache/flush", content=b"", headers=simple)
+        assert_error(flush, 403, "web pages of 'https://evil.example' may not use this server")
+        usage = server.post(COMPLETIONS, body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+        for path in ("/v1/cache", "/metrics", "/v1/prefixes", "/v1/models"):
+            rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+            assert_error(server.get(path, headers=rebound), 403, "not known as 'evil.example'")
+        assert server.post("/v1/cache/flush", headers={"origin": server.url}).status_code == 200
+        server.assert_idle()
+
+
+def test_host_and_allowed_hosts_are_names_of_the_server(server: LiveServer, monkeypatch: Any):
+    from radixcache.runtime import cli
+
+    seen: list[Options] = []
+
+    def created(_: Any, options: Options) -> Any:
+        seen.append(options)
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(cli, "_load", lambda args: server.backend.llm)
+    monkeypatch.setattr("radixcache.runtime.server.app.create_app", created)
+    flags = "serve --port 0 --host localhost --admin-key a --allowed-host one.example two.example"
+    assert cli.main(flags.split()) == 2
+    assert seen[0].allowed_hosts == ["localhost", "one.example", "two.example"]
+    assert seen[0].admin_key == "a"
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "warns"),
+    [
+        ("0.0.0.0", None, True),
+        ("::", None, True),
+        ("0.0.0.0", "user", False),
+        ("127.0.0.1", None, False),
+        ("::1", None, False),
+    ],
+)
+def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
+    host: str, api_key: str | None, warns: bool, llm: LLM, monkeypatch: Any, capsys: Any
+):
+    def run(self: Any, sockets: list[socket.socket]) -> None:
+        assert not self.config.proxy_headers  # else a header could say that it is this machine
+
+    monkeypatch.setattr(serve._Server, "run", run)
+    app = create_app(llm, Options(api_key=api_key, admin_key="boss"))
+    with serve.listen(host, 0) as listener:
+        serve.serve(app, listener, 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("Warning: without an --api-key") for line in lines] == (
+        [True, False] if warns else [False]
+    )
