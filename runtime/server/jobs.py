@@ -178,11 +178,10 @@ class Jobs:
             raise ApiError.invalid(
                 f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
-        if self._places.total() + num_sequences > self.capacity:  # of whom is nobody's business
-            raise ApiError.busy("too many completions run or wait; try again")
-        taken = self._places[client]
-        if taken + num_sequences > self.share:
-            raise ApiError.busy(f"{taken} completions of this client run or wait; try again")
+        if self._places.total() + num_sequences > self.capacity:
+            raise ApiError.busy("too many completions are running or waiting; try again")
+        if self._places[client] + num_sequences > self.share:
+            raise ApiError.busy("too many completions of this client are running or waiting")
         job = Job(self._metrics, stream, num_sequences, client)
         self._take(job, timeout)
         try:

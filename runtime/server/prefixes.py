@@ -29,9 +29,8 @@ CacheSalt = Annotated[HeaderSalt | None, Header()]
 @router.post("/v1/prefixes")
 async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
     """Compute a prefix and pin it; 409 if the salt has that name, or no pages left to pin."""
-    name, salt, lifetime = body.name, body.cache_salt, body.lifetime
+    client = client_of(request, body.cache_salt)
     messages = None if body.messages is None else plain_messages(body.messages)
-    client = client_of(request, salt)
     tokens: TokensLike
     if messages is not None:
         tokens = await backend.tokenize(
@@ -42,6 +41,7 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
         tokens = await backend.tokenize(lambda t: t.encode(text), client)
     else:
         tokens = body.prompt or []
+    name, salt, lifetime = body.name, body.cache_salt, body.lifetime
     prefixes = backend.llm.prefixes
     job = await backend.jobs.submit(
         lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt, client=client)],

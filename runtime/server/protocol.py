@@ -32,19 +32,19 @@ def _check_text(text: str) -> str:
     return text
 
 
+def _check_stop(stop: str | list[str] | None) -> str | list[str] | None:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > MAX_STOPS or sum(map(len, strings)) > MAX_STOP_LENGTH:
+        raise ValueError(f"at most {MAX_STOPS} strings of {MAX_STOP_LENGTH} characters together")
+    return stop
+
+
 def _decode_header(text: str) -> str:
     """A header that is UTF-8, although it was read as Latin-1."""
     try:
         return text.encode("latin-1").decode()
     except UnicodeError:
         raise ValueError("not UTF-8") from None
-
-
-def _check_stop(stop: str | list[str] | None) -> str | list[str] | None:
-    strings = [stop] if isinstance(stop, str) else stop or []
-    if len(strings) > MAX_STOPS or sum(map(len, strings)) > MAX_STOP_LENGTH:
-        raise ValueError(f"at most {MAX_STOPS} strings of {MAX_STOP_LENGTH} characters together")
-    return stop
 
 
 Text = Annotated[str, AfterValidator(_check_text)]

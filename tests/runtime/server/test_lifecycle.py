@@ -110,7 +110,7 @@ def test_a_full_queue_is_429_with_retry_after(llm: LLM):
             waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
             server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
             refused = server.post(COMPLETIONS, ENDLESS)
-            error = assert_error(refused, 429, "too many completions run or wait")
+            error = assert_error(refused, 429, "too many completions are running or waiting")
             assert error["type"] == "rate_limit_error"
             assert refused.headers["retry-after"] == "1"
             assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
