@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from radixcache.errors import ModelError
+from radixcache.kernels import native
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import operations, packed_linear, reference
@@ -30,6 +31,8 @@ from tests.runtime.model.test_paged_model import (
     relative_error,
     run_steps,
 )
+
+BACKEND = TorchBackend if native.problem() else native.NativeBackend
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
 
@@ -217,7 +220,7 @@ def scaled(result: Any) -> Any:
     [
         (Operations, "norm"), (Operations, "rotation"), (Operations, "turn"),
         (Operations, "attend"), (Operations, "project"), (Operations, "gated"),
-        (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchBackend, "run"),
+        (PlainProduct, "__call__"), (PlainProduct, "silu"), (BACKEND, "run"),
         pytest.param(PackedProduct, "__call__", marks=needs_packing),
         pytest.param(PackedProduct, "silu", marks=needs_packing),
     ],

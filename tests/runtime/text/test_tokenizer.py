@@ -66,5 +66,3 @@ def test_the_bundled_models_tokenizer_is_that_of_auto_tokenizer() -> None:
 def test_a_model_without_a_tokenizer_has_none(family, tmp_path) -> None:
     tiny_model(family, tmp_path, tokenizer=False)
     assert Tokenizer.load(str(tmp_path)) is None
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    assert Tokenizer.load(str(tmp_path)) is None
