@@ -1,4 +1,4 @@
-"""Chooses the attention backend: FlashInfer where it works, else plain torch."""
+"""Chooses the attention backend: FlashInfer or native kernels where they work, else plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from radixcache.kernels import native
 from radixcache.kernels.attention import (
     AttentionBackend,
     LayerKind,
@@ -22,10 +23,13 @@ _log = logging.getLogger("radixcache")
 def choose_backend(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
-    """FlashInfer on a GPU whose kernels run for all these layers, else torch.
+    """FlashInfer on a GPU whose kernels run for all these layers, native kernels on a CPU where
+    they could be compiled, else torch.
 
     Torch on a GPU is much slower, so taking it there is a warning that says why.
     """
+    if device.type == "cpu" and dtype in native.DTYPES and native.problem() is None:
+        return native.NativeBackend()
     if device.type != "cuda":
         return TorchBackend(device)
     try:

@@ -1,4 +1,4 @@
-"""The command line: `radixcache demo`, `chat`, `generate`, `serve` and `bench`.
+"""The command line: `radixcache demo`, `chat`, `generate`, `serve`, `bench` and `info`.
 
 torch and transformers take seconds to import, so nothing here imports them before a command needs
 a model: help and bad input answer at once.
@@ -177,6 +177,27 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _info(_: argparse.Namespace) -> int:
+    """What runs here, and why what does not."""
+    import torch
+    import transformers
+
+    from radixcache.kernels import native
+
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    problem = native.problem()
+    for name, text in (
+        ("radixcache", __version__),
+        ("python", sys.version.partition(" ")[0]),
+        ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        ("transformers", transformers.__version__),
+        ("GPU", cuda),
+        ("native kernels", "yes" if problem is None else f"no: {problem}"),
+    ):
+        print(f"{name:15} {text}")
+    return 0
+
+
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     """What is to be completed, from the one source that was named."""
     if args.prompt is not None:
@@ -310,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_serve(commands)
     _add_bench(commands)
+    _add_command(commands, _info, "what runs here: versions, threads, native kernels")
     return parser
 
 

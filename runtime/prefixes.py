@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -88,11 +89,19 @@ class NamedPrefixes:
         self._drop(self.find(name, cache_salt))
 
     def find(self, name: str, cache_salt: str | None = None) -> NamedPrefix:
-        """The salt's prefix of that name; `PinError` if there is none."""
+        """The salt's prefix of that name; `PinError` if there is none.
+
+        A cache that was broken has forgotten its pins: one whose tokens are cached again by now is
+        pinned again.
+        """
         self.drop_expired()
         if (cache_salt, name) not in self._prefixes:
             raise PinError(f"no prefix named {name!r} is pinned")
-        return self._prefixes[cache_salt, name]
+        prefix = self._prefixes[cache_salt, name]
+        if (cache_salt, name) not in self._engine.cache.pins:
+            with suppress(PinError):
+                self._engine.cache.pin(name, prefix.tokens, cache_salt)
+        return prefix
 
     def list(self) -> list[NamedPrefix]:
         """Those of all salts, oldest first."""
@@ -113,5 +122,5 @@ class NamedPrefixes:
     def _drop(self, prefix: NamedPrefix) -> None:
         name, salt = prefix.name, prefix.cache_salt
         del self._prefixes[salt, name]
-        if (salt, name) in self._engine.cache.pins:  # a cache that was broken forgets its pins
+        if (salt, name) in self._engine.cache.pins:  # else the cache was broken; see `find`
             self._engine.cache.unpin(name, salt)

@@ -1,9 +1,30 @@
 """Settings of the whole test run, and of the processes that tests start."""
 
+import gc
 import os
+
+import pytest
 
 # Two test processes share two cores, and threads that share a busy core wait for each other more
 # than they work. Both are read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # libgomp's threads spin while they wait, which takes up to 25 times as long as sleeping.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# What is imported stays: to look through it for garbage, again and again, takes a second or two.
+gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session):
+    gc.freeze()
+    gc.enable()
+    if session.items:  # where tests run, not where xdist hands them out
+        from tests.forks import open_nursery
+
+        open_nursery()
+
+
+def pytest_sessionfinish():
+    from tests.forks import close_nursery
+
+    close_nursery()

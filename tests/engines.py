@@ -91,17 +91,32 @@ def generated(requests: Sequence[Request]) -> list[list[list[int]]]:
     return [[s.generated.tolist() for s in request.sequences] for request in requests]
 
 
-@torch.inference_mode()
-def plain_greedy(path: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def plain_greedy(
+    path: Path, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = False
+) -> list[int]:
     """What transformers' own generate gives."""
+    return list(_plain_greedy(path, tuple(prompt), max_tokens, ignore_eos))
+
+
+@cache  # tests ask for the same prompts in each mode and at each page size
+@torch.inference_mode()
+def _plain_greedy(
+    path: Path, prompt: tuple[int, ...], max_tokens: int, ignore_eos: bool
+) -> list[int]:
     model = plain_model(path)
-    ids = torch.tensor([list(prompt)])
-    out = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=max_tokens,
-        pad_token_id=0,
-    )
+    ids = torch.tensor([prompt])
+    eos = model.generation_config.eos_token_id
+    if ignore_eos:
+        model.generation_config.eos_token_id = None
+    try:
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
+        )
+    finally:
+        model.generation_config.eos_token_id = eos
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

@@ -41,6 +41,7 @@ _WAITING = {
 }  # fmt: skip
 _COPYING = {"copy_", "_to_copy"}
 _INDEXING = {"index", "index_put", "index_put_"}
+_NESTED = {tuple, list, dict, torch.Size}
 _SINGLE: set[Any] = set()  # operations that are known to be made of no others
 
 
@@ -360,12 +361,18 @@ def _check_mask(attn_mask: torch.Tensor | None = None, **_: object) -> None:
 
 def unwrap(value: Any) -> Any:
     """The same with the memory of device tensors in their place."""
-    return tree_map(lambda x: x.memory if isinstance(x, DeviceTensor) else x, value)
+    return tree_map(_memory, value)
+
+
+def _memory(value: Any) -> Any:
+    return value.memory if isinstance(value, DeviceTensor) else value
 
 
 def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
     """`change` of all that is not a tuple, a list or a dict; torch's own is slow."""
     if isinstance(value, (tuple, list)):
+        if _NESTED.isdisjoint(map(type, value)):
+            return type(value)(map(change, value))
         return type(value)([tree_map(change, item) for item in value])
     if isinstance(value, dict):
         return {key: tree_map(change, item) for key, item in value.items()}

@@ -7,11 +7,12 @@ with the backends under test but the arrays they are given.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
 
 
 @dataclass
@@ -121,3 +122,17 @@ def naive_attention(
             out[row, head] = (weights / weights.sum()) @ values[:, head // group]
     assert not np.isnan(out).any(), "the step reads an unwritten slot"
     return out
+
+
+def run(step: Step, backend: AttentionBackend, **options: Any) -> torch.Tensor:
+    """The backend's output; `step` keeps its pages."""
+    backend.plan(step.batch)
+    k_pages, v_pages = step.k_pages.clone(), step.v_pages.clone()
+    return backend.run(step.query, step.key, step.value, k_pages, v_pages, **options)
+
+
+def error(step: Step, out: torch.Tensor, **options: Any) -> float:
+    """The largest difference from the naive attention; infinite if there is a NaN."""
+    assert out.shape == step.query.shape and out.dtype == step.query.dtype and out.is_contiguous()
+    difference = np.abs(out.double().numpy() - naive_attention(step, **options))
+    return float("inf") if np.isnan(difference).any() else float(difference.max())

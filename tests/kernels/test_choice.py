@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from radixcache.kernels import choice
+from radixcache.kernels import choice, native
 from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.native import NativeBackend
 from radixcache.kernels.torch_backend import TorchBackend
 from tests.kernels import fake_flashinfer
 from tests.kernels.stand_in import Gpu, pretend_gpu
@@ -26,10 +27,22 @@ def gpu() -> Iterator[Gpu]:
         yield gpu
 
 
-def test_a_cpu_takes_torch_and_imports_nothing(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize(
+    ("problem", "dtype", "taken"),
+    [
+        (None, torch.float32, NativeBackend),
+        (None, torch.bfloat16, NativeBackend),
+        (None, torch.float16, TorchBackend),
+        ("no C++ compiler", torch.float32, TorchBackend),
+    ],
+)
+def test_a_cpu_takes_native_kernels_or_torch_and_says_nothing(
+    monkeypatch, caplog, problem, dtype, taken
+) -> None:
     monkeypatch.setitem(sys.modules, NAME, None)
-    backend = choice.choose_backend(torch.device("cpu"), torch.float32, KINDS)
-    assert isinstance(backend, TorchBackend) and not caplog.records
+    monkeypatch.setattr(native, "problem", lambda: problem)
+    backend = choice.choose_backend(torch.device("cpu"), dtype, KINDS)
+    assert type(backend) is taken and not caplog.records
 
 
 def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(caplog) -> None:

@@ -12,9 +12,9 @@ from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.upload import Upload
 from tests.kernels import fake_flashinfer
 from tests.kernels.reference import Step, make_batch, make_step, naive_attention
+from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.stand_in import Gpu, pretend_gpu
-from tests.kernels.test_torch_backend import SHAPES
-from tests.kernels.test_torch_backend import error as error_on_cpu
+from tests.kernels.test_cpu_backends import SHAPES
 from tests.pretend_cuda import CUDA
 
 HEADS = {"mha": (4, 4), "gqa 2": (4, 2), "gqa 4": (8, 2), "gqa 8": (8, 1)}

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import radixcache
+from radixcache.kernels import native
 from radixcache.runtime import cli
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
@@ -156,6 +158,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):
 def test_a_reader_that_leaves_is_no_error():
     code = """
 import sys
+from radixcache.kernels import native
 from radixcache.runtime import cli
 def generate(args):
     print("x" * 100_000)
@@ -172,6 +175,20 @@ sys.exit(cli.main(["generate", "-"]))
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+# info.
+
+
+@pytest.mark.parametrize("problem", [None, "no C++ compiler"])
+def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, capsys):
+    monkeypatch.setattr(native, "problem", lambda: problem)
+    assert main(["info"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(
+        "native kernels yes" if problem is None else f"native kernels no: {problem}"
+    )
+    assert f"torch {torch.__version__}, {torch.get_num_threads()} threads" in out
+
+
 # generate.
 
 
@@ -183,7 +200,8 @@ def test_generate_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert out == " The age of Nora Lund is 30.\n The age of Nora Holm is 57.\n"
     placement, first, second = err.splitlines()
-    assert placement.startswith("qwen3 in float32 on cpu, attention by torch ")
+    kernels = "native kernels" if native.problem() is None else "torch "
+    assert placement.startswith(f"qwen3 in float32 on cpu, attention by {kernels}")
     assert ", 0 cached, " in first and ", 0 cached, " not in second
 
 
@@ -208,7 +226,7 @@ def test_generate_reads_json_lines(type_in, capsys: pytest.CaptureFixture[str]):
 
 def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[str]):
     type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/exit\nNo?\n")
-    assert main(["chat"]) == 0
+    assert main(["chat", "--max-tokens", "40"]) == 0
     out, err = capsys.readouterr()
     first, second, third = out.splitlines()
     assert (first, second) == (

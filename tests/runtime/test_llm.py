@@ -12,7 +12,7 @@ from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
 from radixcache.runtime.text.detokenizer import Detokenizer
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_121
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -393,7 +393,7 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
 
 
 def test_a_budget_too_small_for_one_request_says_so_and_serves_the_rest(byte_model: Path) -> None:
-    small = LLM(byte_model, page_size=4, kv_memory=6 * 4 * 3 * 2 * 2 * 16 * 4)  # six pages
+    small = LLM(byte_model, page_size=4, kv_memory=6 * 4 * BYTES_PER_TOKEN)  # six pages
     assert small.cache.pool.num_pages == 6
     with pytest.raises(InvalidRequest, match="do not fit the KV memory of 5 pages of 4 tokens"):
         small.generate("x" * 30, GREEDY)

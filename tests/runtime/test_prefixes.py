@@ -11,7 +11,7 @@ import pytest
 from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SYSTEM = "You are a very careful assistant who thinks twice. "
@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> LLM:
-    return LLM(path, page_size=4, kv_memory=60 * 4 * 3 * 2 * 2 * 16 * 4)  # 60 pages
+    return LLM(path, page_size=4, kv_memory=60 * 4 * BYTES_PER_TOKEN)  # 60 pages
 
 
 def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
@@ -130,3 +130,18 @@ def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> No
     assert [prefix.name for prefix in llm.prefixes.list()] == ["unpinned"]
     llm.unpin_prefix("unpinned")
     assert llm.prefixes.list() == []
+
+
+def test_a_prefix_whose_pin_a_broken_cache_forgot_is_pinned_anew_once_computed(path: Path) -> None:
+    with LLM(path, page_size=1, kv_memory="1MiB") as llm:
+        llm.pin_prefix("system", SYSTEM, cache_salt="s")
+
+        def cut_off() -> None:
+            llm.cache._inside = True
+
+        llm.call(cut_off)
+        for _ in range(2):
+            assert llm.call(lambda: llm.cache.pins) == {}
+            llm.generate("a", GREEDY, prefix="system", cache_salt="s")
+        assert llm.cache.pins == {("s", "system"): len(SYSTEM)}
+        llm.call(llm.engine.check)

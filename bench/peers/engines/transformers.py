@@ -27,6 +27,7 @@ class Transformers:
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.generation_config.eos_token_id = None  # else it stands in for `greedy`'s
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         return self._generate(requests, max_tokens, DynamicCache())

@@ -22,6 +22,7 @@ from radixcache.bench.gpu.sizes import SMALL
 from radixcache.kernels import cascade
 from radixcache.runtime import cli
 from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.model import decode_graphs
 from radixcache.runtime.worker import Worker
 from tests.kernels.stand_in import pretend_gpu
 from tests.pretend_cuda import CUDA, Device
@@ -39,6 +40,7 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
         with (
             pretend_gpu() as gpu,
             patch.object(engine_module, "group_by_prefix", group),
+            patch.object(decode_graphs, "batch_sizes", _three_sizes),
             patch.object(peers, "_peer", _not_here),
             patch.object(Worker, "_run", _pretending(gpu.device)),
             patch.object(llm, "generate_apart", _generate_here),
@@ -63,6 +65,11 @@ def _pretending(device: Device) -> Callable[[Worker], None]:
             run(worker)
 
     return pretend
+
+
+def _three_sizes(largest: int) -> list[int]:
+    """Of graphs: there are up to eleven, each of which is captured operation by operation."""
+    return sorted({1, min(4, largest), largest})
 
 
 def _not_here(*_: object) -> None:

@@ -144,11 +144,11 @@ def in_whole_pages(workload: Workload, page_size: int) -> Workload:
     return grown
 
 
-MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 6)]
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 6)]
 
 
 @pytest.mark.parametrize("memory", [50, 100, 400])
-@pytest.mark.parametrize("seed", [0, 1, 2, *MORE_SEEDS])
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
 def test_pages_of_a_token_exact_tree_go_as_in_a_brute_force_lru(seed, memory):
     """Prompts that nobody asked before: else a hit ends before the last token, in mid-page."""
     workload = in_whole_pages(distinct_prompts(seed), 4)

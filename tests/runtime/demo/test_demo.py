@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,20 +14,16 @@ from radixcache.runtime.demo.play import Totals, Turn
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE, read_table
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
+from tests.forks import Forked, radixcache
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `radixcache demo --json` prints; nothing else may be on standard output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "radixcache", "demo", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    found: dict[str, Any] = json.loads(done.stdout)
+    done = Forked(tmp_path_factory.mktemp("demo"), radixcache, "demo", "--json")
+    status, out, err = done.wait(300), done.out.read_text(), done.err.read_text()
+    assert (status, err) == (0, ""), out + err
+    found: dict[str, Any] = json.loads(out)
     return found
 
 

@@ -30,7 +30,7 @@ from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
 from radixcache.runtime.engine.request import Request
 from tests.engines import finish
-from tests.models import tiny_model
+from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_120
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -225,10 +225,16 @@ def naive_rejoin(one: Sequence[int], other: Sequence[int]) -> tuple[int, int] | 
     return None
 
 
+@pytest.mark.parametrize(
+    "page_sizes",
+    [[1, 4, 7, 16], pytest.param([4, 16, 5, 8, 1, 4, 7, 16], marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("kind", [RadixCache, HashBlockCache, NoCache])
-def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(kind: type) -> None:
+def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(
+    kind: type, page_sizes: list[int]
+) -> None:
     seen: Counter[str] = Counter()
-    for number, page_size in enumerate([1, 4, 4, 7, 16, 16, 5, 8]):
+    for number, page_size in enumerate(page_sizes):
         world = World(SEED + number, kind, page_size, num_pages=160 // page_size)
         world.run(120)
         seen += world.seen
@@ -357,7 +363,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pages(count: int, page_size: int = 4) -> int:
     """Bytes for `count` KV pages of the random Llama."""
-    return count * page_size * 3 * 2 * 2 * 16 * 4
+    return count * page_size * BYTES_PER_TOKEN
 
 
 SYSTEM = (

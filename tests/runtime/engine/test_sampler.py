@@ -135,11 +135,11 @@ def test_frequencies_in_a_large_vocabulary() -> None:
     logits = 2 * torch.randn(vocab, generator=generator)
     params = [SamplingParams()] * rows
     tokens = torch.cat(
-        [sample(logits.expand(rows, -1), params, [generator] * rows) for _ in range(16)]
+        [sample(logits.expand(rows, -1), params, [generator] * rows) for _ in range(8)]
     )
     seen = np.bincount(tokens.numpy() // (vocab // 8), minlength=8)
     expected = logits.double().softmax(0).view(8, -1).sum(1).numpy() * len(tokens)
-    assert ((seen - expected) ** 2 / expected).sum() < 70, f"seed {SEED}"
+    assert ((seen - expected) ** 2 / expected).sum() < 35, f"seed {SEED}"
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-300])

@@ -98,12 +98,7 @@ def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cach
 def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
     """12 greedy tokens, whatever they are."""
     with _disable_current_modes():
-        model = engines.plain_model(path)
-        eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
-        try:
-            return plain_greedy(path, prompt, 12)
-        finally:
-            model.generation_config.eos_token_id = eos
+        return plain_greedy(path, prompt, 12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

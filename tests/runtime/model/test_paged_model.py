@@ -18,7 +18,16 @@ from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.model import load, packed_linear
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from tests.models import EOS, FAMILIES, VOCAB_SIZE, tiny_model
+from tests.models import (
+    BYTES_PER_TOKEN,
+    EOS,
+    FAMILIES,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    tiny_model,
+)
 
 LENS = (70, 33, 50)
 # New tokens of each sequence in each step: fresh, suffix, chunked, decode and mixed batches.
@@ -140,6 +149,7 @@ PER_LAYER = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
     "sliding_window": 11,
+    "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
 
@@ -218,7 +228,7 @@ LONG = {
         ("gptj", {}, "does not let its attention be replaced"),
         ("bert", {}, "bidirectional"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
-        ("bart", {}, "names 3 layers, but attention runs in 12"),
+        ("bart", {}, f"names {NUM_LAYERS} layers, but attention runs in 12"),
     ],
 )
 def test_a_model_that_would_be_wrong_is_refused_in_one_sentence(
@@ -313,5 +323,6 @@ def test_facts_of_a_model(llama) -> None:
     model = load_model(llama, device="cpu")
     assert model.eos_token_ids == [EOS]
     assert model.max_context == 512
-    assert [tuple(shape) for shape in model.shapes] == [(2, 16, 16)] * 3
-    assert model.bytes_per_token == 3 * 2 * (16 + 16) * 4
+    shape = NUM_KV_HEADS, HEAD_DIM, HEAD_DIM
+    assert [tuple(found) for found in model.shapes] == [shape] * NUM_LAYERS
+    assert model.bytes_per_token == BYTES_PER_TOKEN

@@ -16,6 +16,7 @@ from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.backend import Backend, Options
 from radixcache.runtime.server.serve import listen
+from tests.runtime.server import http
 
 T = TypeVar("T")
 
@@ -40,13 +41,13 @@ class LiveServer:
         return self.backend.llm.worker.call(function).result(30)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+        return http.post(f"{self.url}{path}", json=body, timeout=60, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+        return http.get(f"{self.url}{path}", timeout=60, **options)
 
     def delete(self, path: str) -> httpx.Response:
-        return httpx.delete(f"{self.url}{path}", timeout=60)
+        return http.delete(f"{self.url}{path}", timeout=60)
 
     def wait_until(self, holds: Callable[[], bool], seconds: float = 30) -> None:
         """Wait until `holds`, which is called on the engine's thread."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -22,6 +23,8 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.server.backend import Options
 from radixcache.runtime.worker import MAX_FAILED_STEPS
+from tests.forks import Forked, radixcache
+from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -38,7 +41,7 @@ def llm() -> LLM:
 def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
     """The lines of an endless stream, of which the first chunk has come."""
     body = {**ENDLESS, "stream": True, **more}
-    with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
+    with http.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -64,7 +67,7 @@ def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
 def test_an_answer_that_nobody_waits_for_is_aborted(llm: LLM):
     with live(llm) as server:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
+            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
         server.wait_until(lambda: not server.engine.has_work, 5)
         server.assert_idle()
 
@@ -182,7 +185,7 @@ def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
         calls = fail_steps(monkeypatch, llm, range(1, 10**9))
         assert_error(server.post(COMPLETIONS, ENDLESS), 500, "the engine failed: RuntimeError")
         assert calls[0] == MAX_FAILED_STEPS
-        with httpx.stream(
+        with http.stream(
             "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
         ) as response:
             events = [line for line in response.iter_lines() if line]
@@ -217,7 +220,7 @@ def test_a_token_that_gives_no_text_ends_its_own_stream_only(
 
     with live(llm) as server:
         monkeypatch.setattr(llm.engine, "_decode", decode)
-        with httpx.stream(
+        with http.stream(
             "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
         ) as response:
             events = [line for line in response.iter_lines() if line]
@@ -245,41 +248,61 @@ def fail_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, which: range) -> list[
 # The command and its end.
 
 
+SERVE = ("serve", "--port", "0")
+
+
 @contextmanager
 def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`radixcache serve` as a process, and its address."""
-    command = [sys.executable, "-m", "radixcache", "serve", "--port", "0", *flags]
+    """`radixcache serve` as a process from the start, and its address."""
+    command = [sys.executable, "-m", "radixcache", *SERVE, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stderr is not None
-            line = running.stderr.readline()
-            match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+) \(qwen3 in ", line)
-            assert match, line
-            end = time.monotonic() + 60
-            while True:
-                try:
-                    assert httpx.get(f"{match[1]}/health", timeout=10).status_code == 200
-                    break
-                except httpx.TransportError:
-                    assert time.monotonic() < end
-                    time.sleep(0.05)
-            yield running, match[1]
+            yield running, address(running.stderr.readline())
         finally:
             running.kill()
+
+
+@contextmanager
+def forked(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
+    """`radixcache serve` as a process that need not import, and its address."""
+    running = Forked(folder, radixcache, *SERVE, *flags)
+    try:
+        end = time.monotonic() + 60
+        while not (running.err.exists() and running.err.read_text().endswith("\n")):
+            assert running.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        yield running, address(running.err.read_text())
+    finally:
+        running.kill()
+
+
+def address(line: str) -> str:
+    """That of the server which says this; it answers."""
+    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+) \(qwen3 in ", line)
+    assert match, line
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert http.get(f"{match[1]}/health", timeout=10).status_code == 200
+            return match[1]
+        except httpx.TransportError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def test_sigterm_lets_requests_end_and_refuses_new_ones():
     with process("--kv-memory", "32MiB") as (running, url):
         body = {**ENDLESS, "max_tokens": 400, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
             end = time.monotonic() + 10
-            while (health := httpx.get(f"{url}/health")).status_code == 200:
+            while (health := http.get(f"{url}/health")).status_code == 200:
                 assert time.monotonic() < end
             assert_error(health, 503, "shutting down")
-            refused = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "x"})
+            refused = http.post(f"{url}{COMPLETIONS}", json={"prompt": "x"})
             assert_error(refused, 503, "shutting down")
             assert refused.headers["retry-after"] == "1"
             events = [line for line in lines if line]
@@ -288,10 +311,11 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones():
         assert running.wait(15) in (0, -signal.SIGTERM)
 
 
-def test_what_is_not_finished_in_time_ends_with_an_error():
-    with process("--shutdown-timeout", "0.3", "--kv-memory", "32MiB") as (running, url):
+def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
+    flags = ("--shutdown-timeout", "0.3", "--kv-memory", "32MiB")
+    with forked(tmp_path, *flags) as (running, url):
         body = {**ENDLESS, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
@@ -300,14 +324,14 @@ def test_what_is_not_finished_in_time_ends_with_an_error():
         assert running.wait(15) in (0, -signal.SIGTERM)
 
 
-def test_a_second_signal_kills():
-    with process("--kv-memory", "32MiB") as (running, url):
+def test_a_second_signal_kills(tmp_path: Path):
+    with forked(tmp_path, "--kv-memory", "32MiB") as (running, url):
         body = {**ENDLESS, "stream": True}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
+        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGINT)
-            while httpx.get(f"{url}/health").status_code == 200:
+            while http.get(f"{url}/health").status_code == 200:
                 pass
             start = time.monotonic()
             running.send_signal(signal.SIGTERM)
@@ -367,5 +391,6 @@ def test_the_engine_of_an_idle_server_does_not_run(llm: LLM):
         run_commands = llm.worker._run_commands
         llm.worker._run_commands = lambda: (looks.append(1), run_commands())[1]  # type: ignore[method-assign, func-returns-value]
         server.call(lambda: None)  # ends the wait that began before
+        looks.clear()  # the next wait may have begun
         time.sleep(0.25)
         assert llm.worker.alive and len(looks) <= 1

@@ -6,16 +6,16 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from radixcache import LLM
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server import static
+from tests.runtime.server import http
 from tests.runtime.server.browser import INSTALLED, Page, browser
 from tests.runtime.server.live import LiveServer, ask, live
-from tests.runtime.server.test_lifecycle import process
+from tests.runtime.server.test_lifecycle import forked
 
 needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 
@@ -132,9 +132,9 @@ window.clearTimeout = (timer) => { timers.delete(timer); clear(timer); };
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with room for a table and half."""
-    with process("--kv-memory", "10MiB") as (_, url):
+    with forked(tmp_path_factory.mktemp("server"), "--kv-memory", "10MiB") as (_, url):
         yield url
 
 
@@ -147,7 +147,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 @pytest.fixture
 def page(url: str, window: Page) -> Iterator[Page]:
     """The page, with an empty cache. Afterwards, nothing was wrong and nobody else was asked."""
-    httpx.post(f"{url}/v1/cache/flush")
+    http.post(f"{url}/v1/cache/flush")
     window.open(url)
     window.until(lambda: not window.all(".node"))
     yield window
@@ -180,7 +180,7 @@ def test_three_turns_grow_the_tree_and_compute_only_what_is_new(page: Page, url:
         assert cached + computed == prompt
         assert cached == known  # all that was computed before
         page.until(lambda before=grown[-1]: cached_tokens(page) > before)
-        view = httpx.get(f"{url}/v1/cache").json()
+        view = http.get(f"{url}/v1/cache").json()
         assert (view["recent"][-1]["prompt_tokens"], view["recent"][-1]["cached_tokens"]) == (
             prompt,
             cached,
@@ -241,10 +241,10 @@ def test_what_is_flushed_is_seen_to_go(page: Page):
 def test_what_is_evicted_is_seen_to_go(page: Page, url: str):
     page.ask(QUESTION)
     page.until(lambda: len(page.all(".node.idle")) == 1)
-    httpx.post(f"{url}/v1/completions", json={"prompt": "x y " * 800, "max_tokens": 1}, timeout=60)
+    http.post(f"{url}/v1/completions", json={"prompt": "x y " * 800, "max_tokens": 1}, timeout=60)
     page.until(lambda: page.all(".node.evicted"))
     lost = int(page.texts(".node.evicted small")[0].replace(",", ""))
-    stats = httpx.get(f"{url}/v1/cache").json()["stats"]
+    stats = http.get(f"{url}/v1/cache").json()["stats"]
     assert lost == stats["evicted_tokens"] > 0
     assert page.texts("#gone") == [f"{lost:,} tokens evicted"]
     assert page.text("#pages").endswith(f" {lost:,} evicted")
@@ -254,13 +254,13 @@ def test_what_is_evicted_is_seen_to_go(page: Page, url: str):
 def test_nodes_in_use_and_pinned_ones_say_so(page: Page, url: str):
     page.run("window.stall = true")
     body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60):
+    with http.stream("POST", f"{url}/v1/completions", json=body, timeout=60):
         page.until(lambda: page.all(".node.used"))
     page.until(lambda: page.all(".node.idle") and not page.all(".node.used"))
-    httpx.post(f"{url}/v1/prefixes", json={"name": "mine", "prompt": "z " * 40}, timeout=60)
+    http.post(f"{url}/v1/prefixes", json={"name": "mine", "prompt": "z " * 40}, timeout=60)
     page.until(lambda: page.all(".node.pinned"))
     assert "pinned as mine" in page.one(".node.pinned").accessible_name
-    httpx.delete(f"{url}/v1/prefixes/mine")
+    http.delete(f"{url}/v1/prefixes/mine")
     page.until(lambda: not page.all(".node.pinned"))
 
 

@@ -138,13 +138,16 @@ def test_tokens_that_depend_on_what_stands_before_them_are_no_delimiters() -> No
 
 @each_kind
 @pytest.mark.parametrize("max_bytes", [1 << 20, 2000])
-def test_without_generated_tokens_a_history_changes_nothing(kind: Kind, max_bytes: int) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_without_generated_tokens_a_history_changes_nothing(
+    kind: Kind, max_bytes: int, count: int
+) -> None:
     """Texts that go on, branch, repeat, are cut short and come under different salts."""
     tokenizer = wrap(kind())
     history = TokenHistory(tokenizer, max_bytes)
     rng = random.Random(SEED)
     texts = [""]
-    for _ in range(250):
+    for _ in range(count):
         text = rng.choice(texts[-12:])
         if rng.random() < 0.3:
             text = text[: rng.randint(0, len(text))]
@@ -185,12 +188,13 @@ def test_only_what_is_new_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each_kind
-def test_reused_tokens_read_as_plain_tokens_do(kind: Kind) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_reused_tokens_read_as_plain_tokens_do(kind: Kind, count: int) -> None:
     """Conversations with random answers and templates that go on in any way."""
     tokenizer = wrap(kind())
     rng = random.Random(SEED)
     reused = 0
-    for _ in range(60):
+    for _ in range(count):
         history = TokenHistory(tokenizer, rng.choice([1 << 20, 3000]))
         text = some_text(rng)
         for _ in range(8):

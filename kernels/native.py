@@ -1,0 +1,239 @@
+"""The CPU kernels of `native.cpp`: attention over pages, and functions on rows.
+
+They take float32 or bfloat16, compute in float32, and run in torch's own pool of threads. What they
+give for a row depends, to the bit, on that row alone: not on the rows beside it, nor on threads.
+
+Whatever does not fit together is a ValueError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.native_build import build
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_NO_WINDOW = 2**31 - 1
+_TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
+_KERNELS = {"attend": "***l*l*l*****i", "rms_norm": "****liffi", "gated": "***lillii"}
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("sequences", "page_size")),
+        *(
+            (name, c_void_p)
+            for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "slots")
+        ),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("heads", "kv_heads", "dim", "value_dim", "half", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    ]
+
+
+@cache
+def problem() -> str | None:
+    """Why the kernels cannot run here; None if they can. The first call may compile them."""
+    try:
+        _load()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _load() -> dict[torch.dtype, dict[str, Any]]:
+    library = ctypes.CDLL(str(build()))  # torch is imported: its threads are found by name
+    kernels: dict[torch.dtype, dict[str, Any]] = {}
+    for dtype in DTYPES:
+        name = str(dtype).replace("torch.", "radixcache_")
+        addresses = (c_void_p * len(_KERNELS)).in_dll(library, name)
+        kernels[dtype] = {
+            kernel: ctypes.CFUNCTYPE(None, *(_TYPES[letter] for letter in types))(address)
+            for (kernel, types), address in zip(_KERNELS.items(), addresses, strict=True)
+        }
+    return kernels
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """`x` over its root mean square, times `weight + offset`.
+
+    Args:
+        x: [..., width], contiguous.
+        weight: [width].
+        residual: x is added to it in place, and the sum is what is normed.
+        offset: 1 for Gemma.
+    """
+    kernel, width, to = _kernel("rms_norm", x), weight.numel(), None
+    _check(x, x, (*x.shape[:-1], width))
+    _check(weight, x, (width,))
+    if residual is not None:
+        _check(residual, x, x.shape)
+        to = residual.data_ptr()
+    out = torch.empty_like(x)
+    rows, threads = x.numel() // width, torch.get_num_threads()
+    kernel(x.data_ptr(), to, weight.data_ptr(), out.data_ptr(), rows, width, eps, offset, threads)
+    return out
+
+
+def gated(
+    gate: torch.Tensor, up: torch.Tensor, activation: Literal["silu", "gelu_tanh"]
+) -> torch.Tensor:
+    """`activation(gate) * up`, both [rows, width]; they may be columns of one product."""
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"no activation {activation!r}")
+    kernel, (rows, width), out = _kernel("gated", gate), gate.shape, gate.new_empty(gate.shape)
+    _check(gate, gate, gate.shape, apart=True)
+    _check(up, gate, gate.shape, apart=True)
+    kernel(
+        *(gate.data_ptr(), up.data_ptr(), out.data_ptr(), rows, width),
+        *(gate.stride(0), up.stride(0), activation != "silu", torch.get_num_threads()),
+    )
+    return out
+
+
+class NativeBackend(AttentionBackend):
+    """Attention over pages on a CPU where `problem()` is None; any heads and page size.
+
+    Keys are cut into blocks at fixed positions. A row attends over each block by itself, and what
+    it sees of them is merged in order. So threads share the work evenly, and a block that several
+    sequences have in their tables is read once for all of them.
+    """
+
+    name = "native kernels"
+    _batch: _Batch | None = None
+
+    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        """
+        Raises:
+            ValueError: the tables of `batch` contradict each other.
+        """
+        last, size, counts = batch.kv_last_page_len, batch.page_size, np.diff(batch.kv_indptr)
+        tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
+        starts_at_0 = not (batch.qo_indptr[0] or batch.kv_indptr[0])
+        if not starts_at_0 or len(counts) != len(batch.query_lens) or len(counts) != len(last):
+            raise ValueError("the page tables are of different batches")
+        if (counts < 1).any() or batch.kv_indptr[-1] != len(batch.kv_indices):
+            raise ValueError("a sequence without pages, or pages without a sequence")
+        if (last < 1).any() or (last > size).any() or (batch.query_lens < 0).any():
+            raise ValueError("a sequence's last page or new tokens cannot be of that length")
+        if (batch.query_lens > batch.kv_lens).any():
+            raise ValueError("a sequence has more new tokens than its pages hold")
+        if batch.kv_indices.min(initial=0) < 0:
+            raise ValueError("a negative page number")
+        self._tokens, self._page_size = int(batch.qo_indptr[-1]), size
+        self._num_pages = int(batch.kv_indices.max(initial=-1)) + 1
+        self._arrays: list[NDArray[Any]] = [
+            np.ascontiguousarray(table, dtype=np.int32) for table in tables
+        ]
+        self._arrays.append(batch.slots())
+        self._batch = _Batch(len(counts), size, *(array.ctypes.data for array in self._arrays))
+        return [torch.as_tensor(array, dtype=torch.int64) for array in arrays]
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """As `AttentionBackend` says, after RoPE where it is still to be applied.
+
+        Args:
+            query, key, value: tokens may stand apart, as columns of one product do.
+            rope: cosines and sines of each token's angles, [T, half] float32 each. The first
+                2 * half elements of each head are turned by halves; those of `query` in place.
+
+        Raises:
+            ValueError: the tensors do not fit together, or to the plan.
+        """
+        if self._batch is None:
+            raise RuntimeError("run() before plan()")
+        (tokens, heads, dim), (pages, size, kv_heads, _) = query.shape, k_pages.shape
+        value_dim, half, cos, sin = v_pages.shape[3], 0, None, None
+        if (tokens, size) != (self._tokens, self._page_size) or pages < self._num_pages:
+            raise ValueError("the step was planned for other pages or tokens")
+        if not kv_heads or heads % kv_heads or (window is not None and window < 1):
+            raise ValueError(f"{heads} heads on {kv_heads}, or a window of {window}")
+        _check(query, query, (tokens, heads, dim), apart=True)
+        _check(key, query, (tokens, kv_heads, dim), apart=True)
+        _check(value, query, (tokens, kv_heads, value_dim), apart=True)
+        _check(k_pages, query, (pages, size, kv_heads, dim))
+        _check(v_pages, query, (pages, size, kv_heads, value_dim))
+        if rope is not None:
+            half = rope[0].shape[1]
+            for table in rope:
+                _check(table, torch.float32, (tokens, half))
+            if 2 * half > dim:
+                raise ValueError(f"RoPE of {2 * half} elements in heads of {dim}")
+            cos, sin = rope[0].data_ptr(), rope[1].data_ptr()
+        out = query.new_empty(tokens, heads, value_dim)
+        layer = _layer(heads, kv_heads, dim, value_dim, half, window or _NO_WINDOW, scale, softcap)
+        _kernel("attend", query)(
+            *(ctypes.addressof(self._batch), ctypes.addressof(layer)),
+            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
+            *(value.data_ptr(), value.stride(0), cos, sin),
+            *(k_pages.data_ptr(), v_pages.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+
+@lru_cache
+def _layer(*fields: float | None) -> _Layer:
+    """The structure with these fields, in order; None is 0."""
+    return _Layer(*(field or 0 for field in fields))
+
+
+def _kernel(name: str, tensor: torch.Tensor) -> Any:
+    kernels = _load().get(tensor.dtype)
+    if kernels is None:
+        raise ValueError(f"no native kernels for {tensor.dtype}")
+    return kernels[name]
+
+
+def _check(
+    tensor: torch.Tensor,
+    like: torch.Tensor | torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    apart: bool = False,
+) -> None:
+    """Refuse what is not of that shape and dtype, on a CPU, and contiguous.
+
+    Args:
+        apart: whether only what belongs to each entry of the first dimension must be.
+    """
+    dtype = like if isinstance(like, torch.dtype) else like.dtype
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:
+        raise ValueError(
+            f"expected {list(shape)} {dtype} on a CPU, "
+            f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    if not tensor.is_contiguous() and not (apart and tensor[0].is_contiguous()):
+        raise ValueError(f"a tensor of {list(shape)} is not contiguous")

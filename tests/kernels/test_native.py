@@ -1,0 +1,330 @@
+"""The native kernels: right against float64, the same to the bit for a row in any company, refusing
+what would read wild memory, and absent without a word where nothing compiles them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache.kernels import native, native_build
+from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.native import NativeBackend
+from radixcache.kernels.torch_backend import TorchBackend
+from tests.kernels.reference import Step, error, make_batch, make_step, run
+from tests.sources import ROOT
+
+needs_kernels = pytest.mark.skipif(native.problem() is not None, reason=str(native.problem()))
+F32, BF16 = torch.float32, torch.bfloat16
+TOLERANCE = {F32: 2e-6, BF16: 8e-3}  # of the largest number
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """Signs of zeros and all."""
+    return tensor.contiguous().view(torch.int32 if tensor.dtype == F32 else torch.int16).numpy()
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (got.double() - expected).abs().max() / expected.abs().max()
+    assert difference < TOLERANCE[got.dtype], f"off by {difference:.1e}"
+
+
+# A row's bits.
+
+
+def rows_one_by_one(step: Step, backend: AttentionBackend, **options) -> torch.Tensor:
+    """What each new token gives as a decode of its own, with nobody beside it."""
+    k_pages, v_pages = step.k_pages.clone(), step.v_pages.clone()
+    outs, size = [], step.batch.page_size
+    rows = iter(range(len(step.query)))
+    for table, queries, length in zip(step.tables, step.query_lens, step.kv_lens, strict=True):
+        for end in range(length - queries + 1, length + 1):
+            row = next(rows)
+            backend.plan(make_batch([table[: -(-end // size)]], [1], [end], size))
+            new = (step.query[row : row + 1], step.key[row : row + 1], step.value[row : row + 1])
+            outs.append(backend.run(*new, k_pages, v_pages, **options))
+    return torch.cat(outs)
+
+
+def random_step(seed: int) -> tuple[Step, dict]:
+    """Sequences long and short, in any heads and pages, some with shared pages."""
+    rng = np.random.default_rng(seed)
+    page_size, group = int(rng.choice([1, 3, 16])), int(rng.choice([1, 3, 4, 7]))
+    share = int(rng.choice([0, 0, 300])) // page_size
+    lens = [
+        (int(rng.choice([1, 1, 2, 9, 90])), share * page_size + int(rng.integers(0, 400)))
+        for _ in range(rng.integers(1, 5))
+    ]
+    dtype = [F32, F32, BF16][rng.integers(3)]
+    options = {
+        "scale": 0.3,
+        "window": [None, None, 1, 40, 300][rng.integers(5)],
+        "softcap": [None, None, 6.0][rng.integers(3)],
+    }
+    dim = int(rng.choice([8, 16, 40, 64]))
+    print(f"seed {seed}, page size {page_size}, {lens}, dim {dim}, {dtype}, {options}")
+    step = make_step(
+        seed, lens, page_size=page_size, heads=(2 * group, 2), dim=dim, dtype=dtype, share=share
+    )
+    return step, options
+
+
+def check_rows(seed: int) -> None:
+    step, options = random_step(seed)
+    alone = rows_one_by_one(step, NativeBackend(), **options)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        together = run(step, NativeBackend(), **options)
+        np.testing.assert_array_equal(bits(together), bits(alone), f"{threads} threads")
+    assert error(step, together, **options) < (3e-5 if step.query.dtype == F32 else 5e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(20))
+def test_a_row_has_the_same_bits_alone_and_in_any_company(seed) -> None:
+    check_rows(seed)
+
+
+@needs_kernels
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20, 200))
+def test_more_rows_have_the_same_bits(seed) -> None:
+    check_rows(seed)
+
+
+def test_the_comparison_finds_a_backend_whose_rows_depend_on_their_company() -> None:
+    step = make_step(1, [(90, 200), (1, 300), (1, 33)])
+    together, alone = (
+        run(step, TorchBackend(), scale=0.3),
+        rows_one_by_one(step, TorchBackend(), scale=0.3),
+    )
+    assert (bits(together) != bits(alone)).any()
+
+
+@needs_kernels
+def test_a_row_keeps_its_bits_in_other_pages_and_beside_shared_ones() -> None:
+    lens = [(1, 600), (1, 640), (1, 700)]
+    step = make_step(2, lens, page_size=16, share=32)
+    expected = run(step, NativeBackend(), scale=0.3)
+    order = np.random.default_rng(0).permutation(len(step.k_pages))
+    step.tables = [[int(np.flatnonzero(order == page)[0]) for page in t] for t in step.tables]
+    step.k_pages, step.v_pages = step.k_pages[order], step.v_pages[order]
+    step.batch = make_batch(step.tables, step.query_lens, step.kv_lens, 16)
+    np.testing.assert_array_equal(bits(run(step, NativeBackend(), scale=0.3)), bits(expected))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_of_norms_and_activations_have_the_same_bits_alone(dtype) -> None:
+    for width in (1, 7, 16, 60, 100, 1536):
+        x, y = randn(1, 50, width, dtype=dtype), randn(2, 50, width, dtype=dtype)
+        weight = randn(3, width, dtype=dtype)
+        norm = partial(native.rms_norm, weight=weight, eps=1e-6)
+        for kernel in (
+            lambda a, b, norm=norm: norm(a, residual=b.clone()),
+            lambda a, b: native.gated(a, b, "silu"),
+            lambda a, b: native.gated(a, b, "gelu_tanh"),
+        ):
+            alone = torch.cat([kernel(a, b) for a, b in zip(x.split(1), y.split(1), strict=True)])
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                np.testing.assert_array_equal(bits(kernel(x, y)), bits(alone))
+
+
+# Against float64.
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(dtype, offset) -> None:
+    for rows, width in ((1, 512), (5, 64), (3, 17), (300, 100)):
+        x, weight = 3 * randn(1, rows, width, dtype=dtype), randn(2, width, dtype=dtype)
+        residual = randn(3, rows, width, dtype=dtype)
+
+        def expected(x: torch.Tensor, weight: torch.Tensor = weight) -> torch.Tensor:
+            x = x.double()
+            factor = (x.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()
+            return x * factor * (weight.double() + offset)
+
+        assert_close(native.rms_norm(x, weight, 1e-3, offset=offset), expected(x))
+        total = x + residual
+        out = native.rms_norm(x, weight, 1e-3, offset=offset, residual=residual)
+        assert torch.equal(residual, total)  # rounded as torch rounds
+        assert_close(out, expected(total))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gated_activations(dtype) -> None:
+    product = 4 * randn(1, 40, 2 * 60, dtype=dtype)
+    product[0, :6] = torch.tensor([-1e30, -200, -90, 90, 200, 1e4])
+    for gate, up in (product.split(60, dim=1), (product[:, 60:].contiguous(), product[:, :60])):
+        x, y = gate.double(), up.double()
+        assert_close(native.gated(gate, up, "silu"), torch.nn.functional.silu(x) * y)
+        gelu = torch.nn.functional.gelu(x.clamp(-1e4), approximate="tanh")
+        assert_close(native.gated(gate, up, "gelu_tanh"), gelu * y)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (16, 8), (40, 12), (80, 40)])
+def test_rope_then_write_then_attend(dtype, dim, half) -> None:
+    step = make_step(3, [(1, 20), (9, 30), (70, 5)], dim=dim, dtype=dtype)
+    angles = randn(4, len(step.query), half).double()
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b, rest = x.double().split([half, half, dim - 2 * half], dim=2)
+        c, s = cos[:, None], sin[:, None]
+        return torch.cat([a * c - b * s, b * c + a * s, rest], dim=2)
+
+    backend, pages = NativeBackend(), (step.k_pages.clone(), step.v_pages.clone())
+    columns = torch.cat([step.query, step.key, step.value], dim=1).flatten(1)  # of one product
+    query, key, value = columns.unflatten(1, (-1, dim)).split([8, 2, 2], dim=1)
+    backend.plan(step.batch)
+    rope = (cos.float(), sin.float())
+    out = backend.run(query, key, value, *pages, scale=0.3, rope=rope)
+    slots = torch.from_numpy(step.batch.slots())
+    assert torch.equal(pages[1].flatten(0, 1)[slots], step.value)
+    assert_close(pages[0].flatten(0, 1)[slots], turned(step.key))
+    assert_close(query, turned(step.query))
+    step.query, step.key = query, pages[0].flatten(0, 1)[slots]
+    assert error(step, out, scale=0.3) < (2e-5 if dtype == F32 else 3e-2)
+
+
+@needs_kernels
+def test_values_may_be_narrower_than_keys() -> None:
+    step, backend = make_step(5, [(1, 300), (40, 20)], dim=48), NativeBackend()
+    expected = run(step, backend, scale=0.3)
+    assert error(step, expected, scale=0.3) < 2e-5
+    value, v_pages = step.value[..., :20].contiguous(), step.v_pages[..., :20].contiguous()
+    out = backend.run(step.query, step.key, value, step.k_pages, v_pages, scale=0.3)
+    np.testing.assert_array_equal(bits(out), bits(expected[..., :20]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("fault", [{"window": 41}, {"window": None}, {"scale": 0.31}])
+def test_the_reference_tells_a_wrong_window_or_scale(fault) -> None:
+    step, options = make_step(6, [(1, 300), (9, 80)]), {"scale": 0.3, "window": 40}
+    assert error(step, run(step, NativeBackend(), **options), **options) < 2e-5
+    assert error(step, run(step, NativeBackend(), **{**options, **fault}), **options) > 1e-3
+
+
+# What is refused.
+
+
+@needs_kernels
+def test_what_does_not_fit_together_is_refused() -> None:
+    step, backend = make_step(7, [(3, 10), (1, 40)], page_size=4), NativeBackend()
+    good = [step.query, step.key, step.value, step.k_pages, step.v_pages]
+    backend.plan(step.batch)
+
+    def refused(match: str, **changes: torch.Tensor) -> None:
+        names = ("query", "key", "value", "k_pages", "v_pages")
+        args = [changes.get(name, t) for name, t in zip(names, good, strict=True)]
+        with pytest.raises(ValueError, match=match):
+            backend.run(*args, scale=0.3)
+
+    refused("other pages or tokens", query=step.query[:3])
+    refused("other pages or tokens", k_pages=step.k_pages[:5])  # pages are missing
+    refused("other pages or tokens", k_pages=step.k_pages.view(-1, 8, 2, 16)[:20])
+    refused("expected .* got", key=step.key[:3])
+    refused("expected .* got", value=step.value.bfloat16())
+    refused("expected .* got", v_pages=step.v_pages[:5])
+    refused("not contiguous", key=step.key.transpose(1, 2).contiguous().transpose(1, 2))
+    refused("not contiguous", k_pages=step.k_pages.transpose(1, 2).contiguous().transpose(1, 2))
+    refused("8 heads on 3", k_pages=randn(0, len(step.k_pages), 4, 3, 16))
+    with pytest.raises(ValueError, match="no native kernels for"):
+        backend.run(*(tensor.double() for tensor in good), scale=0.3)
+    with pytest.raises(ValueError, match="window of 0"):
+        backend.run(*good, scale=0.3, window=0)
+    with pytest.raises(ValueError, match="RoPE of 18"):
+        backend.run(*good, scale=0.3, rope=(randn(0, 4, 9), randn(0, 4, 9)))
+    with pytest.raises(ValueError, match="expected"):
+        native.rms_norm(step.query, randn(0, 17), 1e-6)
+    with pytest.raises(ValueError, match="expected"):
+        native.gated(randn(0, 2, 8), randn(0, 2, 9), "silu")
+    with pytest.raises(ValueError, match="no activation"):
+        native.gated(randn(0, 2, 8), randn(0, 2, 8), "relu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("fields", "match"), [
+    ({"kv_indices": [0, -1, 2]}, "negative"),
+    ({"kv_indices": [0, 1]}, "pages without"),
+    ({"kv_indptr": [0, 0, 3]}, "without pages"),
+    ({"kv_indptr": [0, 3]}, "different batches"),
+    ({"qo_indptr": [1, 2, 3]}, "different batches"),
+    ({"qo_indptr": [0, 2, 1]}, "cannot be of that length"),
+    ({"kv_last_page_len": [1, 0]}, "cannot be of that length"),
+    ({"kv_last_page_len": [1, 5]}, "cannot be of that length"),
+    ({"qo_indptr": [0, 6, 7]}, "more new tokens"),
+])  # fmt: skip
+def test_page_tables_that_contradict_each_other_are_refused(fields, match) -> None:
+    good = make_batch([[0, 1], [2]], [1, 1], [5, 4], 4)
+    NativeBackend().plan(good)
+    for name, value in fields.items():
+        object.__setattr__(good, name, np.array(value, np.int32))
+    with pytest.raises(ValueError, match=match):
+        NativeBackend().plan(good)
+
+
+# Where nothing compiles them.
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch) -> Path:
+    """A machine with an empty cache folder, and an empty folder of programs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_without_a_compiler_that_is_the_reason(bare) -> None:
+    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+        native_build.build()
+
+
+def test_a_compiler_that_fails_is_the_reason_and_leaves_nothing(bare) -> None:
+    (bare / "c++").write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    (bare / "c++").chmod(0o755)
+    with pytest.raises(OSError, match=r"c\+\+ failed: no such flag"):
+        native_build.build()
+    assert not list((bare / "cache").rglob("*.so"))
+
+
+def test_what_was_compiled_is_used_again_by_the_same_processor_only(bare, monkeypatch) -> None:
+    (bare / "c++").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    (bare / "c++").chmod(0o755)
+    first = native_build.build()
+    (bare / "c++").unlink()
+    assert native_build.build() == first and first.is_file()
+    monkeypatch.setattr(native_build, "_processor", lambda: ["another"])
+    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+        native_build.build()
+
+
+@pytest.mark.exhaustive
+def test_a_model_answers_alike_without_a_compiler_and_nobody_says_a_word(bare) -> None:
+    command = (sys.executable, "-m", "radixcache.runtime.cli", "generate", "--prompt", "The age of")
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0 and "attention by torch" in done.stderr
+    assert "compiler" not in done.stderr and len(done.stderr.splitlines()) == 2
