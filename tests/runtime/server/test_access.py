@@ -137,7 +137,7 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
     assert routes == ADMIN_ROUTES | CLIENT_ROUTES | {("GET", "/health")}
     with (
         live(llm, api_key="user", admin_key="boss") as server,
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, verify=False) as client,
     ):
         for method, path in sorted(routes):
             user, boss = (
