@@ -53,3 +53,9 @@ class ModelError(RadixCacheError, ValueError):
 
 class MissingDependency(RadixCacheError, ImportError):
     """An optional package is needed for what was asked; the message names the extra to install."""
+
+
+def first_sentence(error: Exception) -> str:
+    """The first sentence of an error's message, for one of our own that quotes it."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return text.partition(". ")[0].rstrip(".: ")

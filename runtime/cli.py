@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -394,6 +395,7 @@ def _add_serve(commands: Any) -> None:
     group.add_argument(
         "--allowed-host",
         dest="allowed_hosts",
+        type=_host_name,
         nargs="+",
         default=[],
         metavar="NAME",
@@ -406,7 +408,7 @@ def _add_serve(commands: Any) -> None:
         "--max-queued-requests",
         type=_at_least(int, 0),
         metavar="N",
-        help="may wait; more get status 429 (1024)",
+        help="may wait, half of them one client's; more get status 429 (1024)",
     )
     group.add_argument(
         "--request-timeout",
@@ -431,6 +433,12 @@ def _add_serve(commands: Any) -> None:
         help="seconds for running requests to end on SIGTERM (30)",
     )
     _add_engine(parser)
+
+
+def _host_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise argparse.ArgumentTypeError(f"a name without scheme and port, not {text!r}")
+    return text
 
 
 def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,7 @@ class LLM:
             most = (paged.max_context // page_size + 2) * max_num_seqs * 4
             num_pages = min(num_pages, most)
         prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-        self.tokenizer = Tokenizer.load(path)
+        self.tokenizer = Tokenizer.load(path, paged.max_context)
         self.engine = Engine(
             paged,
             paged.allocate(num_pages, page_size),
@@ -374,7 +374,11 @@ class LLM:
         return inputs
 
     def _add(
-        self, inputs: Sequence[_Input], cache_salt: str | None, prefix: str | None
+        self,
+        inputs: Sequence[_Input],
+        cache_salt: str | None,
+        prefix: str | None,
+        client: Hashable = None,
     ) -> list[Request]:
         """Queue one request for each input, or none if any of them is unusable."""
         requests: list[Request] = []
@@ -385,7 +389,7 @@ class LLM:
                     if prefix is not None:
                         whole = self.prefixes.extend(prefix, tokens, cache_salt)
                     request = self.engine.add_request(
-                        whole, params, prompt=text, namespace=cache_salt
+                        whole, params, prompt=text, namespace=cache_salt, client=client
                     )
                 requests.append(request)
         except BaseException:
@@ -395,11 +399,18 @@ class LLM:
         return requests
 
     def add_requests(
-        self, prompts: Sequence[TokensLike], params: SamplingParams, cache_salt: str | None
+        self,
+        prompts: Sequence[TokensLike],
+        params: SamplingParams,
+        cache_salt: str | None,
+        client: Hashable = None,
     ) -> list[Request]:
-        """Queue requests, or none if any is unusable: for functions that `worker` is given."""
+        """Queue requests, or none if any is unusable: for functions that `worker` is given.
+
+        Clients share the engine fairly (see `radixcache.runtime.engine.scheduler`).
+        """
         inputs = [_Input(None, tokens, params) for tokens in prompts]
-        return self._add(inputs, cache_salt, None)
+        return self._add(inputs, cache_salt, None, client)
 
     def _run(
         self, job: Outputs | Finals, add: Callable[[], list[Request]]

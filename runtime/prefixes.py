@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
@@ -54,8 +54,9 @@ class NamedPrefixes:
         *,
         lifetime: float | None = None,
         cache_salt: str | None = None,
+        client: Hashable = None,
     ) -> Request:
-        """Queue the request that computes what `keep` then pins.
+        """Queue the request of a client that computes what `keep` then pins.
 
         Raises:
             PinError: the salt has that name.
@@ -67,7 +68,7 @@ class NamedPrefixes:
         if lifetime is not None and not lifetime > 0:
             raise InvalidRequest(f"lifetime must be above 0 seconds, not {lifetime!r}")
         one_token = SamplingParams(temperature=0, max_tokens=1)
-        return self._engine.add_request(tokens, one_token, namespace=cache_salt)
+        return self._engine.add_request(tokens, one_token, namespace=cache_salt, client=client)
 
     def keep(self, name: str, request: Request, *, lifetime: float | None = None) -> NamedPrefix:
         """Pin the prompt of a finished request of `prepare`; its lifetime begins.

@@ -14,7 +14,7 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.llm import BUNDLED_MODEL
-from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
 
 CACHES = {"radix": RadixCache, "hash-block": HashBlockCache, "none": NoCache}
@@ -30,8 +30,10 @@ def plain_model(path: Path) -> PreTrainedModel:
 
 
 @cache
-def paged_model(path: Path) -> PagedModel:
-    """The model as the runtime runs it."""
+def paged_model(path: Path, stock: bool = False) -> PagedModel:
+    """The model as the runtime runs it, or with transformers' own layers."""
+    if stock:
+        return load_stock(path, torch.float32, torch.device("cpu"))
     return load_model(path)
 
 
@@ -43,9 +45,10 @@ def make_engine(
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 64,
     policy: Policy = "longest-prefix",
+    stock: bool = False,
 ) -> Engine:
     """An engine with a pool of exactly `num_pages`, on shared weights."""
-    model = paged_model(path)
+    model = paged_model(path, stock)
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
     scheduler = Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, policy)
     return Engine(model, model.allocate(num_pages, page_size), prefix_cache, scheduler)

@@ -163,7 +163,7 @@ def test_a_folder_runs_nothing_when_it_is_imported(path: Path) -> None:
 
 
 def test_a_circle_planted_within_a_room_is_seen() -> None:
-    gate, paged = "radixcache.runtime.model.gate", "radixcache.runtime.model.paged_model"
+    gate, paged = "radixcache.runtime.model.gate", "radixcache.runtime.model.stock_model"
     assert gate in GRAPH[paged]
     planted = {**GRAPH, gate: GRAPH[gate] | {paged}}
     assert not arrows_upward(planted)

@@ -131,8 +131,10 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true", help="print the wrong answers as well")
     options = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape of a batch
-    tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(options.folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.folder, dtype=torch.bfloat16, trust_remote_code=False
+    )
     model = model.to(options.device).eval()
     print("| form | rows | all columns | without ID | " + " | ".join(ASKED) + " |")
     print("|---" * (4 + len(ASKED)) + "|")

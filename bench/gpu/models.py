@@ -21,6 +21,8 @@ from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model.architecture import understand
+from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.paged_model import PagedModel
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
@@ -46,9 +48,34 @@ def random_llama(place: Place, shape: dict[str, Any], seed: int = 0) -> PreTrain
             elif weight.ndim > 1:
                 gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
                 weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        _join([mlp.gate_proj, mlp.up_proj])
     model.generation_config.eos_token_id = None
     model.requires_grad_(False)
     return model
+
+
+@torch.no_grad()
+def _join(linears: Sequence[torch.nn.Linear]) -> None:
+    """Let the weights lie one below the other, where the decoder loop takes them as one."""
+    joined = torch.cat([linear.weight for linear in linears])
+    parts = joined.split([len(linear.weight) for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight = torch.nn.Parameter(part, requires_grad=False)
+
+
+def paged(model: PreTrainedModel) -> PagedModel:
+    """The model in the decoder loop, over the same memory."""
+    weights = dict(model.named_parameters())
+    return Decoder(
+        understand(model.config.to_dict()),
+        model.generation_config,
+        lambda name: weights[name].detach(),
+        model.dtype,
+        model.device,
+    )
 
 
 @contextmanager
@@ -66,17 +93,17 @@ def engine_on(
 
     The attention backend keeps state for one engine, so each gets one of its own.
     """
-    paged = PagedModel(model)
-    if place.kernels and not paged.attention.name.startswith("FlashInfer"):
-        raise RuntimeError(f"attention fell back to {paged.attention.name}; the log says why")
+    on_pages = paged(model)
+    if place.kernels and on_pages.placement.count("FlashInfer") != 2:
+        raise RuntimeError(f"something fell back to torch, the log says why: {on_pages.placement}")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
     index: PrefixCache = cache(PagePool(num_pages, page_size))
-    pool = paged.allocate(num_pages, page_size)
+    pool = on_pages.allocate(num_pages, page_size)
     for pages in pool.layers:
         for side in pages:
             side.normal_()
     scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs)
-    engine = Engine(paged, pool, index, scheduler)
+    engine = Engine(on_pages, pool, index, scheduler)
     try:
         yield engine
     finally:
@@ -85,7 +112,7 @@ def engine_on(
         engine._graphs = None
         pool.layers.clear()
         pool._stacks.clear()
-        del engine, pool, paged
+        del engine, pool, on_pages
         free_memory()
 
 

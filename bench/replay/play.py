@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -234,9 +234,9 @@ class IndexEngine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def add(self, prompt: Tokens, answer: Tokens) -> Request:
+    def add(self, prompt: Tokens, answer: Tokens, client: Hashable = None) -> Request:
         params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
-        request = Request(0, None, prompt, params)
+        request = Request(0, None, prompt, params, client=client)
         no_noise: Any = None
         request.add_sequences(len(answer), None, lambda index: no_noise)
         self.scheduler.add(request.sequences[0])

@@ -176,17 +176,19 @@ class Engine:
         *,
         prompt: str | None = None,
         namespace: Hashable = None,
+        client: Hashable = None,
     ) -> Request:
-        """Queue a request.
+        """Queue a request of a client; clients share the engine fairly (see `scheduler`).
 
         Raises:
             InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
-                not fit the context (`ContextExceeded`) or the KV pool; the engine is as it was.
+                not fit the context (`ContextExceeded`) or, beside what is pinned now, the KV pool;
+                the engine is as it was.
             WrongThread: another thread has work in the engine.
         """
         tokens = as_tokens(prompt_token_ids).copy()
-        max_tokens = self._max_tokens(tokens, params)
-        request = Request(self._next_id, prompt, tokens, params, namespace)
+        max_tokens = self._max_tokens(tokens, params, namespace)
+        request = Request(self._next_id, prompt, tokens, params, namespace, client)
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
         if params.prompt_logprobs is not None:  # the first sequence scores it for all
             cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
@@ -231,7 +233,7 @@ class Engine:
         leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
 
-    def _max_tokens(self, tokens: np.ndarray, params: SamplingParams) -> int:
+    def _max_tokens(self, tokens: Tokens, params: SamplingParams, namespace: Hashable) -> int:
         """How many tokens the request may generate at most."""
         length, vocab = len(tokens), self.model.vocab_size
         if not length:
@@ -246,14 +248,30 @@ class Engine:
             )
         wanted = context - length if asked is None else min(asked, context - length)
         # One page is spare: a branch in mid-page copies it while both copies are held.
-        pages = self.kv_pool.num_pages - 1
+        pinned = self._pinned_beside(tokens, namespace)
+        pages = self.kv_pool.num_pages - 1 - pinned
         room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
         if room < (1 if asked is None else max(1, wanted)):
             raise InvalidRequest(
-                f"{length} prompt tokens and {wanted} to generate do not fit the KV memory of "
-                f"{pages} pages of {self.kv_pool.page_size} tokens"
+                f"{length} prompt tokens and {wanted} to generate do not fit the KV memory "
+                + (
+                    "beside what is pinned"  # how much may be others' secret
+                    if pinned
+                    else f"of {pages} pages of {self.kv_pool.page_size} tokens"
+                )
             )
         return min(wanted, room)
+
+    def _pinned_beside(self, tokens: Tokens, namespace: Hashable) -> int:
+        """Pinned pages that are not the request's own first ones. O(tokens), if there are any."""
+        tables = [pin.page_table for pin in self.cache._pins.values()]
+        if not tables:
+            return 0
+        lease = self.cache.acquire(tokens, namespace)
+        own = lease.page_table[: lease.cached_tokens // self.kv_pool.page_size]
+        beside = np.setdiff1d(np.concatenate(tables), own)
+        self.cache.release(lease)
+        return len(beside)
 
     def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
         if params.seed is None:

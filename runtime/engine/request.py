@@ -15,6 +15,7 @@ from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMe
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.text.detokenizer import Detokenizer
+from radixcache.runtime.text.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
@@ -142,12 +143,15 @@ class Request:
         prompt_token_ids: Tokens,
         params: SamplingParams,
         namespace: Hashable = None,
+        client: Hashable = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.namespace = namespace
+        self.client = client
+        """Whose it is: clients share the engine fairly."""
         self.sequences: list[Sequence] = []
         self.prefilled_tokens = 0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
@@ -165,10 +169,11 @@ class Request:
         make_generator: Callable[[int], torch.Generator],
     ) -> None:
         """Make the `n` sequences."""
+        stop_strings = StopStrings(self.params.stop_strings)
         for index in range(self.params.n):
             sequence = Sequence(self, index, max_tokens, make_generator(index))
             if decode is not None:
-                sequence.detokenizer = Detokenizer(decode, self.params.stop_strings)
+                sequence.detokenizer = Detokenizer(decode, stop_strings)
             self.sequences.append(sequence)
 
     @property

@@ -4,12 +4,21 @@ Decodes come first, one token each; what is left of the step's token budget goes
 of running sequences before waiting ones. A prefill chunk is published while it is being scheduled,
 so that the next sequence in the same step can already use it. One of which another computes most of
 what it lacks, in a page that cannot be shared before it is written, waits for the next step, once.
+
+Clients take turns. Who has the fewest sequences running is admitted next; among equals, who had the
+fewest tokens computed, as in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
+Language Models", OSDI 2024): who comes begins with the least count of those who are there. Nobody
+waits for what another client holds beyond its share: while one waits that has at least two fewer,
+the client with the most puts its newest sequence back, one in each step. That is cheap here, for
+what was computed stays cached. Among the requests of one client the longest cached prefix decides,
+as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,11 +30,12 @@ from radixcache.runtime.engine.request import Request, Sequence
 
 Policy = Literal["longest-prefix", "fcfs"]
 
-MAX_PASSED_OVER = 32
-"""Admissions that may overtake the oldest waiting sequence before it goes first."""
+MAX_PASSED_OVER = 64
+"""Later sequences of its client that may overtake a waiting one before it goes first; one that
+overtakes the client's oldest counts twice."""
 
 LOOK_AHEAD = 64
-"""Waiting sequences compared for the longest cached prefix in one step."""
+"""Waiting sequences of a client that are compared for the longest cached prefix in one step."""
 
 NO_ROOM = "the KV memory has no room for the request beside what is pinned"
 """Why a request fails; not how many pages are pinned, which may be others'."""
@@ -96,17 +106,35 @@ class Scheduler:
         self._no_room = False
         """Nobody could be admitted for want of pages, and nobody has come or ended since."""
         self._failed: list[Request] = []
+        self._served: Counter[Hashable] = Counter()
+        """Tokens computed for each client that is there; decoded ones count when they leave."""
+        self._gone: Counter[Hashable] = Counter()
+        """The same for clients that had more than the least, should they come again."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self._come(sequence.request.client)
         self.open[sequence] = None
         self.waiting.append(sequence)
         self._no_room = False
+
+    def _come(self, client: Hashable) -> None:
+        if client in self._served:
+            return
+        if not self._served:
+            self._gone.clear()
+        least = min(self._served.values(), default=0)
+        self._gone = Counter({c: n for c, n in self._gone.items() if n > least})
+        self._served[client] = max(self._gone.pop(client, 0), least)
 
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
+        giving_way = self._giving_way()
+        if giving_way is not None:
+            self._put_back(giving_way)
+            self._short_of_pages = self._no_room = False
         decodes = [s for s in self.running if len(s.pending) == 1]
         prefills = [s for s in self.running if len(s.pending) > 1]
         for sequence in decodes + prefills:
@@ -122,8 +150,29 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether the next step might begin with a waiting sequence."""
-        room = len(self.running) < self.max_num_seqs and not self._no_room
-        return bool(self.waiting) and room and not (self._short_of_pages and self.running)
+        if self._is_full:
+            return self._giving_way() is not None
+        return bool(self.waiting)
+
+    @property
+    def _is_full(self) -> bool:
+        if len(self.running) >= self.max_num_seqs or self._no_room:
+            return True
+        return self._short_of_pages and bool(self.running)
+
+    def _giving_way(self) -> Sequence | None:
+        """The running sequence whose place another client should have; None if all have a share.
+
+        O(waiting + running) if there are several clients.
+        """
+        if len(self._served) < 2 or not self._is_full or not self.waiting:
+            return None
+        slots = Counter(sequence.request.client for sequence in self.running)
+        fewest = min(slots[sequence.request.client] for sequence in self.waiting)
+        client, most = max(slots.items(), key=lambda item: item[1])
+        if most < fewest + 2:
+            return None
+        return next(s for s in reversed(self.running) if s.request.client == client)
 
     def _schedule_running(
         self, sequence: Sequence, budget: int, chunks: list[Chunk]
@@ -140,6 +189,7 @@ class Scheduler:
                 newest = next(s for s in reversed(self.running) if s not in scheduled)
                 if newest is not sequence:
                     self._put_back(newest)
+                    self._short_of_pages = True
                 elif chunks or len(self.running) > 1:
                     return None  # the others go on and will free pages
                 else:
@@ -174,23 +224,45 @@ class Scheduler:
                 return
             if not sequence.resumes:
                 sequence.cached_tokens = hit
-            if sequence is not self.waiting[0]:
-                self.waiting[0].passed_over += 1
+            weight = 2
+            for other in self.waiting:
+                if other is sequence:
+                    break
+                if other.request.client == sequence.request.client:
+                    other.passed_over += weight
+                    weight = 1
             self.waiting.remove(sequence)
             self.running.append(sequence)
             chunks.append(chunk)
             budget = max(0, budget - chunk.cost)
 
-    def _candidates(self) -> list[Sequence]:
-        """Waiting sequences in the order in which they should be admitted."""
-        candidates = [s for _, s in zip(range(LOOK_AHEAD), self.waiting, strict=False)]
-        if self.policy == "longest-prefix" and len(candidates) > 1:
-            oldest = candidates[0]
-            candidates.sort(key=lambda s: -self.cache.match(s.tokens, s.request.namespace))
-            if oldest.passed_over >= MAX_PASSED_OVER:
-                candidates.remove(oldest)
-                candidates.insert(0, oldest)
-        return candidates
+    def _candidates(self) -> Iterator[Sequence]:
+        """Waiting sequences in the order in which they should be admitted: by clients in turn."""
+        waiting: dict[Hashable, list[Sequence]] = {}
+        for sequence in self.waiting:
+            waiting.setdefault(sequence.request.client, []).append(sequence)
+        in_order: dict[Hashable, Iterator[Sequence]] = {}
+        while waiting:
+            slots = Counter(sequence.request.client for sequence in self.running)
+            client = min(waiting, key=lambda c: (slots[c], self._served[c]))
+            if client not in in_order:
+                in_order[client] = iter(self._by_prefix(waiting[client][:LOOK_AHEAD]))
+            try:
+                yield next(in_order[client])
+            except StopIteration:
+                del waiting[client]
+
+    def _by_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
+        """One client's, the longest cached prefix first, but before it who was overtaken often."""
+        if self.policy != "longest-prefix" or len(sequences) < 2:
+            return sequences
+
+        def rank(sequence: Sequence) -> float:
+            if sequence.passed_over >= MAX_PASSED_OVER:
+                return -inf
+            return -self.cache.match(sequence.tokens, sequence.request.namespace)
+
+        return sorted(sequences, key=rank)
 
     def _take(self, sequence: Sequence, budget: int, is_prefill: bool) -> Chunk:
         """Make room for the next tokens of a sequence, and publish them or what came before.
@@ -213,6 +285,7 @@ class Scheduler:
             if end > lease.num_tokens:  # else computed for its logits only
                 self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
+            self._served[sequence.request.client] += len(tokens)
         else:
             self.reserve_decode(sequence)
         sequence.num_computed = end
@@ -238,7 +311,6 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.resumes = True
         self.waiting.appendleft(sequence)
-        self._short_of_pages = True
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence that cannot go on."""
@@ -256,6 +328,7 @@ class Scheduler:
         self.running.remove(sequence)
         assert sequence.lease is not None
         if len(sequence.unpublished):
+            self._served[sequence.request.client] += len(sequence.unpublished)
             if self.on_publish is not None:
                 self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
@@ -276,6 +349,9 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.open.pop(sequence, None)
         self._short_of_pages = self._no_room = False
+        client = sequence.request.client
+        if all(other.request.client != client for other in self.open):
+            self._gone[client] = self._served.pop(client, 0)
 
     def recover(self) -> list[Sequence]:
         """A step or an `abort` was cut off, wherever it was: everybody open waits for another step.
@@ -296,4 +372,6 @@ class Scheduler:
         self.waiting = deque(sequence for sequence in order if sequence in self.open)
         self.running = []
         self._short_of_pages = self._no_room = False
+        clients = {sequence.request.client for sequence in self.open}
+        self._served = Counter({client: self._served[client] for client in clients})
         return running

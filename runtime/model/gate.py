@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transformers import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import LayerKind
@@ -30,9 +30,9 @@ class AttentionCall(NamedTuple):
     sinks: bool
 
 
-def refusal(config: PreTrainedConfig, reason: str) -> ModelError:
+def refusal(model_type: str, reason: str) -> ModelError:
     """The error that says why this model type is refused."""
-    return ModelError(f"model type {config.model_type!r} cannot run over KV pages: {reason}")
+    return ModelError(f"model type {model_type!r} cannot run over KV pages: {reason}")
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -44,17 +44,20 @@ def check_config(config: PreTrainedConfig) -> None:
     """
     text = config.get_text_config()
     if config.is_encoder_decoder:
-        raise refusal(config, "it is an encoder-decoder")
+        raise refusal(config.model_type, "it is an encoder-decoder")
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise refusal(config, f"it has layers of type {names}, not only full and sliding attention")
+        raise refusal(
+            config.model_type, f"it has layers of type {names}, not only full and sliding attention"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):  # one set, or one for each layer type
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if kind in _BATCH_DEPENDENT_ROPE:
             raise refusal(
-                config, f"its {kind} RoPE rotates a key by the longest position of its batch"
+                config.model_type,
+                f"its {kind} RoPE rotates a key by the longest position of its batch",
             )
 
 
@@ -68,25 +71,29 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     text = config.get_text_config()
     layers = [call.layer for call in calls]
     if len(set(layers)) < len(layers):
-        raise refusal(config, "it calls attention more than once in a layer")
+        raise refusal(config.model_type, "it calls attention more than once in a layer")
     if sorted(layers) != list(range(text.num_hidden_layers)):
         raise refusal(
-            config,
+            config.model_type,
             f"its config names {text.num_hidden_layers} layers, "
             f"but attention runs in {len(layers)}",
         )
     if not all(call.causal for call in calls):
-        raise refusal(config, "its attention is bidirectional")
+        raise refusal(config.model_type, "its attention is bidirectional")
     if any(call.masked for call in calls):
-        raise refusal(config, "it builds attention masks of its own")
+        raise refusal(config.model_type, "it builds attention masks of its own")
     if any(call.sinks for call in calls):
-        raise refusal(config, "it has attention sinks")
+        raise refusal(config.model_type, "it has attention sinks")
     windows = {call.layer: call.kind.window for call in calls}
     types = getattr(text, "layer_types", None) or ()
     for layer, kind in enumerate(types[: len(calls)]):
         if (kind == "sliding_attention") != (windows[layer] is not None):
-            raise refusal(config, f"layer {layer} is of type {kind}, window {windows[layer]}")
+            raise refusal(
+                config.model_type, f"layer {layer} is of type {kind}, window {windows[layer]}"
+            )
     expected = getattr(text, "sliding_window", None)
     windowed = bool(types) or any(windows.values())  # layer types were checked above
     if expected and getattr(text, "use_sliding_window", True) and not windowed:
-        raise refusal(config, f"its window of {expected} never reaches the attention function")
+        raise refusal(
+            config.model_type, f"its window of {expected} never reaches the attention function"
+        )

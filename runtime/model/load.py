@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
 
-from radixcache.errors import InvalidRequest, ModelError
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.model import gate
+from radixcache.runtime.model.architecture import Unknown, understand
+from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.packed_linear import pack_linears
-from radixcache.runtime.model.paged_model import PagedModel, first_line
+from radixcache.runtime.model.paged_model import PagedModel
+
+if TYPE_CHECKING:
+    from radixcache.runtime.model.stock_model import StockModel
+
+_log = logging.getLogger("radixcache")
 
 # Compared with the plain forward by this project's tests; `check_logits` is skipped for them.
 VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
@@ -33,6 +43,8 @@ def load_model(
 ) -> PagedModel:
     """Load a causal LM from a folder or the Hugging Face hub, and refuse what would be wrong.
 
+    Code that comes with a checkpoint is never run.
+
     Args:
         dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is float32 on a CPU and the
             checkpoint's own elsewhere.
@@ -44,26 +56,93 @@ def load_model(
         InvalidRequest: a dtype or device that does not exist.
     """
     place = resolve_device(device)
-    config = _load(name_or_path, AutoConfig.from_pretrained)
-    gate.check_config(config)  # before the weights are read
+    settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
     kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
     elif dtype != "auto" and kind not in _DTYPES.values():
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
-    read = partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=kind)
-    model, report = _load(name_or_path, partial(read, output_loading_info=True))
+    try:
+        return _load_decoder(name_or_path, settings, kind, place, attention)
+    except Unknown as reason:
+        _log.info("transformers' own layers run this model: %s", reason)
+    return load_stock(name_or_path, kind, place, attention)
+
+
+def _load_decoder(
+    name_or_path: str | Path,
+    settings: dict[str, Any],
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    attention: AttentionBackend | None = None,
+) -> PagedModel:
+    """A model that the decoder loop knows; nothing of transformers' layers is imported.
+
+    Raises:
+        Unknown: the loop does not know the model, or is wrong about it.
+    """
+    architecture = understand(settings)
+    if dtype == "auto":
+        named = settings.get("dtype") or settings.get("torch_dtype")
+        if named not in _DTYPES:
+            raise Unknown(f"the dtype of its config is {named}")
+        dtype = _DTYPES[named]
+    with open_checkpoint(name_or_path, device, dtype) as checkpoint, on_device(device):
+        if checkpoint.shapes != architecture.shapes():
+            raise Unknown("its checkpoint has other weights")
+        return Decoder(
+            architecture,
+            _generation_config(name_or_path),
+            checkpoint.tensor,
+            dtype,
+            device,
+            attention,
+        )
+
+
+def load_stock(
+    name_or_path: str | Path,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    attention: AttentionBackend | None = None,
+) -> PagedModel:
+    """A model with transformers' own layers.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from radixcache.runtime.model.stock_model import StockModel
+
+    config = _load(name_or_path, AutoConfig.from_pretrained)
+    gate.check_config(config)  # before the weights are read
+    read = partial(
+        AutoModelForCausalLM.from_pretrained,
+        config=config,
+        dtype=dtype,
+        attn_implementation="eager",  # not what the config says: it may name a kernel of the hub
+        output_loading_info=True,
+    )
+    model, report = _load(name_or_path, read)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
         )
-    with on_device(place):
-        model = model.to(place).eval()
+    with on_device(device):
+        model = model.to(device).eval()
         pack_linears(model)
-        paged = PagedModel(model, attention)
+        paged = StockModel(model, attention)
         if config.model_type not in VERIFIED:
             check_logits(paged)
     return paged
+
+
+def _generation_config(name_or_path: str | Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(str(name_or_path))
+    except OSError:  # it has none
+        return GenerationConfig()
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -91,11 +170,15 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
-    """`read(name_or_path)`, with what transformers raises said in one sentence."""
+    """`read(name_or_path)`, with what transformers raises said in one sentence.
+
+    The generation config is read with the model, under the same `trust_remote_code`. If it were not
+    said, standard input would be asked.
+    """
     try:
         return read(str(name_or_path), trust_remote_code=False)
     except Exception as error:
-        reason = first_line(error)
+        reason = first_sentence(error)
         # What transformers does not find is an OSError; so is a model that must be asked for first.
         absent = isinstance(error, OSError) and "gated repo" not in reason
         if absent and not Path(name_or_path).is_dir():
@@ -105,7 +188,7 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
         raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
 
 
-def check_logits(model: PagedModel) -> None:
+def check_logits(model: StockModel) -> None:
     """Refuse a model whose logits over pages differ from those of the stock attention.
 
     Two short random sequences run in chunks, together and alone, then token by token.
@@ -143,5 +226,5 @@ def check_logits(model: PagedModel) -> None:
     limit = 1e-3 if model.dtype == torch.float32 else 5e-2
     if worst > limit:
         raise gate.refusal(
-            model.config, f"its logits come out wrong there (by {worst:.1%} of their range)"
+            model.model_type, f"its logits come out wrong there (by {worst:.1%} of their range)"
         )

@@ -1,80 +1,30 @@
-"""Models: any causal LM of transformers, run one flat step at a time over KV pages.
+"""Models run over KV pages, one flat step at a time: what an engine knows of one.
 
-There is no modelling code here. transformers lets a model's attention be replaced by a registered
-function; ours hands each layer's query, key and value to an `AttentionBackend`, which writes the
-new K/V into the pages and attends over them. The rest of the model sees one sequence of all the
-step's tokens with explicit positions, and works row by row.
+The step's tokens are rows with explicit positions, as if they were of one text. Only attention
+knows which sequence a row is of, and finds its keys by the step's page tables.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
-from radixcache.runtime.model import gate
-from radixcache.runtime.model.gate import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
-_NAME = "radixcache"
 
-# The function that serves the attention calls of the forward pass under way. A context variable,
-# because keyword arguments of the model's forward do not reach the layers of every model.
-_Serve = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-_serve: ContextVar[_Serve] = ContextVar("serve_attention")
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
-    call = AttentionCall(
-        layer=cast(int, module.layer_idx),
-        kind=LayerKind(
-            query_heads=query.shape[1],
-            kv_heads=key.shape[1],
-            head_dim=key.shape[3],
-            value_dim=value.shape[3],
-            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-            window=sliding_window,
-            softcap=softcap,
-        ),
-        causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
-        masked=attention_mask is not None,
-        sinks=s_aux is not None,
-    )
-    # Fused QKV projections give strided slices.
-    flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    return _serve.get()(call, flat[0], flat[1], flat[2])[None], None
-
-
-AttentionInterface.register(_NAME, _attention)
-
-
-class PagedModel:
+class PagedModel(ABC):
     """A causal LM over KV pages.
 
     Attributes:
-        config, generation_config: transformers' configs.
+        model_type: the model's family, by transformers' name.
+        generation_config: how the model wants to be sampled.
         attention: the backend that this model plans and runs: FlashInfer on a GPU where it works.
         dtype, device: of the weights and of the KV pages.
         shapes: what a token keeps in each layer, for `KVPool`.
@@ -83,26 +33,35 @@ class PagedModel:
         eos_token_ids: the tokens that end a text, by the model's generation config.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionBackend | None = None) -> None:
-        """Take over `model`, whose attention is replaced.
+    layers_by: str
+    """Whose code computes the layers, for whoever reads `placement`."""
 
-        Raises:
-            ModelError: it would be wrong over pages.
+    def __init__(
+        self,
+        model_type: str,
+        generation_config: GenerationConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        kinds: Sequence[LayerKind],
+        vocab_size: int,
+        max_context: int | None,
+        eos_token_id: int | list[int] | None,
+        attention: AttentionBackend | None = None,
+    ) -> None:
         """
-        self.config, self.generation_config = model.config, model.generation_config
-        self.dtype, self.device = model.dtype, model.device
-        self._model = model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        gate.check_config(self.config)
-        calls, self.vocab_size = self._probe()
-        gate.check_calls(self.config, calls)
-        kinds = [call.kind for call in sorted(calls)]
+        Args:
+            kinds: of all layers, in order.
+            eos_token_id: of the model's config, for a generation config that has none.
+            attention: the backend; None chooses the fastest that works.
+        """
+        self.model_type, self.generation_config = model_type, generation_config
+        self.dtype, self.device = dtype, device
+        self.vocab_size = vocab_size
         self.shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in kinds]
-        self.attention = attention or choose_backend(self.device, self.dtype, kinds)
-        text = self.config.get_text_config()
-        self.max_context: int = getattr(text, "max_position_embeddings", None) or 1 << 30
-        eos = getattr(self.generation_config, "eos_token_id", None)
-        eos = text.eos_token_id if eos is None else eos
+        self.attention = attention or choose_backend(device, dtype, kinds)
+        self.max_context = max_context or 1 << 30
+        eos = generation_config.eos_token_id
+        eos = eos_token_id if eos is None else eos
         self.eos_token_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
 
     @property
@@ -117,7 +76,10 @@ class PagedModel:
         if self.device.type == "cuda":
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.config.model_type} in {dtype} on {place}, attention by {self.attention.name}"
+        return (
+            f"{self.model_type} in {dtype} on {place}, layers by {self.layers_by}, "
+            f"attention by {self.attention.name}"
+        )
 
     def allocate(self, num_pages: int, page_size: int) -> KVPool:
         """A pool of KV pages for this model."""
@@ -157,79 +119,15 @@ class PagedModel:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` once the step is planned and its inputs are on the device; into `out`."""
-
-        def serve(
-            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            return self.attention.run(
-                query,
-                key,
-                value,
-                *pool.layers[call.layer],
-                scale=call.kind.scale,
-                window=call.kind.window,
-                softcap=call.kind.softcap,
-            )
-
-        with _serving(serve):
-            logits = self._logits(token_ids, positions, logit_rows)
+        logits = self._logits(pool, token_ids, positions, logit_rows)
         return logits.float() if out is None else out.copy_(logits)
 
-    @torch.inference_mode()
-    def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:
-        """[T, vocab_size] float32 of one whole sequence, with transformers' own attention."""
-        self._model.set_attn_implementation("eager")
-        try:
-            rows = torch.arange(len(token_ids), device=self.device)
-            ids = torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.device)
-            return self._logits(ids, rows, rows).float()
-        finally:
-            self._model.set_attn_implementation(_NAME)
-
+    @abstractmethod
     def _logits(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+        self,
+        pool: KVPool,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        ids, position_ids, keep = (t.long() for t in (token_ids, positions, rows))
-        options = {"logits_to_keep": keep} if self._keeps_logits else {}
-        out = self._model(
-            input_ids=ids[None], position_ids=position_ids[None], use_cache=False, **options
-        )
-        return out.logits[0] if self._keeps_logits else out.logits[0, keep]
-
-    @torch.inference_mode()
-    def _probe(self) -> tuple[list[AttentionCall], int]:
-        """The attention calls of a forward pass over two tokens, and the width of its logits."""
-        calls: list[AttentionCall] = []
-
-        def serve(
-            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            calls.append(call)
-            return query.new_zeros(*query.shape[:2], value.shape[2])
-
-        two = torch.arange(2, device=self.device)
-        self._model.set_attn_implementation(_NAME)
-        if self.config.get_text_config()._attn_implementation != _NAME:
-            raise gate.refusal(self.config, "it does not let its attention be replaced")
-        try:
-            with _serving(serve):
-                logits = self._logits(torch.zeros_like(two), two, two)
-        except Exception as error:  # whatever foreign modelling code raises
-            reason = f"a trial run failed ({first_line(error)})"
-            raise gate.refusal(self.config, reason) from error
-        return calls, logits.shape[1]
-
-
-def first_line(error: Exception) -> str:
-    """The first sentence of an error's message."""
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
-    return text.partition(". ")[0].rstrip(".")
-
-
-@contextmanager
-def _serving(serve: _Serve) -> Iterator[None]:
-    token = _serve.set(serve)
-    try:
-        yield
-    finally:
-        _serve.reset(token)
+        """[R, vocab_size] of the planned step in any dtype; all arguments int32 or int64."""

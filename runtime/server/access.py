@@ -39,7 +39,8 @@ class Access:
     def __init__(self, app: ASGIApp, options: Options) -> None:
         self._app = app
         self._options = options
-        self._names = {name.lower() for name in options.allowed_hosts if not _is_address(name)}
+        names = filter(None, options.allowed_hosts)
+        self._names = {name.lower() for name in names if not _is_address(name)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,4 +134,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    return name == "localhost" or (_is_address(name) and ip_address(name).is_loopback)
+    """Also for 0.0.0.0 and ::, which lead to the machine that they are used on."""
+    if name == "localhost" or not _is_address(name):
+        return name == "localhost"
+    return ip_address(name).is_loopback or ip_address(name).is_unspecified

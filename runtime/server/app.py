@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -13,7 +13,14 @@ from radixcache import __version__
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.server import cache, chat, completions, errors, prefixes, static
 from radixcache.runtime.server.access import ADMINISTRATOR, Access
-from radixcache.runtime.server.backend import Backend, BackendDep, Options, plain_messages
+from radixcache.runtime.server.backend import (
+    Backend,
+    BackendDep,
+    Options,
+    client_of,
+    plain_messages,
+)
+from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
 from radixcache.runtime.server.protocol import (
@@ -57,6 +64,7 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
     for module in (chat, completions, prefixes, cache, static):
         app.include_router(module.router)
     errors.install(app)
+    app.add_middleware(BodyDeadline)
     app.add_middleware(Access, options=backend.options)
     return app
 
@@ -96,7 +104,7 @@ def _card(backend: Backend, name: str) -> ModelCard:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, backend: BackendDep) -> Tokenized:
+async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep) -> Tokenized:
     """The token ids of a text or a conversation."""
     backend.check_model(body.model)
 
@@ -106,7 +114,7 @@ async def tokenize(body: TokenizeRequest, backend: BackendDep) -> Tokenized:
             return tokenizer.encode(text, special=False)
         return tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
 
-    tokens = await backend.tokenize(encode)
+    tokens = await backend.tokenize(encode, client_of(request))
     texts = [backend.token_text(token) for token in tokens] if body.return_token_strs else None
     return Tokenized(
         count=len(tokens),
@@ -117,8 +125,10 @@ async def tokenize(body: TokenizeRequest, backend: BackendDep) -> Tokenized:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, backend: BackendDep) -> Detokenized:
+async def detokenize(body: DetokenizeRequest, request: Request, backend: BackendDep) -> Detokenized:
     """The text of token ids, special tokens included."""
     backend.check_model(body.model)
-    text = await backend.tokenize(lambda tokenizer: tokenizer.decode(body.tokens, special=True))
+    text = await backend.tokenize(
+        lambda tokenizer: tokenizer.decode(body.tokens, special=True), client_of(request)
+    )
     return Detokenized(prompt=text)

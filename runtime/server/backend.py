@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -27,6 +27,9 @@ from radixcache.runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+TOKENIZER_THREADS = 4
+"""Clients whose texts are tokenised at the same time."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -38,7 +41,8 @@ class Options:
         admin_key: what lets its holder administrate, and do all that clients may. With None, a
             server without an API key is administrated from its own machine, any other not at all.
         allowed_hosts: names that lead to the server, besides `localhost`; see `access.py`.
-        max_queued_requests: completions that may wait, besides those that run.
+        max_queued_requests: completions that may wait, besides those that run; one client may have
+            half of these places.
         request_timeout: seconds that a request may take.
         max_body_size: bytes of a request.
         hide_texts: show nobody the texts of others: no text in the tree, and in explanations none
@@ -71,8 +75,8 @@ class Backend:
         self.names = list(options.served_model_name) or [llm.model_name]
         self.created = int(time.time())
         self.metrics = Metrics()
-        capacity = llm.engine.scheduler.max_num_seqs + options.max_queued_requests
-        self.jobs = Jobs(llm.worker, self.metrics, capacity)
+        slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
+        self.jobs = Jobs(llm.worker, self.metrics, slots + queue, slots + (queue + 1) // 2)
         self.max_model_len: int = llm.engine.model.max_context
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
@@ -81,9 +85,10 @@ class Backend:
         self.prefix_messages: WeakKeyDictionary[NamedPrefix, list[Message]] = WeakKeyDictionary()
         """What prefixes that were given as messages consist of."""
         self._token_texts: dict[int, str] = {}
-        # One thread, because tokenizers may not be used in several at a time; not the event loop's,
-        # because a long text takes a while.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        # Not on the event loop, because a long text takes a while; nor one client on all threads.
+        self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._remembering: set[asyncio.Future[None]] = set()
 
     async def close(self) -> None:
         """End what is running, and the threads."""
@@ -107,11 +112,13 @@ class Backend:
             raise ApiError.invalid("this model has no tokenizer: only token ids can be completed")
         return self.llm.tokenizer
 
-    async def tokenize(self, function: Callable[[Tokenizer], T]) -> T:
-        """What `function` makes of the tokenizer, on the tokenizer's thread."""
+    async def tokenize(self, function: Callable[[Tokenizer], T], client: Hashable = None) -> T:
+        """What `function` makes of the tokenizer, on a thread; one after the other of a client."""
         tokenizer = self.tokenizer
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, function, tokenizer)
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        async with turn:
+            return await loop.run_in_executor(self._tokenizing, function, tokenizer)
 
     def token_text(self, token: int) -> str:
         """The text of one token, as logprobs show it."""
@@ -124,17 +131,23 @@ class Backend:
         """Unix time, for `created`."""
         return int(time.time())
 
-    async def encode_chat(self, messages: list[Message], cache_salt: str | None) -> TokenisedText:
+    async def encode_chat(
+        self, messages: list[Message], cache_salt: str | None, client: Hashable
+    ) -> TokenisedText:
         """The prompt that asks for the answer to `messages`, in tokens as stable as can be."""
+        if self._remembering:
+            await asyncio.wait([*self._remembering])
         return await self.tokenize(
-            lambda t: self.llm.history.encode(t.render_chat(messages), cache_salt)
+            lambda t: self.llm.history.encode(t.render_chat(messages), cache_salt), client
         )
 
     def remember(self, prompt: TokenisedText, output: RequestOutput) -> None:
-        """Let conversations go on from these answers, before anything else is tokenised."""
+        """Let conversations go on from these answers, before any other is tokenised."""
+        loop, remember = asyncio.get_running_loop(), self.llm.history.remember
         for completion in output.outputs:
-            tokens = completion.token_ids
-            self._tokenizing.submit(self.llm.history.remember, prompt, tokens)
+            done = loop.run_in_executor(self._tokenizing, remember, prompt, completion.token_ids)
+            self._remembering.add(done)
+            done.add_done_callback(self._remembering.discard)
 
     async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
         """The salt's prefix of that name; 404 if there is none."""
@@ -150,17 +163,29 @@ class Backend:
         return await self.find_prefix(body.prefix, body.cache_salt)
 
     async def submit(
-        self, prompts: Sequence[TokensLike], params: SamplingParams, body: GenerationRequest
+        self,
+        prompts: Sequence[TokensLike],
+        params: SamplingParams,
+        body: GenerationRequest,
+        client: Hashable,
     ) -> Job:
         """Queue prompts for `body`, which says what else there is to know."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
         return await self.jobs.submit(
-            lambda: self.llm.add_requests(prompts, params, body.cache_salt),
+            lambda: self.llm.add_requests(prompts, params, body.cache_salt, client),
             len(prompts) * params.n,
+            client=client,
             stream=bool(body.stream),
             timeout=self.options.request_timeout,
         )
+
+
+def client_of(request: Request, cache_salt: str | None = None) -> Hashable:
+    """Whose request it is when clients share the server: its salt's, else its address's."""
+    if cache_salt is not None:
+        return "salt", cache_salt
+    return "address", request.client and request.client.host
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[Message]:

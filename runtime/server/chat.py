@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.backend import Backend, BackendDep, plain_messages
+from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
     JSON,
@@ -60,8 +60,9 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         or body.max_tokens
         or backend.chat_defaults.max_tokens,
     )
-    prompt = await backend.encode_chat(messages, body.cache_salt)
-    job = await backend.submit([prompt.tokens], params, body)
+    client = client_of(request, body.cache_salt)
+    prompt = await backend.encode_chat(messages, body.cache_salt, client)
+    job = await backend.submit([prompt.tokens], params, body, client)
     if body.stream:
         chunks = _Chunks(body, backend, head, job, prompt)
         return EventStream(job, chunks.of, chunks.last)

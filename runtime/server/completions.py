@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.backend import Backend, BackendDep
+from radixcache.runtime.server.backend import Backend, BackendDep, client_of
 from radixcache.runtime.server.generation import (
     JSON,
     STREAM_RESPONSE,
@@ -50,9 +50,10 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
         logprobs=body.logprobs,
         prompt_logprobs=(body.logprobs or 0) if scores_prompt else None,
     )
-    prompts = await _encode(body, backend)
-    echoes = await _echoes(body, backend)
-    job = await backend.submit(prompts, params, body)
+    client = client_of(request, body.cache_salt)
+    prompts = await _encode(body, backend, client)
+    echoes = await _echoes(body, backend, client)
+    job = await backend.submit(prompts, params, body, client)
     if body.stream:
         chunks = _Chunks(body, backend, head, params.n, job, echoes)
         return EventStream(job, chunks.of, chunks.last)
@@ -79,7 +80,7 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
     return Completion(**head, choices=choices, usage=usage(outputs), radixcache=more)
 
 
-async def _encode(body: CompletionRequest, backend: Backend) -> list[TokensLike]:
+async def _encode(body: CompletionRequest, backend: Backend, client: Hashable) -> list[TokensLike]:
     """The token ids of the prompts, behind those of the prefix if one is named."""
     prompts = body.prompts
     prefix = await backend.find_prefix_for(body)
@@ -90,13 +91,13 @@ async def _encode(body: CompletionRequest, backend: Backend) -> list[TokensLike]
 
     tokens: list[TokensLike] = [p for p in prompts if isinstance(p, list)]
     if len(tokens) < len(prompts):
-        tokens = await backend.tokenize(encode)
+        tokens = await backend.tokenize(encode, client)
     if prefix is None:
         return tokens
     return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]
 
 
-async def _echoes(body: CompletionRequest, backend: Backend) -> list[str]:
+async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -> list[str]:
     """The texts of the prompts, if they are to be echoed."""
     if not body.echo:
         return []
@@ -104,7 +105,7 @@ async def _echoes(body: CompletionRequest, backend: Backend) -> list[str]:
     def decode(tokenizer: Tokenizer) -> list[str]:
         return [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompts]
 
-    return await backend.tokenize(decode)
+    return await backend.tokenize(decode, client)
 
 
 class _Chunks:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -33,10 +34,13 @@ class PromptDelta(NamedTuple):
 class Job(worker.Job):
     """The requests of one client. Belongs to the event loop; the engine's thread only feeds it."""
 
-    def __init__(self, metrics: Metrics, stream: bool, num_sequences: int) -> None:
+    def __init__(
+        self, metrics: Metrics, stream: bool, num_sequences: int, client: Hashable
+    ) -> None:
         super().__init__()
         self.stream = stream
         self.num_sequences = num_sequences
+        self.client = client
         self.done = False
         self._metrics = metrics
         self._deltas: list[PromptDelta] = []
@@ -118,15 +122,18 @@ class Jobs:
         worker: whose thread runs the engine.
         metrics: told of every token.
         capacity: sequences that may run and wait together.
+        share: those of one client among them.
     """
 
-    def __init__(self, worker: Worker, metrics: Metrics, capacity: int) -> None:
+    def __init__(self, worker: Worker, metrics: Metrics, capacity: int, share: int) -> None:
         self.worker = worker
         self.capacity = capacity
+        self.share = share
         self.draining = False
         self._metrics = metrics
         self._open: set[Job] = set()
-        self._num_sequences = 0
+        self._places: Counter[Hashable] = Counter()
+        """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
 
     def start(self) -> None:
@@ -147,6 +154,7 @@ class Jobs:
         add: Callable[[], list[Request]],
         num_sequences: int,
         *,
+        client: Hashable = None,
         stream: bool = False,
         timeout: float | None = None,
     ) -> Job:
@@ -156,22 +164,25 @@ class Jobs:
 
         Args:
             num_sequences: completions that the requests have together.
+            client: whose they are.
             stream: whether `Job.deltas` will be read, else `Job.outputs`.
             timeout: seconds until the job ends with an error.
 
         Raises:
-            ApiError: the server is full or shutting down.
+            ApiError: the server is full, the client has its share, or the server is shutting down.
             Exception: what `add` raises.
         """
         if self.draining:
             raise ApiError.unavailable("the server is shutting down")
-        if num_sequences > self.capacity:
+        if num_sequences > self.share:
             raise ApiError.invalid(
-                f"{num_sequences} completions at once; the server takes {self.capacity} at most"
+                f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
-        if self._num_sequences + num_sequences > self.capacity:
+        if self._places.total() + num_sequences > self.capacity:
             raise ApiError.busy("too many completions are running or waiting; try again")
-        job = Job(self._metrics, stream, num_sequences)
+        if self._places[client] + num_sequences > self.share:
+            raise ApiError.busy("too many completions of this client are running or waiting")
+        job = Job(self._metrics, stream, num_sequences, client)
         self._take(job, timeout)
         try:
             await asyncio.wrap_future(self.worker.submit(job, add, self._tell))
@@ -182,11 +193,12 @@ class Jobs:
 
     def _take(self, job: Job, timeout: float | None) -> None:
         self._open.add(job)
-        self._num_sequences += job.num_sequences
+        self._places[job.client] += job.num_sequences
 
         def close() -> None:
             self._open.remove(job)
-            self._num_sequences -= job.num_sequences
+            self._places[job.client] -= job.num_sequences
+            self._places = +self._places  # who has none is forgotten
             self.worker.abort(job)
             if not self._open:
                 self._drained.set()

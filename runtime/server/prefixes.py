@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.prefixes import NamedPrefix
-from radixcache.runtime.server.backend import BackendDep, plain_messages
+from radixcache.runtime.server.backend import BackendDep, client_of, plain_messages
 from radixcache.runtime.server.generation import finish
 from radixcache.runtime.server.protocol import (
     DeletedPrefix,
@@ -29,22 +29,24 @@ CacheSalt = Annotated[HeaderSalt | None, Header()]
 @router.post("/v1/prefixes")
 async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
     """Compute a prefix and pin it; 409 if the salt has that name, or no pages left to pin."""
+    client = client_of(request, body.cache_salt)
     messages = None if body.messages is None else plain_messages(body.messages)
     tokens: TokensLike
     if messages is not None:
         tokens = await backend.tokenize(
-            lambda t: t.encode(t.render_chat(messages, ask=False), special=False)
+            lambda t: t.encode(t.render_chat(messages, ask=False), special=False), client
         )
     elif isinstance(body.prompt, str):
         text = body.prompt
-        tokens = await backend.tokenize(lambda t: t.encode(text))
+        tokens = await backend.tokenize(lambda t: t.encode(text), client)
     else:
         tokens = body.prompt or []
     name, salt, lifetime = body.name, body.cache_salt, body.lifetime
     prefixes = backend.llm.prefixes
     job = await backend.jobs.submit(
-        lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt)],
+        lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt, client=client)],
         num_sequences=1,
+        client=client,
         timeout=backend.options.request_timeout,
     )
     await finish(job, request)

@@ -17,6 +17,8 @@ from radixcache.runtime.engine.sampling import SamplingParams
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 """Stop strings of a request, and stop tokens: each is looked for in every step."""
+MAX_STOP_LENGTH = 4096
+"""Characters of all stop strings of a request."""
 
 T = TypeVar("T")
 
@@ -28,6 +30,13 @@ def _check_text(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("not valid Unicode: half of a surrogate pair") from None
     return text
+
+
+def _check_stop(stop: str | list[str] | None) -> str | list[str] | None:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > MAX_STOPS or sum(map(len, strings)) > MAX_STOP_LENGTH:
+        raise ValueError(f"at most {MAX_STOPS} strings of {MAX_STOP_LENGTH} characters together")
+    return stop
 
 
 def _decode_header(text: str) -> str:
@@ -101,7 +110,7 @@ class GenerationRequest(_Model):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Annotated[List[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[Text | List[Text] | None, AfterValidator(_check_stop)] = None
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -11,11 +11,16 @@ from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.server.jobs import Jobs
+
+HEAD_SECONDS = 10.0
+"""From a connection, or from the first byte of a further request on it, to the end of the head."""
 
 FLUSH_SECONDS = 3
 """For connections to take what is left, once nothing runs any more."""
@@ -35,16 +40,22 @@ def listen(host: str, port: int) -> socket.socket:
         raise InvalidRequest(f"not a host: {host!r}") from None
 
 
-def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
-    """Serve an app of `create_app` until a signal ends it."""
-    config = uvicorn.Config(
+def configure(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
+    """How uvicorn serves an app of `create_app`."""
+    return uvicorn.Config(
         app,
-        log_level="warning",
+        http=_Connection,
+        log_level=log_level,
         access_log=False,
         server_header=False,
         proxy_headers=False,  # who is on this machine is not for a header to say
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
+
+
+def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
+    """Serve an app of `create_app` until a signal ends it."""
+    config = configure(app)
     host, port = listener.getsockname()[:2]
     if app.state.backend.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"
@@ -55,6 +66,39 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     where = f"http://{host}:{port}"
     print(f"Serving {names} at {where} ({placement})", file=sys.stderr, flush=True)
     _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if the head of a request does not come in time.
+
+    uvicorn itself limits the size of a head, and the time between two requests, but not this: such
+    connections would stay, until the process may have no more.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class _Server(uvicorn.Server):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from radixcache.runtime.text.stops import StopStrings
+
 
 class _Progress(NamedTuple):
     """How far the tokens are text; in one piece, so that nothing is cut off half-way."""
@@ -14,6 +16,7 @@ class _Progress(NamedTuple):
     read: int = 0
     text: str = ""
     stopped_by: str | None = None
+    stop_state: int = 0
 
 
 class Detokenizer:
@@ -29,7 +32,7 @@ class Detokenizer:
         stop_strings: the text ends before the first of them.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop_strings: list[str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], stop_strings: StopStrings) -> None:
         self._decode = decode
         self._stop_strings = stop_strings
         self._ids: list[int] = []
@@ -64,21 +67,17 @@ class Detokenizer:
     def _catch_up(self, *, to_the_end: bool = False) -> None:
         """Decode what is new, up to the last whole character or to the end."""
         self._unreadable = True  # if `decode` raises
-        window, read, before, stopped_by = self._progress
+        window, read, before, stopped_by, state = self._progress
         known = self._decode(self._ids[window:read])
         new = self._decode(self._ids[window:])
         self._unreadable = False
         if to_the_end or (len(new) > len(known) and not new.endswith("\ufffd")):
             text = before + new[len(known) :]
-            hits = []
-            for stop in self._stop_strings:
-                at = text.find(stop, max(0, len(before) - len(stop) + 1))
-                if at >= 0:
-                    hits.append((at, stop))
-            if hits:
-                at, stopped_by = min(hits)
-                text = text[:at]
-            self._progress = _Progress(read, len(self._ids), text, stopped_by)
+            state, hit = self._stop_strings.read(state, new[len(known) :])
+            if hit is not None:
+                at, stopped_by = hit
+                text = text[: len(before) + at]
+            self._progress = _Progress(read, len(self._ids), text, stopped_by, state)
 
     @property
     def shown(self) -> str:
@@ -98,16 +97,7 @@ class Detokenizer:
             with suppress(Exception):
                 self._catch_up()
         end = len(self.text)
-        if not finished:
-            end -= self._held_back()
+        if not finished and self.stopped_by is None:
+            end -= self._stop_strings.held_back(self._progress.stop_state)
         new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
         return new
-
-    def _held_back(self) -> int:
-        longest = 0
-        for stop in self._stop_strings:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

@@ -79,7 +79,8 @@ class TokenHistory:
       both ways begin a token.
     - Everything else is tokenised as if there were no history, from the last common delimiter on.
 
-    What was used least recently is forgotten first. For any number of threads, one after the other.
+    What was used least recently is forgotten first. For any number of threads, all of which may
+    tokenise at the same time.
 
     >>> prompt = history.encode(rendered)  # doctest: +SKIP
     >>> (output,) = llm.generate({"prompt_token_ids": prompt.tokens})  # doctest: +SKIP
@@ -104,16 +105,13 @@ class TokenHistory:
 
         O(log n) to find the longest beginning among n texts, O(new text) to tokenise.
         """
-        with self._lock:
-            return self._encode(text, cache_salt)
-
-    def _encode(self, text: str, cache_salt: str | None) -> TokenisedText:
         if not self._delimiters:
             ids = self.tokenizer.encode(text, special=False)
             return TokenisedText(text, np.array(ids, np.int32), _no_cuts(), 0, cache_salt)
         base, num_kept, ids, starts = self._splice(text, cache_salt)
-        if base._key in self._texts:
-            self._texts.move_to_end(base._key)
+        with self._lock:
+            if base._key in self._texts:
+                self._texts.move_to_end(base._key)
         if base.text == text:
             return base
         new = np.array(ids, np.int32)
@@ -127,17 +125,14 @@ class TokenHistory:
             cache_salt=cache_salt,
         )
         left_at_its_end = 0 in at and num_kept == len(base.tokens)
-        if text.startswith(base.text) and (left_at_its_end or not base.num_generated):
-            self._forget(base)  # what goes on from it goes on from this one as well
-        self._store(tokenised)
+        with self._lock:
+            if text.startswith(base.text) and (left_at_its_end or not base.num_generated):
+                self._forget(base)  # what goes on from it goes on from this one as well
+            self._store(tokenised)
         return tokenised
 
     def remember(self, prompt: TokenisedText, generated: Sequence[int]) -> None:
         """Reuse what was generated from a prompt, in texts that go on with it. O(generated)."""
-        with self._lock:
-            self._remember(prompt, generated)
-
-    def _remember(self, prompt: TokenisedText, generated: Sequence[int]) -> None:
         if not self._delimiters:
             return
         ids = list(generated)
@@ -146,16 +141,16 @@ class TokenHistory:
         answer = self._read(prompt, ids)
         if not answer:
             return
-        self._forget(prompt)
-        self._store(
-            TokenisedText(
-                prompt.text + answer,
-                np.concatenate([prompt.tokens, np.array(ids, np.int32)]),
-                prompt.cuts,
-                len(ids),
-                prompt.cache_salt,
-            )
+        remembered = TokenisedText(
+            prompt.text + answer,
+            np.concatenate([prompt.tokens, np.array(ids, np.int32)]),
+            prompt.cuts,
+            len(ids),
+            prompt.cache_salt,
         )
+        with self._lock:
+            self._forget(prompt)
+            self._store(remembered)
 
     def _read(self, prompt: TokenisedText, ids: list[int]) -> str:
         """The text that `ids` stand for behind a prompt; "" if in doubt."""
@@ -180,7 +175,9 @@ class TokenHistory:
         """Where the text leaves what is remembered, and the tokens from there on."""
         base, chars, num_kept = TokenisedText("", np.empty(0, np.int32), _no_cuts()), 0, 0
         answers = []
-        for other, shared in self._relatives(text, cache_salt):
+        with self._lock:
+            relatives = [*self._relatives(text, cache_salt)]
+        for other, shared in relatives:
             other_chars, other_kept = self._last_cut(other, text, shared)
             if other_chars > chars:
                 base, chars, num_kept = other, other_chars, other_kept

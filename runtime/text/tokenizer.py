@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from math import inf
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from radixcache.errors import InvalidRequest
+from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 
+if TYPE_CHECKING:  # imports the tokenizers library
+    from radixcache.runtime.text.bound import TextBound
 
-@contextmanager
-def _reading(text: str) -> Iterator[None]:
-    """Says in one sentence what a tokenizer says of half a surrogate pair, as JSON may hold it."""
-    try:
-        yield
-    except (TypeError, UnicodeError):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
-        raise
+_LIGHT = ("llama", "mistral", "qwen2", "qwen3")
+
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
+"""Files of which a tokenizer has one at least, whichever transformers' class reads it."""
+
+_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer:
-    """The tokenizer of a model folder or hub id."""
+    """The tokenizer of a model folder or hub id, for any number of threads.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        tokenizer: of transformers.
+        max_tokens: a text that must have more is refused before it is tokenised, where that can
+            be told by its length.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
         from transformers import PreTrainedTokenizerFast
 
+        from radixcache.runtime.text.bound import TextBound
+
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._bound: TextBound | None = None
+        self._one_at_a_time: AbstractContextManager[object] = Lock()
+        if getattr(tokenizer, "is_fast", False):
+            self._bound = TextBound(tokenizer.backend_tokenizer)
+            self._one_at_a_time = nullcontext()  # the tokenizers library takes any number
+            tokenizer.encode("")  # transformers sets it up at the first call, alone
         # Called for every generated token: what transformers wraps around it takes three times as
         # long as decoding.
         self._backend: Any = None
@@ -37,22 +56,48 @@ class Tokenizer:
             self._backend = tokenizer.backend_tokenizer
 
     @classmethod
-    def load(cls, name_or_path: str) -> Tokenizer | None:
-        """The model's tokenizer, or None if it has none."""
-        from transformers import AutoTokenizer
+    def load(cls, name_or_path: str, max_tokens: float = inf) -> Tokenizer | None:
+        """The model's tokenizer, or None if it comes without one. Never runs code of the model's.
 
+        Raises:
+            ModelError: there is one, and it cannot be loaded.
+        """
         try:
-            return cls(AutoTokenizer.from_pretrained(name_or_path))
-        except (OSError, ValueError, KeyError):
-            return None
+            if any(_find(name_or_path, file) for file in _VOCABULARIES):
+                return cls(_read(name_or_path), max_tokens)
+            if not _find(name_or_path, _CONFIG):  # for some models, transformers makes one up
+                return None
+            reason = "it has a tokenizer_config.json, and no vocabulary beside it"
+        except Exception as error:  # what a foreign file makes of the code that reads it
+            reason = first_sentence(error)
+        raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
+
+    @contextmanager
+    def _reading(self, text: str) -> Iterator[None]:
+        """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair."""
+        if self._bound is not None and self._bound.least_tokens(text) > self._max_tokens:
+            raise ContextExceeded(
+                f"a text of {len(text)} characters has more tokens than the context of "
+                f"{self._max_tokens}"
+            )
+        try:
+            with self._one_at_a_time:
+                yield
+        except (TypeError, UnicodeError):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
+            raise
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
 
         Raises:
             InvalidRequest: `text` is no Unicode.
+            ContextExceeded: it is longer than `max_tokens` can be.
         """
-        with _reading(text):
+        with self._reading(text):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
@@ -61,7 +106,7 @@ class Tokenizer:
 
         Only a tokenizer with `delimiters` can tell.
         """
-        with _reading(text):
+        with self._reading(text):
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
@@ -135,3 +180,37 @@ class Tokenizer:
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
+
+
+def _read(name_or_path: str) -> Any:
+    """What transformers' AutoTokenizer gives.
+
+    AutoTokenizer imports the class of the model's config, and some of them nearly all of
+    transformers, which takes longer than anything else in a start. Of these families it needs to
+    know the name alone; and for two of them a class that says nothing of its own is taken as it is.
+    """
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
+    file, family = _find(name_or_path, _CONFIG), settings.get("model_type")
+    declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    named = declared.get("tokenizer_class")
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and family in ("llama", "qwen3"):
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path, trust_remote_code=False)
+    from transformers import AutoTokenizer
+
+    read = partial(AutoTokenizer.from_pretrained, name_or_path, trust_remote_code=False)
+    if named is None or "auto_map" in declared or family not in _LIGHT:
+        return read()
+    config: Any = PreTrainedConfig()
+    config.name_or_path, config.model_type = name_or_path, family
+    return read(config=config)
+
+
+def _find(name_or_path: str, file: str) -> str | None:
+    """The path of a file of the model, or None if it has no such file."""
+    from transformers.utils.hub import cached_file
+
+    missing = {"_raise_exceptions_for_missing_entries": False}
+    found: str | None = cached_file(name_or_path, file, **missing)
+    return found

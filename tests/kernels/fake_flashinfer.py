@@ -35,7 +35,7 @@ ALLOW_ANY_HEAD_DIM = False
 
 NUM_SMS = 132
 
-# ("plan", wrapper), ("run", wrapper), ("append",), ("merge",), ("top_k",), ("top_p",)
+# ("plan", wrapper), ("run", wrapper), and the other kernels by their names: ("append",), ...
 calls: list[tuple[str, ...]] = []
 kv_tokens_read = 0
 
@@ -790,3 +790,65 @@ def _check_filter(
 def _renormalised(probs: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     kept = probs.masked_fill(probs < least, 0)
     return kept / kept.sum(-1, keepdim=True)
+
+
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Of rows [n, d], or of each head [n, heads, d]; `out` may be `x`."""
+    calls.append(("rmsnorm",))
+    assert x.ndim in (2, 3) and weight.shape == x.shape[-1:]
+    assert x.dtype == weight.dtype == _dtype(x.dtype), "one dtype for all"
+    out = torch.empty_like(x) if out is None else out
+    assert x.stride(-1) == out.stride(-1) == 1 and out.shape == x.shape
+    return out.copy_(_normed(x, weight, eps))
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> None:
+    """The residual gets the sum, x its norm."""
+    calls.append(("fused_add_rmsnorm",))
+    assert x.ndim == 2 and x.shape == residual.shape and weight.shape == x.shape[1:]
+    assert x.dtype == residual.dtype == weight.dtype == _dtype(x.dtype)
+    assert x.stride(-1) == residual.stride(-1) == 1
+    assert x.data_ptr() != residual.data_ptr()
+    residual.add_(x)
+    x.copy_(_normed(residual, weight, eps))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    rows = x.double()
+    return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def silu_and_mul(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    calls.append(("silu_and_mul",))
+    assert x.is_contiguous() and out.is_contiguous(), "the kernel ignores strides"
+    assert x.dtype == out.dtype == _dtype(x.dtype)
+    assert x.shape[-1] * x.itemsize % 16 == 0, "rows of a multiple of 16 bytes"
+    gate, up = x.double().chunk(2, -1)
+    return out.copy_(gate * gate.sigmoid() * up)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+) -> None:
+    """query, key [n, heads * head_size]; the table [positions, cosines and then sines]."""
+    calls.append(("rope",))
+    assert (is_neox and head_size in _HEAD_DIMS) or ALLOW_ANY_HEAD_DIM
+    assert cos_sin_cache.dtype == torch.float32 and cos_sin_cache.is_contiguous()
+    assert cos_sin_cache.shape[1] == head_size, "all of a head is turned"
+    assert positions.dtype == torch.int64 and positions.shape == query.shape[:1] == key.shape[:1]
+    assert ((positions >= 0) & (positions < len(cos_sin_cache))).all(), "it reads past its table"
+    cos, sin = cos_sin_cache.double()[positions][:, None].chunk(2, -1)
+    for flat in (query, key):
+        assert flat.stride(-1) == 1 and flat.dtype == _dtype(flat.dtype)
+        heads = flat.view(len(flat), -1, head_size)
+        low, high = heads.double().chunk(2, -1)
+        heads.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], -1))

@@ -75,12 +75,12 @@ def flashinfer_on(device: Device) -> ModuleType:
         everything = kv_indices.as_strided((length,), (1,))
         fake_flashinfer.append_paged_kv_cache(kv_indices=everything, **arrays)
 
-    for name, kernel in (
-        ("append_paged_kv_cache", append),
-        ("merge_state_in_place", fake_flashinfer.merge_state_in_place),
-        ("top_k_renorm_probs", fake_flashinfer.top_k_renorm_probs),
-        ("top_p_renorm_probs", fake_flashinfer.top_p_renorm_probs),
-    ):
+    names = (
+        "merge_state_in_place", "top_k_renorm_probs", "top_p_renorm_probs", "rmsnorm",
+        "fused_add_rmsnorm", "silu_and_mul", "apply_rope_with_cos_sin_cache_inplace",
+    )  # fmt: skip
+    kernels = {name: getattr(fake_flashinfer, name) for name in names}
+    for name, kernel in {"append_paged_kv_cache": append, **kernels}.items():
         launch = functools.partial(device.launch, kernel)
         setattr(module, name, functools.update_wrapper(launch, kernel))
     return module

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
 from radixcache.runtime.text.detokenizer import Detokenizer
+from radixcache.runtime.text.stops import StopStrings
 from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_121
@@ -309,7 +312,7 @@ def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> N
     for _ in range(300):
         text = "".join(rng.choice("aб漢🙂|STOP ") for _ in range(rng.randint(1, 25)))
         stops = rng.choice([[], ["STOP"], ["|", "TO"], ["🙂a"], ["OP ", "STOP |"]])
-        detokenizer = Detokenizer(decode, stops)
+        detokenizer = Detokenizer(decode, StopStrings(stops))
         shown = ""
         for index, token in enumerate(text.encode()):
             detokenizer.append(token, index)
@@ -416,3 +419,16 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="'role' and a 'content'"):
         llm.chat([{"role": "user"}])
+
+
+@pytest.mark.exhaustive  # for the seconds that a process takes to start
+def test_it_starts_without_what_takes_long_to_import() -> None:
+    code = (
+        "import sys; from radixcache import LLM; llm = LLM(device='cpu');"
+        "llm.chat([{'role': 'user', 'content': 'Hello'}]); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert {"torch", "transformers", "tokenizers"} <= imported
+    slow = {"transformers.modeling_utils", "torch._dynamo", "sympy", "torch.distributed.tensor"}
+    assert not imported & {*slow, "transformers.models.auto.configuration_auto"}

@@ -26,7 +26,9 @@ class Transformers:
     version = transformers.__version__
 
     def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
         self.model.generation_config.eos_token_id = None  # else it stands in for `greedy`'s
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:

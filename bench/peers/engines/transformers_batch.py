@@ -22,7 +22,9 @@ class TransformersBatch:
     version = transformers.__version__
 
     def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
         self.manager = self._start()
 
     def _start(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch.nn.functional import rms_norm, silu
 
 from radixcache import LLM
 from radixcache.bench.gpu import llm, peers
@@ -46,9 +44,6 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             patch.object(llm, "generate_apart", _generate_here),
             patch.object(llm, "serve_apart", _serve_here),
         ):
-            for op in (fused_add_rmsnorm, silu_and_mul, rope_in_place):
-                on_device: Callable[..., object] = functools.partial(gpu.device.launch, op)
-                vars(gpu.flashinfer).setdefault(NAMES.get(op.__name__, op.__name__), on_device)
             kernels = (gpu.flashinfer, gpu.backend)
             yield Place(CUDA, torch.float32, SMALL, out, kernels)
     finally:
@@ -90,31 +85,3 @@ def _serve_here(options: Sequence[str]) -> Iterator[str]:
     on_cpu = LLM(device="cpu", dtype=given["dtype"], kv_memory=given["kv_memory"])
     with live(on_cpu) as server:
         yield server.url
-
-
-# FlashInfer's fused operations, in plain torch.
-
-NAMES = {"rope_in_place": "apply_rope_with_cos_sin_cache_inplace"}
-
-
-def fused_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> None:
-    residual.add_(x)
-    x.copy_(rms_norm(residual, weight.shape, weight, eps))
-
-
-def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    gate, up = gate_up.chunk(2, -1)
-    out.copy_(silu(gate) * up)
-
-
-def rope_in_place(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
-    cos_sin_cache: torch.Tensor,
-) -> None:  # fmt: skip
-    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
-    for flat in (query, key):
-        low, high = flat.view(len(flat), -1, head_size).chunk(2, -1)
-        turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
-        flat.copy_(turned.view_as(flat))

@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -103,6 +104,7 @@ class Run:
             if rng.random() < 0.2:
                 settings["prompt_logprobs"] = 1
             self.jobs.append((prompt, SamplingParams(**settings), rng.random() < 0.15))
+        self.clients = [rng.choice("aab") for _ in self.jobs]
 
     def play(self, cut: CutOff) -> list[Request]:
         """All requests, a step between two of them, and on to the end of all."""
@@ -114,8 +116,9 @@ class Run:
                 recover()
 
         self.engine._recover = traced_recover  # type: ignore[method-assign]
-        for prompt, params, leaves in self.jobs:
-            request = self._insist(cut, lambda p=prompt, s=params: self.engine.add_request(p, s))
+        for (prompt, params, leaves), client in zip(self.jobs, self.clients, strict=True):
+            add = partial(self.engine.add_request, prompt, params, client=client)
+            request = self._insist(cut, add)
             requests.append(request)
             self._try(cut, self.engine.step)
             if leaves:

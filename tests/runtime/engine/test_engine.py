@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
+from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.text.detokenizer import Detokenizer
+from radixcache.runtime.text.stops import StopStrings
 from tests.cover import covering, seeds
 from tests.engines import (
     assert_no_page_is_lost,
@@ -76,18 +79,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
 @covering(
-    family=["tabletalk", "llama", "qwen3", "gemma3_text"],
+    family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text"],
+    stock=[False, True],
     page_size=[1, 4, 16],
     chunk=[8, 64, 2048],
     concurrent=[True, False],
 )
 def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
-    folder: Path, family: str, page_size: int, chunk: int, concurrent: bool
+    folder: Path, family: str, stock: bool, page_size: int, chunk: int, concurrent: bool
 ) -> None:
     path = model_path(folder, family)
     asked = prompts(min(plain_model(path).config.vocab_size, 250))
     for mode in ("radix", "hash-block", "none"):
-        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk)
+        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk, stock=stock)
+        assert isinstance(engine.model, Decoder) is (not stock and family != "gemma3_text")
         requests = run(engine, asked, GREEDY, concurrent)
         assert [tokens for (tokens,) in generated(requests)] == expected(path), mode
         hits = sum(request.output().num_cached_tokens for request in requests)
@@ -95,15 +100,18 @@ def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
         assert_no_page_is_lost(engine)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", ["tabletalk", "llama", "qwen3", "gemma3_text"])
+@covering(
+    family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text"],
+    stock=[False, True],
+    page_size=[1, 16],
+)
 def test_logits_agree_with_plain_transformers_to_1e_4(
-    folder: Path, family: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, family: str, stock: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model_path(folder, family)
-    model = paged_model(path)
+    model = paged_model(path, stock)
     asked = prompts(min(model.vocab_size, 250))
-    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24)
+    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24, stock=stock)
     seen: list[torch.Tensor] = []
     forward = model.forward
 
@@ -256,7 +264,7 @@ def test_a_token_that_gives_no_text_ends_its_own_request_only(folder: Path) -> N
     def decode(ids: list[int]) -> str:
         raise ValueError("no such byte")
 
-    bad.sequences[0].detokenizer = Detokenizer(decode, [])
+    bad.sequences[0].detokenizer = Detokenizer(decode, StopStrings([]))
     finish(engine)
     assert bad.error is not None and "no such byte" in bad.error
     assert generated([good])[0][0] == expected(path)[1]
@@ -390,14 +398,35 @@ def test_a_bad_request_is_one_sentence_and_the_rest_goes_on(folder: Path, case: 
     assert_no_page_is_lost(engine)
 
 
+@pytest.mark.parametrize("mode", ["radix", "hash-block"])
+def test_pinned_pages_count_when_a_request_comes(folder: Path, mode: str) -> None:
+    """Of 20 pages of 4 tokens 10 are pinned, and one is spare."""
+    path, pinned = model_path(folder, "llama"), list(range(40))
+    engine = make_engine(path, mode, page_size=4, num_pages=20)
+    run(engine, [pinned], SamplingParams(temperature=0, max_tokens=1))
+    engine.cache.pin_budget = 20
+    engine.cache.pin("system", pinned)
+    other = prompts(250)[0][:20]
+    # What goes on from the prefix shares its pages, but for one that it goes on from in mid-page.
+    for prompt, own in ((other, 0), ([*pinned, *other], 10), ([*pinned[:38], *other], 9)):
+        room = (19 - 10 + own) * 4 - len(prompt) + 1
+        params = SamplingParams(temperature=0, max_tokens=room + 1, ignore_eos=True)
+        sentence = "KV memory beside what is pinned" if own < 10 else "KV memory of 19 pages"
+        with pytest.raises(InvalidRequest, match=sentence):
+            engine.add_request(prompt, params)
+        engine.check()
+        (request,) = run(engine, [prompt], replace(params, max_tokens=room))
+        assert request.error is None and len(request.sequences[0].generated) == room
+
+
 def test_a_request_that_pins_leave_no_room_for_fails_alone(folder: Path) -> None:
     path = model_path(folder, "llama")
     engine = make_engine(path, page_size=4, num_pages=20)
     run(engine, [list(range(40))], SamplingParams(temperature=0, max_tokens=1))
     engine.cache.pin_budget = 20
-    engine.cache.pin("system", list(range(40)))
     big, small = prompts(250)[0], prompts(250)[3]
     failing = engine.add_request(big, GREEDY)
+    engine.cache.pin("system", list(range(40)))  # only now
     finish(engine)
     assert failing.error is not None and "no room" in failing.error
     assert failing.output().outputs[0].finish_reason == "error"

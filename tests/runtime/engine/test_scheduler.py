@@ -1,15 +1,23 @@
-"""Who waits for a page that another request of the same step is writing, and for how long."""
+"""Who runs next: what waits for a page in flight, and how clients share an engine.
+
+All waits are counted in steps.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from radixcache import SamplingParams
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.modes import parse_mode
 from radixcache.bench.workloads.generators import generate
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduler import LOOK_AHEAD, MAX_PASSED_OVER, Scheduler
+from tests import engines
+from tests.models import tiny_model
 
 PROMPT = np.arange(60, dtype=np.int32)
 ANSWER = np.arange(1000, 1003, dtype=np.int32)
@@ -83,3 +91,172 @@ def test_best_of_n_at_page_16_computes_what_it_does_at_page_1():
         ttfts = {outcome.ttft for outcome in found}
         assert ttfts == ({1.0, 2.0} if mode == "radix-16" else {1.0})
     assert computed["radix-16"] == computed["radix-1"] < computed["hash-16"]
+
+
+# ------------------------------------------------------------------------------ one against all
+
+
+class Shared:
+    """An engine for several clients that only counts; notes the steps of first and last tokens."""
+
+    def __init__(self, slots: int, *, kv_tokens: int = 1 << 16, budget: int = 2048) -> None:
+        cache = parse_mode("radix-16").make(kv_tokens)
+        self.engine = IndexEngine(Scheduler(cache, budget, slots, "longest-prefix"))
+        self.scheduler = self.engine.scheduler
+        self.steps = 0
+        self.began: dict[Request, int] = {}
+        self.ended: dict[Request, int] = {}
+        self._tokens = 0
+
+    def ask(self, client: str, count: int = 1, *, prompt: int = 30, answer: int = 400):
+        """`count` requests, whose prompts share nothing."""
+        requests = []
+        for _ in range(count):
+            tokens = np.arange(self._tokens, self._tokens + prompt, dtype=np.int32)
+            self._tokens += prompt
+            requests.append(self.engine.add(tokens, np.zeros(answer, np.int32), client))
+        return requests
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.steps += 1
+            for request in self.engine.step():
+                self.began.setdefault(request, self.steps)
+                if request.finished:
+                    self.ended[request] = self.steps
+            self.engine.cache.check()
+
+    def finish(self, *requests: Request) -> None:
+        while not all(request.finished for request in requests):
+            self.step()
+            assert self.steps < 20_000
+
+    def running(self) -> Counter[str]:
+        """How many sequences of each client run."""
+        return Counter(str(s.request.client) for s in self.scheduler.running)
+
+
+def test_a_short_request_does_not_wait_for_another_client_that_holds_all_slots():
+    shared = Shared(slots=64)
+    greedy = shared.ask("a", 64)
+    shared.step(50)
+    assert shared.running() == {"a": 64}
+    (short,) = shared.ask("b", answer=5)
+    shared.finish(short)
+    assert (shared.began[short], shared.ended[short]) == (51, 55)
+    shared.finish(*greedy)
+    # One of 64 was put back, and computed no more again than the last token that it had.
+    assert sum(request.sequences[0].preemptions for request in greedy) == 1
+    assert sum(request.prefilled_tokens for request in greedy) == 64 * 30 + 1
+    assert shared.steps <= 400 + 5 + 1
+
+
+def test_clients_that_want_more_than_there_is_share_the_slots():
+    shared = Shared(slots=12)
+    shared.ask("a", 40)
+    shared.step(5)
+    shared.ask("b", 40)
+    shared.ask("c", 2)
+    shared.step(12)  # one slot changes hands in each step
+    assert shared.running() == {"a": 5, "b": 5, "c": 2}
+    shared.step(20)
+    assert shared.running() == {"a": 5, "b": 5, "c": 2}, "a share goes to and fro"
+
+
+def test_among_clients_with_one_slot_for_all_the_one_that_got_least_is_next():
+    shared = Shared(slots=1)
+    shared.ask("a", 60, prompt=300, answer=1)
+    shared.ask("b", 600, prompt=30, answer=1)
+    tokens: Counter[str] = Counter()
+    for _ in range(200):
+        shared.step()
+        tokens.clear()
+        for request in shared.ended:
+            tokens[str(request.client)] += request.prefilled_tokens
+        assert abs(tokens["a"] - tokens["b"]) <= 300
+    assert min(tokens.values()) > 5000
+
+
+def test_clients_that_come_and_go_keep_nobody_waiting():
+    """Whoever has just come owes nothing, but nobody else does more for having been there."""
+    shared = Shared(slots=1)
+    patient = shared.ask("a", 10, answer=3)
+    others = [shared.ask(name, answer=3)[0] for name in "bcd"]
+    while not all(request.finished for request in patient):
+        shared.step()
+        others = [shared.ask(str(r.client), answer=3)[0] if r.finished else r for r in others]
+    ends = [shared.ended[request] for request in patient]
+    # Each takes three steps and is followed by three others at most, which take three each.
+    assert max(np.diff(ends)) <= 4 * 3
+
+
+def test_a_share_of_the_pages_comes_with_a_share_of_the_slots():
+    """Here it is not slots that another client has taken all of, but pages."""
+    shared = Shared(slots=64, kv_tokens=4000)
+    greedy = shared.ask("a", 64, prompt=40, answer=200)
+    shared.step(100)
+    assert shared.running()["a"] < 64 and shared.engine.cache.pool.num_free < 8
+    for _ in range(5):
+        (short,) = shared.ask("b", prompt=100, answer=20)
+        arrived = shared.steps
+        shared.finish(short)
+        assert shared.began[short] - arrived <= 10
+        assert shared.ended[short] - arrived <= 40
+    shared.finish(*greedy)
+    assert all(request.error is None for request in greedy)
+
+
+def test_clients_wait_for_nobody_that_has_as_few_slots():
+    """One slot each is fair: no client puts another one back, and all end as they came."""
+    shared = Shared(slots=2)
+    requests = [shared.ask(name, answer=10)[0] for name in "abcdef"]
+    shared.finish(*requests)
+    assert [shared.ended[request] for request in requests] == [10, 10, 20, 20, 30, 30]
+    assert not any(request.sequences[0].preemptions for request in requests)
+
+
+def test_every_waiting_request_ages():
+    """However many come that would hit more: each that waits is overtaken only so many times."""
+    engine = make_engine("radix-16", "longest-prefix")
+    engine.scheduler.max_num_seqs = 1
+    stem = np.arange(64, dtype=np.int32)
+    answer = np.zeros(1, np.int32)
+    own = iter(range(100_000, 200_000))
+
+    def ask(*start: int) -> Request:
+        return engine.add(np.array([*start, next(own)], np.int32), answer)
+
+    ask(*stem)
+    engine.step()
+    waiting = [ask(-1 - i) for i in range(8)]
+    overtaken = dict.fromkeys(waiting, 0)
+    others = {ask(*stem) for _ in range(LOOK_AHEAD)}
+    while overtaken.keys() - {r for r in waiting if r.finished}:
+        (done,) = engine.step()
+        if done in others:
+            others.remove(done)
+            others.add(ask(*stem))
+            for request in waiting:
+                overtaken[request] += not request.finished
+    assert 0 < max(overtaken.values()) <= MAX_PASSED_OVER
+    assert [request.finished for request in waiting] == [True] * 8
+
+
+def test_fair_shares_change_no_token(tmp_path_factory):
+    path = tiny_model("llama", tmp_path_factory.mktemp("model"), tokenizer=False)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompts = [[7, i, 3, i + 1] for i in range(6)]
+    for ahead in (False, True):
+        engine = engines.make_engine(path, page_size=4, num_pages=60, max_num_seqs=3)
+        engine._runs_ahead = ahead
+        requests = []
+        for i, prompt in enumerate(prompts):
+            client = "a" if i < 4 else "b"
+            requests.append(engine.add_request(prompt, params, client=client))
+            engine.step()
+            engine.check()
+        engines.finish(engine)
+        assert sum(r.sequences[0].preemptions for r in requests) >= 1
+        for request, prompt in zip(requests, prompts, strict=True):
+            tokens = request.sequences[0].generated.tolist()
+            assert tokens == engines.plain_greedy(path, prompt, 16)

@@ -33,7 +33,7 @@ from tests.models import tiny_model
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(name, root / name) for name in ("llama", "gemma2")}
+    return {name: tiny_model(name, root / name) for name in ("llama", "qwen3", "gemma2")}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def load(path: Path) -> PagedModel:
+def load(path: Path, stock: bool = False) -> PagedModel:
     """A model of its own on the GPU: backends keep state."""
     model = load_model(path, device="cuda", dtype="float32")
     fake_flashinfer.calls.clear()  # which were to try the kernels out
@@ -84,7 +84,7 @@ def test_filling_rows_stand_on_the_spare_page() -> None:
     assert padded.slots().tolist()[3:] == [396, 396]
 
 
-@covering(family=["llama", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
+@covering(family=["llama", "qwen3", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
 def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache) -> None:
     rng = np.random.default_rng(page_size)
     stem = rng.integers(0, 256, 40).tolist()
@@ -294,7 +294,7 @@ def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
     gpu.device.ops.clear()
     logits = graphs.run(np.array([5], np.int32), batch)
     assert logits is not None and logits.dtype == torch.float32
-    assert gpu.device.ops[-3:] == ["mm", "_unsafe_view", "copy_"]  # the end of the capture
+    assert gpu.device.ops[-2:] == ["mm", "copy_"]  # the end of the capture
     plain = model.forward(np.array([5]), batch, np.array([0]), model.allocate(8, 4))
     assert plain.dtype == torch.float32 and torch.equal(logits.cpu(), plain.cpu())
 

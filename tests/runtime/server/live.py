@@ -15,7 +15,7 @@ from radixcache import LLM
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.backend import Backend, Options
-from radixcache.runtime.server.serve import listen
+from radixcache.runtime.server.serve import configure, listen
 from tests.runtime.server import http
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class LiveServer:
 
         self.call(check)
         jobs = self.backend.jobs
-        assert not jobs._open and not jobs._num_sequences and not jobs.worker._jobs
+        assert not jobs._open and not jobs._places and not jobs.worker._jobs
         assert not self.backend.metrics._last_token
 
 
@@ -74,9 +74,7 @@ class LiveServer:
 def live(llm: LLM, **options: Any) -> Iterator[LiveServer]:
     """A server of `llm` with these `Options`."""
     app = create_app(llm, Options(**options))
-    uvicorn_server = uvicorn.Server(
-        uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=3)
-    )
+    uvicorn_server = uvicorn.Server(configure(app, "critical"))
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         thread = threading.Thread(target=uvicorn_server.run, args=([listener],))

@@ -100,6 +100,7 @@ def test_what_a_key_opens(key: str | None, with_api_key: Any, with_admin_key: An
         ("127.0.0.1", {}, "administrator"),
         ("127.8.8.8", {"host": "localhost:8000"}, "administrator"),
         ("::1", {"host": "[::1]:8000"}, "administrator"),
+        ("127.0.0.1", {"host": "0.0.0.0:8000"}, "administrator"),
         ("10.0.0.7", {}, "client"),
         ("fe80::1", {}, "client"),
         # A proxy on this machine, which may or may not say so.
@@ -136,7 +137,7 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
     assert routes == ADMIN_ROUTES | CLIENT_ROUTES | {("GET", "/health")}
     with (
         live(llm, api_key="user", admin_key="boss") as server,
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, verify=False) as client,
     ):
         for method, path in sorted(routes):
             user, boss = (
@@ -181,7 +182,7 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
     ],
 )
 def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bool):
-    options = Options(allowed_hosts=["127.0.0.1", "LLM.example.org"], admin_key="boss")
+    options = Options(allowed_hosts=["", "127.0.0.1", "LLM.example.org"], admin_key="boss")
     assert comes_in(options, host=host) == ("client" if is_known else 403)
     assert comes_in(options, host=host, authorization="Bearer none") in ("client", 403)
     assert comes_in(options, host=host, authorization="Bearer boss") == "administrator"
@@ -209,7 +210,7 @@ def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bo
     ],
 )
 def test_other_web_pages_may_do_nothing(origin: str, is_own: bool):
-    options = Options(allowed_hosts=["127.0.0.1", "llm.example.org"], admin_key="boss")
+    options = Options(allowed_hosts=["", "127.0.0.1", "llm.example.org"], admin_key="boss")
     for key in ("none", "boss"):
         seen = comes_in(options, origin=origin, authorization=f"Bearer {key}")
         assert (seen == 403) != is_own
@@ -233,7 +234,9 @@ def test_a_foreign_page_cannot_flush_and_a_name_made_to_lead_here_cannot_read(ll
         server.assert_idle()
 
 
-def test_host_and_allowed_hosts_are_names_of_the_server(server: LiveServer, monkeypatch: Any):
+def test_host_and_allowed_hosts_are_names_of_the_server(
+    server: LiveServer, monkeypatch: Any, capsys: Any
+):
     from radixcache.runtime import cli
 
     seen: list[Options] = []
@@ -248,6 +251,10 @@ def test_host_and_allowed_hosts_are_names_of_the_server(server: LiveServer, monk
     assert cli.main(flags.split()) == 2
     assert seen[0].allowed_hosts == ["localhost", "one.example", "two.example"]
     assert seen[0].admin_key == "a"
+    assert cli.main("serve --allowed-host https://llm.example.org".split()) == 2
+    assert (
+        "a name without scheme and port, not 'https://llm.example.org'" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ def test_the_client_raises_the_errors_that_it_knows(client: Any):
         ({"presence_penalty": 0.5}, "presence_penalty: Input should be 0"),
         ({"n": 200}, "n: Input should be less than or equal to 128"),
         ({"stop": [""]}, "stop must be non-empty strings"),
-        ({"stop": ["x"] * 65}, "stop: List should have at most 64 items"),
+        ({"stop": ["x"] * 65}, "stop: at most 64 strings of 4096 characters"),
         ({"tool_choice": "required"}, "tool_choice: Input should be 'none' or 'auto'"),
         ({"extra_body": {"min_tokens": 3}}, "min_tokens: Input should be 0"),
         (

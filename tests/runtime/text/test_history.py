@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from tests.runtime.text.tiny_tokenizers import (
     awkward_added_tokens,
     byte_level,
     prepending,
+    tabletalk,
     word_piece,
     wrap,
 )
@@ -457,3 +460,26 @@ def test_each_turn_of_twenty_with_the_bundled_model_prefills_only_its_new_tokens
         messages.append({"role": "assistant", "content": output.outputs[0].text})
         assert len(llm.history._texts) == 1  # each turn takes the place of the one before
         assert output.outputs[0].text == f"The age of {name} is {30 + turn % len(names)}."
+
+
+def test_a_long_text_holds_up_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = wrap(tabletalk())
+    history, encode = TokenHistory(tokenizer), tokenizer.encode_with_offsets
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if text.startswith("long"):
+            begun.set()
+            assert may_end.wait(10)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode_with_offsets", slow)
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(history.encode, "long<|end|>")
+        assert begun.wait(10)
+        short = pool.submit(history.encode, "short<|end|>").result(10)
+        history.remember(short, tokenizer.encode("Yes.", special=False))
+        assert not late.done()
+        may_end.set()
+        assert late.result(10).tokens.tolist() == tokenizer.encode("long<|end|>", special=False)
+    assert history.encode("short<|end|>Yes.").num_generated

@@ -1,0 +1,66 @@
+"""The tensors of a checkpoint, read one by one from its safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file
+
+_WHOLE = "model.safetensors"
+_INDEX = f"{_WHOLE}.index.json"
+
+
+class Checkpoint:
+    """The open files of a checkpoint. What it gives away is copied: nothing keeps a file open."""
+
+    def __init__(self, files: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+        """`files` by the names of their tensors, which are given as `dtype` on `device`."""
+        self._files, self._device, self._dtype = files, device, dtype
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors by their names; nothing is read."""
+        return {n: tuple(f.get_slice(n).get_shape()) for n, f in self._files.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found.to(self._device, self._dtype, copy=True)
+
+
+@contextmanager
+def open_checkpoint(
+    name_or_path: str | Path, device: torch.device, dtype: torch.dtype
+) -> Iterator[Checkpoint]:
+    """The checkpoint of a folder or hub id; without tensors if none can be read."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        try:
+            for path in _paths(name_or_path):
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+                files.update(dict.fromkeys(opened.keys(), opened))
+        except (SafetensorError, OSError, ValueError, KeyError):  # said by whoever loads it then
+            files = {}
+        yield Checkpoint(files, device, dtype)
+
+
+def _paths(name_or_path: str | Path) -> list[str]:
+    if whole := _find(name_or_path, _WHOLE):
+        return [whole]
+    if index := _find(name_or_path, _INDEX):
+        parts = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+        return [path for name in dict.fromkeys(parts) if (path := _find(name_or_path, name))]
+    return []
+
+
+def _find(name_or_path: str | Path, name: str) -> str | None:
+    """A file of the folder or hub id, on this machine; None if it has no such file."""
+    path: str | None = cached_file(
+        str(name_or_path), name, _raise_exceptions_for_missing_entries=False
+    )
+    return path

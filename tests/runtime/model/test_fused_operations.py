@@ -1,0 +1,168 @@
+"""The decoder loop with FlashInfer's fused kernels, on a pretended GPU with a stand-in for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.model.decode_graphs import DecodeGraphs
+from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.stock_model import StockModel
+from tests.kernels.stand_in import Gpu, pretend_gpu
+from tests.models import tiny_model
+from tests.runtime.model.test_paged_model import (
+    STEPS,
+    plain_logits,
+    random_sequences,
+    relative_error,
+    run_steps,
+)
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[tuple[str, int], Path]:
+    """Of each family, with two and with three layers."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        (family, count): tiny_model(
+            family, root / f"{family}-{count}", tokenizer=False, num_hidden_layers=count
+        )
+        for family in FAMILIES
+        for count in (2, 3)
+    }
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[Gpu]:
+    with pretend_gpu() as gpu:
+        yield gpu
+
+
+def load(folder: Path) -> PagedModel:
+    return load_model(folder, device="cuda", dtype="float32")
+
+
+def batch(*lens: int, new: int = 1) -> PagedBatch:
+    """Sequences on pages of 4, each with its last `new` tokens to be computed."""
+    counts = [-(-length // 4) for length in lens]
+    return PagedBatch(
+        np.arange(len(lens) + 1, dtype=np.int32) * np.int32(new),
+        np.cumsum([0, *counts], dtype=np.int32),
+        np.arange(sum(counts), dtype=np.int32),
+        np.array([(length - 1) % 4 + 1 for length in lens], np.int32),
+        4,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_plain_transformers(folders, family) -> None:
+    sequences = random_sequences()
+    with _disable_current_modes():
+        plain = plain_logits(folders[family, 3], sequences)
+    model = load(folders[family, 3])
+    assert isinstance(model, Decoder)
+    assert "layers by radixcache with FlashInfer" in model.placement
+    got = [rows.cpu() for rows in run_steps(model, sequences, STEPS[0], 4)]
+    assert relative_error(got, plain) < 1e-4
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(("family", "most"), [*((f, 12) for f in FAMILIES[:3]), ("qwen3", 14)])
+def test_a_layer_is_few_kernels(folders, gpu, family, most, graph) -> None:
+    """In a decode's graph, and in a suffix that is launched kernel by kernel."""
+    launched: list[Counter[str]] = []
+    for count in (2, 3):
+        model = load(folders[family, count])
+        pool = model.allocate(16, 4)
+        graphs = DecodeGraphs(model, pool, 2)
+        gpu.device.ops.clear()
+        if graph:
+            assert graphs.run(np.array([5, 6], np.int32), batch(9, 4)) is not None
+        else:
+            model.forward(np.arange(6), batch(9, 8, new=3), np.array([2, 5]), pool)
+        launched.append(Counter(gpu.device.ops))
+    runs = 2 if graph else 1  # once to try it out, and the capture
+    layer = launched[1] - launched[0]
+    layer -= Counter({name: layer[name] for name in ("empty_like", "new_empty")})  # no kernels
+    # Attention is one kernel, and where it splits the KV, as in a graph, one more that merges.
+    assert sum(layer.values()) / runs + 1 <= most, layer
+    names = ("fused_add_rmsnorm", "apply_rope_with_cos_sin_cache_inplace", "silu_and_mul")
+    assert [layer[name] / runs for name in names] == [2, 1, 1]
+    products = layer["mm"] + layer["addmm"]
+    assert products / runs == 4, "one product for queries, keys and values, one for gate and up"
+
+
+KERNELS = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "apply_rope_with_cos_sin_cache_inplace")
+
+
+def written(kernel: str, result: Any, args: Any, options: Any) -> torch.Tensor:
+    """What a kernel has written; RoPE, among others, the keys."""
+    found = {"rmsnorm": [result], "silu_and_mul": [options.get("out")]}.get(kernel, args)
+    tensor: torch.Tensor = found[2 if kernel.startswith("apply_rope") else 0]
+    return tensor
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wrong_scale_in_any_kernel_is_refused_at_load(
+    folders, gpu, kernel, monkeypatch, caplog
+) -> None:
+    right = getattr(gpu.flashinfer, kernel)
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        result = right(*args, **options)
+        written(kernel, result, args, options).mul_(1.05)
+        return result
+
+    monkeypatch.setattr(gpu.flashinfer, kernel, wrong)
+    caplog.set_level("INFO", "radixcache")
+    assert isinstance(load(folders["qwen3", 2]), StockModel)
+    assert "come out wrong" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("fails", [True, False])
+def test_torch_stands_in_for_kernels_that_do_not_run(
+    folders, gpu, kernel, fails, monkeypatch, caplog
+) -> None:
+    right = getattr(gpu.flashinfer, kernel)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        if fails:
+            raise RuntimeError("no kernel image is available\nmore lines")
+        result = right(*args, **options)
+        written(kernel, result, args, options).fill_(torch.nan)
+        return result
+
+    sequences = random_sequences()
+    with _disable_current_modes():
+        plain = plain_logits(folders["qwen3", 2], sequences)
+    monkeypatch.setattr(gpu.flashinfer, kernel, broken)
+    model = load(folders["qwen3", 2])
+    assert isinstance(model, Decoder) and "layers by radixcache with torch" in model.placement
+    (record,) = caplog.records
+    why = "no kernel image is available" if fails else "its kernels give wrong results"
+    assert record.getMessage().endswith(why)
+    got = [rows.cpu() for rows in run_steps(model, sequences, STEPS[1], 4)]
+    assert relative_error(got, plain) < 1e-4
+
+
+def test_biases_and_tied_embeddings(tmp_path) -> None:
+    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=True, **BIASED)
+    sequences = random_sequences()
+    with _disable_current_modes():
+        plain = plain_logits(folder, sequences)
+    got = [rows.cpu() for rows in run_steps(load(folder), sequences, STEPS[1], 4)]
+    assert relative_error(got, plain) < 1e-4

@@ -1,0 +1,157 @@
+"""Checkpoints from anybody: their code never runs, and what is wrong with them is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+
+from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.text.tokenizer import Tokenizer
+from tests.models import tiny_model
+
+SEED = 20_261_204
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"), SEED)
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may spoil."""
+    return copytree(original, tmp_path / "model")
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file that planted code writes; standard input says yes to everything."""
+    trace = tmp_path / "was-here"
+    asked: list[object] = []
+
+    def yes(*prompt: object) -> str:
+        asked.append(prompt)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", yes)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    yield trace
+    assert not trace.exists(), "code of a checkpoint has run"
+    assert not asked, "somebody was asked whether code may run"
+
+
+def change(file: Path, **more: Any) -> None:
+    """Set these fields of a JSON file, or begin one."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | more))
+
+
+def plant(folder: Path, module: str, trace: Path) -> None:
+    """A module that writes the file, whatever class is wanted of it."""
+    code = f"open({str(trace)!r}, 'w').close()\nclass Planted: pass\n"
+    (folder / f"{module}.py").write_text(code)
+
+
+def test_a_tokenizer_that_needs_code_is_refused_and_its_code_never_runs(folder, trace):
+    plant(folder, "planted", trace)
+    change(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Planted",
+        auto_map={"AutoTokenizer": ["planted.Planted", None]},
+    )
+    with pytest.raises(ModelError, match=r"the tokenizer .*: .* custom code") as refused:
+        LLM(folder, kv_memory="1MiB")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_with_code_that_it_does_not_need_loads_without(folder, trace):
+    plant(folder, "planted", trace)
+    config = folder / "tokenizer_config.json"
+    change(config, auto_map={"AutoTokenizer": ["planted.Planted", "planted.Planted"]})
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer is not None and tokenizer.encode("hi") == [71, 72]
+
+
+@pytest.mark.parametrize("name", ["llama", "nonesuch"])
+def test_code_for_a_config_or_a_model_never_runs(folder, trace, name):
+    plant(folder, "planted", trace)
+    kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoModel")
+    auto_map = dict.fromkeys(kinds, "planted.Planted")
+    change(folder / "config.json", model_type=name, auto_map=auto_map)
+    if name == "llama":  # transformers' own
+        load_model(folder, device="cpu")
+    else:
+        with pytest.raises(ModelError, match=r"does not load: .* custom code"):
+            load_model(folder, device="cpu")
+
+
+def test_code_for_generation_never_runs(folder, trace):
+    (folder / "custom_generate").mkdir()
+    plant(folder / "custom_generate", "generate", trace)
+    change(folder / "generation_config.json", auto_map={"GenerationConfig": "planted.Planted"})
+    llm = LLM(folder, kv_memory="1MiB")
+    llm.generate("a", SamplingParams(temperature=0, max_tokens=2))
+
+
+def test_pickled_weights_run_nothing(folder, trace):
+    class Planted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(trace),)
+
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Planted()}, 2))
+    with pytest.raises(ModelError, match="does not load"):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("value", ["flash_attention_2", "somebody/some-kernel"])
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_the_attention_that_a_checkpoint_asks_for_is_ignored(folder, field, value, monkeypatch):
+    from transformers import modeling_utils
+
+    asked: list[object] = []
+    monkeypatch.setattr(
+        modeling_utils, "lazy_import_flash_attention", lambda *args, **more: asked.append(args)
+    )
+    change(folder / "config.json", **{field: value})
+    load_model(folder, device="cpu")
+    assert not asked, "a kernel was looked for"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_checkpoint_without_a_tokenizer_completes_token_ids_only(family, tmp_path):
+    """For some families transformers makes up an empty tokenizer, which reads every text as []."""
+    llm = LLM(tiny_model(family, tmp_path, SEED, tokenizer=False), kv_memory="1MiB")
+    assert llm.tokenizer is None
+    with pytest.raises(InvalidRequest, match="has no tokenizer: give prompt_token_ids"):
+        llm.generate("hello")
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, params)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer.json", "{", "Expecting property name"),
+        ("tokenizer.json", "", "Expecting value"),
+        ("tokenizer.json", None, "a tokenizer_config.json, and no vocabulary beside it"),
+        ("tokenizer_config.json", "[", "Expecting value"),
+    ],
+)
+def test_a_tokenizer_that_does_not_load_is_an_error(folder, file, content, reason):
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(ModelError, match=f"the tokenizer of .* does not load: .*{reason}") as error:
+        LLM(folder, kv_memory="1MiB")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,68 @@
+"""A model's tokenizer is the one that transformers would take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.text.tokenizer import Tokenizer
+from tests.models import tiny_model
+from tests.runtime.text.tiny_tokenizers import CORPUS
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CLASSES = (
+    "TokenizersBackend",
+    "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer",
+    "LlamaTokenizerFast",
+    None,
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: tiny_model(family, root / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("named", CLASSES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_class_and_tokens_are_those_of_auto_tokenizer(folders, family, named) -> None:
+    folder = folders[family]
+    file = folder / "tokenizer_config.json"
+    declared = json.loads(file.read_text())
+    declared.pop("tokenizer_class", None)
+    file.write_text(json.dumps({**declared, "tokenizer_class": named} if named else declared))
+    expected, found = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
+    assert found is not None
+    assert type(found._tokenizer) is type(expected)
+    message = [{"role": "user", "content": "Grüße"}]
+    assert found.render_chat(message) == expected.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True
+    )
+    for text in CORPUS:
+        assert found.encode(text) == expected.encode(text)
+        ids = expected.encode(text)
+        assert found.decode(ids) == expected.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def test_the_bundled_models_tokenizer_is_that_of_auto_tokenizer() -> None:
+    expected, found = (
+        AutoTokenizer.from_pretrained(BUNDLED_MODEL),
+        Tokenizer.load(str(BUNDLED_MODEL)),
+    )
+    assert found is not None and type(found._tokenizer) is type(expected)
+    assert found._tokenizer.get_vocab() == expected.get_vocab()
+    assert found._tokenizer.chat_template == expected.chat_template
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_without_a_tokenizer_has_none(family, tmp_path) -> None:
+    tiny_model(family, tmp_path, tokenizer=False)
+    assert Tokenizer.load(str(tmp_path)) is None
