@@ -416,6 +416,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
             call()
 
 
+def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompts are strings or dicts, not NoneType"):
+        llm.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="sampling_params are SamplingParams, not dict"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
+
+
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="'role' and a 'content'"):
         llm.chat([{"role": "user"}])
