@@ -200,7 +200,7 @@ def test_a_failure_while_telling_ends_every_wait(llm: LLM, monkeypatch: pytest.M
 
 
 def test_an_abort_that_fails_is_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    drop, failures = llm.cache.pool.drop, iter(range(2))
+    drop, failures = llm.cache.pool.drop, iter(range(1))
 
     def fail(pages: Any) -> int:
         if next(failures, None) is not None:
