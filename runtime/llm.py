@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -357,6 +357,8 @@ class LLM:
         special: bool,
     ) -> list[_Input]:
         """The prompts in tokens, made on the caller's thread: a long text holds up nobody else."""
+        if not isinstance(prompts, Iterable):
+            raise InvalidRequest(f"prompts are strings or dicts, not {type(prompts).__name__}")
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(params, Sequence):
             if len(params) != len(many):
@@ -367,6 +369,9 @@ class LLM:
         inputs: list[_Input] = []
         for prompt, one in zip(many, each, strict=True):
             with _naming(len(inputs), len(many)):
+                if not isinstance(one, SamplingParams):
+                    kind = type(one).__name__
+                    raise InvalidRequest(f"sampling_params are SamplingParams, not {kind}")
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 text = prompt if isinstance(prompt, str) else None

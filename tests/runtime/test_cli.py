@@ -81,6 +81,7 @@ def test_the_package_is_a_program():
         (["fly"], "invalid choice: 'fly'"),
         (["generate"], "one of the arguments --prompt --prompt-file - is required"),
         (["generate", "--prompt", "x", "-"], "not allowed with argument"),
+        (["generate", "How old?"], "a prompt is given as --prompt TEXT, not as 'How old?'"),
         (["generate", "--prompt", "x", "--page-size", "many"], "invalid int value: 'many'"),
         (["generate", "--prompt", "x", "--cache", "disk"], "invalid choice: 'disk'"),
         (["generate", "--prompt", "x", "--top-p", "7"], "top_p must be in (0, 1], not 7.0"),

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -357,10 +358,21 @@ def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None
     assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_an_error_nobody_foresaw_leaves_nothing_queued(llm: LLM) -> None:
-    with pytest.raises(AttributeError):
-        llm.generate(["fine", "not fine"], [GREEDY, {"temperature": 0}])  # type: ignore[list-item]
-    assert not llm.engine.has_work
+def test_an_error_nobody_foresaw_leaves_nothing_queued(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, prompts = llm.engine.add_request, []
+
+    def fail_at_the_second(tokens: Any, *args: Any, prompt: str, **kwargs: Any) -> Any:
+        prompts.append(prompt)
+        if len(prompts) == 2:
+            raise AttributeError("nobody foresaw this")
+        return add(tokens, *args, prompt=prompt, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "add_request", fail_at_the_second)
+    with pytest.raises(AttributeError, match="nobody foresaw this"):
+        llm.generate(["fine", "not fine"], GREEDY)
+    assert prompts == ["fine", "not fine"] and not llm.engine.has_work
 
 
 @pytest.mark.parametrize(
@@ -414,6 +426,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
     ):
         with pytest.raises(InvalidRequest, match="has no tokenizer"):
             call()
+
+
+def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompts are strings or dicts, not NoneType"):
+        llm.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="sampling_params are SamplingParams, not dict"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:

@@ -98,7 +98,7 @@ def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
             lambda salt: llm.unpin_prefix("mine", cache_salt=salt),
             lambda salt: asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt=salt)),
         ):
-            with pytest.raises(PinError, match="no prefix named 'mine' is pinned"):
+            with pytest.raises(PinError, match="no prefix named 'mine' is pinned with"):
                 call(salt)
     asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt="a"))
     assert llm.prefixes.list() == [] and llm.cache.pins == {}
