@@ -393,8 +393,7 @@ class LLM:
                     )
                 requests.append(request)
         except BaseException:
-            for request in requests:
-                self.engine.abort(request)
+            self.worker.discard(requests)
             raise
         return requests
 

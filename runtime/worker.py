@@ -89,6 +89,8 @@ class Worker:
         """What is being run of the queue."""
         self._jobs: dict[Request, Job] = {}
         """The requests that have not ended."""
+        self._discarded: list[Request] = []
+        """Those that nobody waits for any more, and that are not aborted yet."""
         self._failed_steps = 0
         self.num_steps = 0
         """For who asks on the engine's thread whether anything has happened since."""
@@ -163,7 +165,7 @@ class Worker:
         May be called wherever a finalizer is, in the middle of a step, too: who waits for the
         future there waits for ever.
         """
-        return self._queue(lambda: self._drop([r for r in job.requests if r in self._jobs]))
+        return self._queue(lambda: self.discard([r for r in job.requests if r in self._jobs]))
 
     def close(self) -> None:
         """End the thread, as soon as the step under way is over, and every job with an error."""
@@ -187,6 +189,7 @@ class Worker:
             while not self._stop:
                 try:
                     self._run_commands()
+                    self._abort_discarded()
                     if self._engine.has_work and not self._stop:
                         self._step()
                 except Exception as error:  # what was to be told may be lost: say so
@@ -272,15 +275,26 @@ class Worker:
         failure.__cause__ = error
         jobs = dict.fromkeys(self._jobs[request] for request in requests)
         try:
-            self._drop([request for request, job in self._jobs.items() if job in jobs])
+            self.discard([request for request, job in self._jobs.items() if job in jobs])
         finally:
             self._tell([News(job, [], True, failure) for job in jobs])
 
-    def _drop(self, requests: list[Request]) -> None:
+    def discard(self, requests: list[Request]) -> None:
+        """Abort requests; on the engine's thread. What cannot be now is before the next step."""
         for request in requests:
-            job = self._jobs.pop(request)
-            self._engine.abort(request)
-            job.note_end(request)
+            job = self._jobs.pop(request, None)
+            if job is not None:
+                job.note_end(request)
+            self._discarded.append(request)
+        self._abort_discarded()
+
+    def _abort_discarded(self) -> None:
+        try:
+            while self._discarded:
+                self._engine.abort(self._discarded[-1])
+                self._discarded.pop()
+        except Exception:
+            log.exception("an abort failed")
 
     def _tell(self, news: list[News]) -> None:
         listeners: dict[Callable[[list[News]], object], list[News]] = {}

@@ -13,6 +13,7 @@ files, and to no more memory.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -260,6 +261,7 @@ class Held(NamedTuple):
     @classmethod
     def now(cls) -> Held:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free, but not given back, is not held
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         mib = pages * resource.getpagesize() / 2**20
         return cls(mib, len(os.listdir("/proc/self/fd")), threading.active_count())

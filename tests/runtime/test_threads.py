@@ -274,6 +274,22 @@ def test_a_listener_that_fails_keeps_no_other_from_its_end(path: Path) -> None:
             waiting.result(20)
 
 
+def test_an_abort_that_fails_is_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drop, failures = llm.cache.pool.drop, iter(range(1))
+
+    def fail(pages: Any) -> int:
+        if next(failures, None) is not None:
+            raise MemoryError("planted")
+        return drop(pages)
+
+    stream = llm.stream("x", LONG)
+    next(stream)
+    monkeypatch.setattr(llm.cache.pool, "drop", fail)
+    stream.close()
+    wait_until(lambda: not llm.engine.has_work)
+    assert next(failures, None) is None, "nothing failed"
+
+
 # ---------------------------------------------------------------------------------- coroutines
 
 
