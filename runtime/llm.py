@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 from weakref import finalize
 
 from radixcache.base import PrefixCache, TokensLike, as_tokens
-from radixcache.errors import EngineStopped, InvalidRequest
+from radixcache.errors import InvalidRequest
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -434,9 +434,8 @@ class LLM:
                             raise news.error
                         if news.finished:
                             return
-            finally:
-                with suppress(EngineStopped):
-                    self.worker.abort(job).result()
+            finally:  # without waiting: where this is collected as garbage, others may hold locks
+                self.worker.abort(job)
 
         listening = listen()
         next(listening)  # closing a generator that has not begun would abort nothing

@@ -111,7 +111,7 @@ def test_an_unread_turn_leaves_the_conversation_as_it_was(tabletalk: LLM) -> Non
     stream = chat.stream("How old is Hugo Marsh?")
     next(stream)
     stream.close()
-    assert len(chat.messages) == 1 and not tabletalk.engine.has_work
+    assert len(chat.messages) == 1 and not tabletalk.call(lambda: tabletalk.engine.has_work)
     assert chat.ask("How old is Hugo Marsh?").outputs[0].text.endswith(" 36.")
 
 
@@ -141,16 +141,16 @@ def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
     stream = llm.stream("never read to its end", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
     stream.close()
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
     llm.reset_prefix_cache()  # refuses while a lease lives
 
 
 def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> None:
     llm.stream("never read").close()
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
     stream = llm.stream("never read")
     del stream
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
 
 
 def test_a_stream_tells_its_end_if_another_call_ran_the_last_steps(llm: LLM) -> None:
@@ -354,7 +354,7 @@ def test_bad_sampling_parameters_are_one_sentence(options: dict, sentence: str) 
 def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
         llm.generate(["fine", {"prompt_token_ids": []}, "fine too"], GREEDY)
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
     assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
@@ -372,7 +372,7 @@ def test_an_error_nobody_foresaw_leaves_nothing_queued(
     monkeypatch.setattr(llm.engine, "add_request", fail_at_the_second)
     with pytest.raises(AttributeError, match="nobody foresaw this"):
         llm.generate(["fine", "not fine"], GREEDY)
-    assert prompts == ["fine", "not fine"] and not llm.engine.has_work
+    assert prompts == ["fine", "not fine"] and not llm.call(lambda: llm.engine.has_work)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
     ):
         with pytest.raises(error, match=sentence):
             call()
-        assert not llm.engine.has_work and llm.cache.pins == {(None, "system"): len(SYSTEM)}
+        assert not llm.call(lambda: llm.engine.has_work) and llm.cache.pins == {
+            (None, "system"): len(SYSTEM)
+        }
         llm.cache.check()
 
 

@@ -184,6 +184,7 @@ def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers
         {"rope_parameters": {"rope_type": "yarn"}},
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         {"rope_parameters": "yarn"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},  # beside rope_parameters
         {"num_hidden_layers": "three"},
         {"layer_types": ["full_attention"]},
         {"layer_types": ["linear_attention"] * NUM_LAYERS},
