@@ -367,7 +367,7 @@ def _add_generate(commands: Any) -> None:
     source.add_argument(
         "--prompt-file", metavar="FILE", nargs="+", help="files, each one prompt; - is stdin"
     )
-    source.add_argument("stdin", metavar="-", nargs="?", choices=["-"], help="the prompt is stdin")
+    source.add_argument("stdin", metavar="-", nargs="?", type=_dash, help="the prompt is stdin")
     parser.add_argument(
         "--jsonl",
         action="store_true",
@@ -387,7 +387,7 @@ def _add_serve(commands: Any) -> None:
         "--port", type=int, default=8000, metavar="N", help="port (8000); 0 takes a free one"
     )
     group.add_argument(
-        "--api-key", metavar="KEY", help="what clients must send; all may by default"
+        "--api-key", metavar="KEY", help="what clients must send; without it all are served"
     )
     group.add_argument(
         "--admin-key", metavar="KEY", help="lets who sends it see and flush the cache of all"
@@ -435,6 +435,12 @@ def _add_serve(commands: Any) -> None:
     _add_engine(parser)
 
 
+def _dash(text: str) -> str:
+    if text != "-":
+        raise argparse.ArgumentTypeError(f"a prompt is given as --prompt TEXT, not as {text!r}")
+    return text
+
+
 def _host_name(text: str) -> str:
     if not re.fullmatch(r"[\w.-]+", text):
         raise argparse.ArgumentTypeError(f"a name without scheme and port, not {text!r}")
@@ -476,7 +482,7 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
+    group.add_argument("--model", metavar="M", help="folder or hub id (else the bundled model)")
     if choose_cache:
         group.add_argument(
             "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 from weakref import finalize
 
 from radixcache.base import PrefixCache, TokensLike, as_tokens
-from radixcache.errors import EngineStopped, InvalidRequest
+from radixcache.errors import InvalidRequest
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -357,6 +357,8 @@ class LLM:
         special: bool,
     ) -> list[_Input]:
         """The prompts in tokens, made on the caller's thread: a long text holds up nobody else."""
+        if not isinstance(prompts, Iterable):
+            raise InvalidRequest(f"prompts are strings or dicts, not {type(prompts).__name__}")
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(params, Sequence):
             if len(params) != len(many):
@@ -367,6 +369,9 @@ class LLM:
         inputs: list[_Input] = []
         for prompt, one in zip(many, each, strict=True):
             with _naming(len(inputs), len(many)):
+                if not isinstance(one, SamplingParams):
+                    kind = type(one).__name__
+                    raise InvalidRequest(f"sampling_params are SamplingParams, not {kind}")
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 text = prompt if isinstance(prompt, str) else None
@@ -429,9 +434,8 @@ class LLM:
                             raise news.error
                         if news.finished:
                             return
-            finally:
-                with suppress(EngineStopped):
-                    self.worker.abort(job).result()
+            finally:  # without waiting: where this is collected as garbage, others may hold locks
+                self.worker.abort(job)
 
         listening = listen()
         next(listening)  # closing a generator that has not begun would abort nothing

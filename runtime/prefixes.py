@@ -97,7 +97,8 @@ class NamedPrefixes:
         """
         self.drop_expired()
         if (cache_salt, name) not in self._prefixes:
-            raise PinError(f"no prefix named {name!r} is pinned")
+            whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
+            raise PinError(f"no prefix named {name!r} is pinned {whose}")
         prefix = self._prefixes[cache_salt, name]
         if (cache_salt, name) not in self._engine.cache.pins:
             with suppress(PinError):

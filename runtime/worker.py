@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from radixcache.errors import EngineFailed, EngineStopped, WrongThread
@@ -83,7 +83,7 @@ class Worker:
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._starting = threading.Lock()
-        self._stop = False
+        self._started = self._stop = False
         # What follows is the engine thread's.
         self._command: tuple[Future[Any], Callable[[], Any]] | None = None
         """What is being run of the queue."""
@@ -106,16 +106,28 @@ class Worker:
         """The result of `function`, to be run on the engine's thread between two steps.
 
         The future raises `EngineStopped`, or what `function` raises.
+
+        Raises:
+            WrongThread: a step is under way on this very thread: a finalizer called.
         """
-        future: Future[T] = Future()
         if threading.current_thread() is self._thread:  # nobody else would ever run it
+            if self._command is None:
+                raise WrongThread("nothing can be run in the middle of a step")
+            future: Future[T] = Future()
             _answer(future, function)
             return future
+        return self._queue(function)
+
+    def _queue(self, function: Callable[[], T]) -> Future[T]:
+        """Have `function` run; takes no lock once the thread runs, so finalizers may call it."""
+        future: Future[T] = Future()
         self._commands.put((future, function))
-        with self._starting:
-            if self._thread.ident is None and not self._stop:
-                self._thread.start()
-        if self._stop:
+        if not self._started:
+            with self._starting:
+                if self._thread.ident is None and not self._stop:
+                    self._thread.start()
+                self._started = True
+        if self._stop or not self._thread.is_alive():  # or this process was forked off its own
             self._refuse_commands()
         return future
 
@@ -148,8 +160,12 @@ class Worker:
         return self.call(run)
 
     def abort(self, job: Job) -> Future[None]:
-        """End what is unfinished of a job, as soon as the step under way is over."""
-        return self.call(lambda: self.discard([r for r in job.requests if r in self._jobs]))
+        """End what is unfinished of a job, as soon as the step under way is over.
+
+        May be called wherever a finalizer is, in the middle of a step, too: who waits for the
+        future there waits for ever.
+        """
+        return self._queue(lambda: self.discard([r for r in job.requests if r in self._jobs]))
 
     def close(self) -> None:
         """End the thread, as soon as the step under way is over, and every job with an error."""
@@ -160,10 +176,11 @@ class Worker:
         def stop() -> None:
             self._stop = True
 
-        if started:
+        if threading.current_thread() is self._thread:
+            stop()
+        elif started:
             self.call(stop)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+            self._thread.join()
 
     # -- on the engine's thread ----------------------------------------------------------------
 
@@ -185,9 +202,11 @@ class Worker:
         finally:
             self._stop = True
             stopped = EngineStopped("the engine has stopped")
-            self._answer_with(stopped)
-            self._tell([News(job, [], True, stopped) for job in {*self._jobs.values()}])
-            self._refuse_commands()
+            try:
+                self._answer_with(stopped)
+                self._tell([News(job, [], True, stopped) for job in {*self._jobs.values()}])
+            finally:
+                self._refuse_commands()
 
     def _run_commands(self) -> None:
         """Run what is in the queue; wait for something if the engine has no work."""
@@ -255,8 +274,10 @@ class Worker:
         failure = EngineFailed(f"the engine failed: {error}")
         failure.__cause__ = error
         jobs = dict.fromkeys(self._jobs[request] for request in requests)
-        self.discard([request for request, job in self._jobs.items() if job in jobs])
-        self._tell([News(job, [], True, failure) for job in jobs])
+        try:
+            self.discard([request for request, job in self._jobs.items() if job in jobs])
+        finally:
+            self._tell([News(job, [], True, failure) for job in jobs])
 
     def discard(self, requests: list[Request]) -> None:
         """Abort requests; on the engine's thread. What cannot be now is before the next step."""
@@ -279,13 +300,18 @@ class Worker:
         listeners: dict[Callable[[list[News]], object], list[News]] = {}
         for one in news:
             listeners.setdefault(one.job.tell, []).append(one)
-        for tell, heard in listeners.items():
-            tell(heard)
+        with ExitStack() as calls:  # each, whatever another raises
+            for tell, heard in listeners.items():
+                calls.callback(tell, heard)
 
 
 def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())
-        except Exception as error:
+        except StopIteration as error:  # no coroutine could raise it
+            failure = RuntimeError("the function raised StopIteration")
+            failure.__cause__ = error
+            future.set_exception(failure)
+        except BaseException as error:  # an exit, too, is the caller's
             future.set_exception(error)

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
+from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
+
+Layers = Literal["chosen", "torch", "stock"]
+"""As the runtime chooses; our loop in torch, attention too; transformers' own."""
 
 CACHES = {"radix": RadixCache, "hash-block": HashBlockCache, "none": NoCache}
 
@@ -30,10 +35,12 @@ def plain_model(path: Path) -> PreTrainedModel:
 
 
 @cache
-def paged_model(path: Path, stock: bool = False) -> PagedModel:
-    """The model as the runtime runs it, or with transformers' own layers."""
-    if stock:
-        return load_stock(path, torch.float32, torch.device("cpu"))
+def paged_model(path: Path, layers: Layers = "chosen") -> PagedModel:
+    cpu = torch.device("cpu")
+    if layers == "stock":
+        return load_stock(path, torch.float32, cpu)
+    if layers == "torch":
+        return load_model(path, device=cpu, attention=TorchBackend(cpu))
     return load_model(path)
 
 
@@ -45,10 +52,10 @@ def make_engine(
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 64,
     policy: Policy = "longest-prefix",
-    stock: bool = False,
+    layers: Layers = "chosen",
 ) -> Engine:
     """An engine with a pool of exactly `num_pages`, on shared weights."""
-    model = paged_model(path, stock)
+    model = paged_model(path, layers)
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
     scheduler = Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, policy)
     return Engine(model, model.allocate(num_pages, page_size), prefix_cache, scheduler)

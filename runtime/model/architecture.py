@@ -187,6 +187,8 @@ def _windows(settings: Mapping[str, Any], family: str) -> list[int | None]:
 def _rope(settings: Mapping[str, Any], dim: int) -> tuple[torch.Tensor, float]:
     """The inverse frequencies of a head's pairs, and the factor on cosines and sines."""
     rope = settings.get("rope_parameters")
+    if rope is not None and settings.get("rope_scaling"):
+        raise Unknown("its config says RoPE twice")
     if rope is None:  # as it was written before transformers 5
         rope = {"rope_theta": settings["rope_theta"], **(settings.get("rope_scaling") or {})}
         rope.setdefault("rope_type", rope.pop("type", "default"))

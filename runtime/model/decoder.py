@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.architecture import Architecture, Unknown
-from radixcache.runtime.model.fused_operations import choose_operations
+from radixcache.runtime.model.choice import choose_operations
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations import Layer, Weight
 from radixcache.runtime.model.paged_model import PagedModel

@@ -6,7 +6,6 @@ activation; Qwen3 normalises heads with two more. Attention is `kernels/flashinf
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -14,24 +13,6 @@ import torch
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.operations import Layer, Operations, Product, Weight
-
-_log = logging.getLogger("radixcache")
-
-
-def choose_operations(
-    architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
-) -> Operations:
-    """FlashInfer's where it attends, too, and its other kernels run; else plain torch."""
-    if attention.name.startswith("FlashInfer"):
-        try:
-            fused = FusedOperations(architecture, attention, dtype)
-            _try_out(fused, architecture, dtype)
-        except Exception as error:  # whatever a missing kernel, compiler or driver raises
-            first = str(error).strip().partition("\n")[0] or type(error).__name__
-            _log.warning("norms, RoPE and activations run in torch: FlashInfer: %s", first)
-        else:
-            return fused
-    return Operations(architecture, attention, dtype)
 
 
 class FusedOperations(Operations):
@@ -91,7 +72,7 @@ class FusedOperations(Operations):
 
 
 @torch.inference_mode()
-def _try_out(operations: FusedOperations, architecture: Architecture, dtype: torch.dtype) -> None:
+def try_out(operations: FusedOperations, architecture: Architecture, dtype: torch.dtype) -> None:
     """Launch each kernel once: they are loaded, or compiled, at their first use."""
     kind, device = architecture.kinds[0], architecture.inverse_frequencies.device
 

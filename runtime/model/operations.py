@@ -115,6 +115,13 @@ class Operations:
         gate, up = gate_up
         return up(x).mul_(gate.silu(x))
 
+    def heads(self, qkv: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Those of queries and keys of `qkv`, normalised where the model does so."""
+        heads = qkv[:, : layer.kind.query_heads + layer.kind.kv_heads]
+        if layer.head_norms is None:
+            return heads
+        return self.norm(heads, None).mul_(layer.head_norms)
+
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,9 +131,7 @@ class Operations:
             qkv: [T, query heads, then KV heads twice, head_dim]; may be overwritten.
         """
         kind, (cos, sin) = layer.kind, rotation
-        heads = qkv[:, : kind.query_heads + kind.kv_heads]
-        if layer.head_norms is not None:
-            heads = self.norm(heads, None).mul_(layer.head_norms)
+        heads = self.heads(qkv, layer)
         turned = (heads * cos).add_(heads.roll(kind.head_dim // 2, -1).mul_(sin))
         return turned[:, : kind.query_heads], turned[:, kind.query_heads :]
 

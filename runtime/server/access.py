@@ -119,7 +119,9 @@ def _equal(key: bytes, wanted: str | None) -> bool:
 
 
 def _host_name(netloc: str) -> str:
-    """The name or address in "name:port"; "" if there is none."""
+    """The name or address in "name:port"; "" if there is none, or more than these."""
+    if not {*netloc}.isdisjoint("@/?#"):
+        return ""
     try:
         return (urlsplit(f"//{netloc}").hostname or "").removesuffix(".")
     except ValueError:

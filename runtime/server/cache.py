@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
+from radixcache.errors import LeaseError
 from radixcache.runtime.server.access import ADMINISTRATOR
 from radixcache.runtime.server.backend import BackendDep
 from radixcache.runtime.server.errors import ApiError
@@ -94,7 +95,13 @@ async def view_cache(
 @router.post("/v1/cache/flush")
 async def flush_cache(backend: BackendDep) -> Flushed:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
-    await backend.jobs.call(backend.llm.cache.reset)
+    try:
+        await backend.jobs.call(backend.llm.cache.reset)
+    except LeaseError:
+        raise ApiError.conflict(
+            "requests run or prefixes are pinned: flush when the ones have ended and the others "
+            "are deleted"
+        ) from None
     return Flushed()
 
 

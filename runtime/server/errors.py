@@ -141,6 +141,8 @@ def as_api_error(error: Exception) -> ApiError:
             return _describe_validation(error)
         case HTTPException(status_code=404):
             return ApiError.not_found("there is nothing at this path")
+        case HTTPException(status_code=405, headers={"Allow": methods}):
+            return ApiError(405, f"the method must be {methods}", headers=error.headers)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
@@ -157,6 +159,8 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     first = max(alike, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     names = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
     where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
+        message = "not supported"
     if first["type"] == "json_invalid":
         where, message = "", f"the body is not JSON: {first['ctx']['error']}"
     return ApiError.invalid(f"{where}: {message}" if where else message, where or None)

@@ -33,6 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:  # whose own text may go on about the address
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        reason = str(reason).partition(" (while")[0]
         raise InvalidRequest(f"cannot listen on {host} port {port}: {reason}") from None
     except OverflowError:
         raise InvalidRequest(f"port must be from 0 to 65535, not {port}") from None

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_an_unread_turn_leaves_the_conversation_as_it_was(tabletalk: LLM) -> Non
     stream = chat.stream("How old is Hugo Marsh?")
     next(stream)
     stream.close()
-    assert len(chat.messages) == 1 and not tabletalk.engine.has_work
+    assert len(chat.messages) == 1 and not tabletalk.call(lambda: tabletalk.engine.has_work)
     assert chat.ask("How old is Hugo Marsh?").outputs[0].text.endswith(" 36.")
 
 
@@ -140,16 +141,16 @@ def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
     stream = llm.stream("never read to its end", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
     stream.close()
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
     llm.reset_prefix_cache()  # refuses while a lease lives
 
 
 def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> None:
     llm.stream("never read").close()
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
     stream = llm.stream("never read")
     del stream
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
 
 
 def test_a_stream_tells_its_end_if_another_call_ran_the_last_steps(llm: LLM) -> None:
@@ -353,14 +354,25 @@ def test_bad_sampling_parameters_are_one_sentence(options: dict, sentence: str) 
 def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
         llm.generate(["fine", {"prompt_token_ids": []}, "fine too"], GREEDY)
-    assert not llm.engine.has_work
+    assert not llm.call(lambda: llm.engine.has_work)
     assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_an_error_nobody_foresaw_leaves_nothing_queued(llm: LLM) -> None:
-    with pytest.raises(AttributeError):
-        llm.generate(["fine", "not fine"], [GREEDY, {"temperature": 0}])  # type: ignore[list-item]
-    assert not llm.engine.has_work
+def test_an_error_nobody_foresaw_leaves_nothing_queued(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, prompts = llm.engine.add_request, []
+
+    def fail_at_the_second(tokens: Any, *args: Any, prompt: str, **kwargs: Any) -> Any:
+        prompts.append(prompt)
+        if len(prompts) == 2:
+            raise AttributeError("nobody foresaw this")
+        return add(tokens, *args, prompt=prompt, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "add_request", fail_at_the_second)
+    with pytest.raises(AttributeError, match="nobody foresaw this"):
+        llm.generate(["fine", "not fine"], GREEDY)
+    assert prompts == ["fine", "not fine"] and not llm.call(lambda: llm.engine.has_work)
 
 
 @pytest.mark.parametrize(
@@ -414,6 +426,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
     ):
         with pytest.raises(InvalidRequest, match="has no tokenizer"):
             call()
+
+
+def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompts are strings or dicts, not NoneType"):
+        llm.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="sampling_params are SamplingParams, not dict"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:

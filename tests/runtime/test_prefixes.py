@@ -76,7 +76,9 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
     ):
         with pytest.raises(error, match=sentence):
             call()
-        assert not llm.engine.has_work and llm.cache.pins == {(None, "system"): len(SYSTEM)}
+        assert not llm.call(lambda: llm.engine.has_work) and llm.cache.pins == {
+            (None, "system"): len(SYSTEM)
+        }
         llm.cache.check()
 
 
@@ -98,7 +100,7 @@ def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
             lambda salt: llm.unpin_prefix("mine", cache_salt=salt),
             lambda salt: asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt=salt)),
         ):
-            with pytest.raises(PinError, match="no prefix named 'mine' is pinned"):
+            with pytest.raises(PinError, match="no prefix named 'mine' is pinned with"):
                 call(salt)
     asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt="a"))
     assert llm.prefixes.list() == [] and llm.cache.pins == {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -18,6 +20,7 @@ import pytest
 
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams, WrongThread
 from radixcache.errors import EngineFailed, EngineStopped
+from radixcache.runtime.llm import Finals
 from tests.models import tiny_model
 
 SEED = 20_261_122
@@ -197,6 +200,78 @@ def test_a_failure_while_telling_ends_every_wait(llm: LLM, monkeypatch: pytest.M
             waiting.result(20)
         monkeypatch.undo()
     assert llm.generate("x", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize("place", ["schedule", "_run", "_finish"])
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_aborted_after_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (wanted,) = llm.generate("fine", LONG)
+    owner = llm.engine.scheduler if place == "schedule" else llm.engine
+    inner, collected, left = getattr(owner, place), [], [llm.stream("left", LONG)]
+    next(left[0])
+
+    def collect(*args: Any) -> Any:
+        result = inner(*args)
+        collected.extend(left)
+        left.clear()
+        del collected[:]  # its finalizer runs here
+        with pytest.raises(WrongThread, match="in the middle of a step"):
+            llm.call(lambda: None)
+        return result
+
+    failed = []
+    monkeypatch.setattr(owner, place, collect)
+    monkeypatch.setattr(llm.engine, "_recover", lambda: failed.append(place))
+    (output,) = llm.generate("fine", LONG)
+    assert not failed and not llm.call(lambda: llm.engine.has_work)
+    assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_what_a_function_raises_is_its_callers(llm: LLM, error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("planted")
+
+    with pytest.raises(error, match="planted"):
+        llm.call(fail)
+    assert llm.generate("x", GREEDY)[0].finished
+
+
+def test_a_function_without_a_next_value_does_not_keep_a_task_waiting(llm: LLM) -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        asyncio.run(asyncio.wait_for(AsyncLLM(llm).call(lambda: next(iter(()))), 20))
+
+
+def test_a_process_that_was_forked_off_says_that_it_has_no_engine(llm: LLM) -> None:
+    llm.generate("x", GREEDY)
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(20)
+            llm.generate("x", GREEDY)
+        except EngineStopped:
+            llm.close()
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert llm.generate("x", GREEDY)[0].finished
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_listener_that_fails_keeps_no_other_from_its_end(path: Path) -> None:
+    def fail(news: Any) -> None:
+        raise MemoryError
+
+    with LLM(path, kv_memory="1MiB") as llm, ThreadPoolExecutor(1) as pool:
+        bad = Finals()
+        llm.worker.submit(
+            bad, lambda: llm.add_requests([[1, 2]], SamplingParams(max_tokens=3), None), fail
+        )
+        waiting = pool.submit(llm.generate, "x", LONG)
+        with pytest.raises((EngineFailed, EngineStopped)):
+            waiting.result(20)
 
 
 def test_an_abort_that_fails_is_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

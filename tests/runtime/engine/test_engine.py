@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from radixcache.runtime.text.detokenizer import Detokenizer
 from radixcache.runtime.text.stops import StopStrings
 from tests.cover import covering, seeds
 from tests.engines import (
+    Layers,
     assert_no_page_is_lost,
     finish,
     generated,
@@ -75,24 +76,25 @@ def expected(path: Path) -> list[list[int]]:
     return [plain_greedy(path, prompt, NEW_TOKENS) for prompt in prompts(min(vocab, 250))]
 
 
+LAYERS = get_args(Layers)
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
 @covering(
     family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text"],
-    stock=[False, True],
+    layers=LAYERS,
     page_size=[1, 4, 16],
     chunk=[8, 64, 2048],
     concurrent=[True, False],
 )
 def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
-    folder: Path, family: str, stock: bool, page_size: int, chunk: int, concurrent: bool
+    folder: Path, family: str, layers: Layers, page_size: int, chunk: int, concurrent: bool
 ) -> None:
     path = model_path(folder, family)
     asked = prompts(min(plain_model(path).config.vocab_size, 250))
     for mode in ("radix", "hash-block", "none"):
-        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk, stock=stock)
-        assert isinstance(engine.model, Decoder) is (not stock and family != "gemma3_text")
+        engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk, layers=layers)
+        assert isinstance(engine.model, Decoder) is (layers != "stock" and family != "gemma3_text")
         requests = run(engine, asked, GREEDY, concurrent)
         assert [tokens for (tokens,) in generated(requests)] == expected(path), mode
         hits = sum(request.output().num_cached_tokens for request in requests)
@@ -102,16 +104,16 @@ def test_greedy_tokens_equal_plain_transformers_with_the_cache_on_and_off(
 
 @covering(
     family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text"],
-    stock=[False, True],
+    layers=LAYERS,
     page_size=[1, 16],
 )
 def test_logits_agree_with_plain_transformers_to_1e_4(
-    folder: Path, family: str, stock: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, family: str, layers: Layers, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model_path(folder, family)
-    model = paged_model(path, stock)
+    model = paged_model(path, layers)
     asked = prompts(min(model.vocab_size, 250))
-    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24, stock=stock)
+    engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24, layers=layers)
     seen: list[torch.Tensor] = []
     forward = model.forward
 

@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from radixcache.errors import ModelError
 from radixcache.kernels import native
-from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.native import NativeBackend
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import operations, packed_linear, reference
+from radixcache.runtime.model import native_operations, operations, packed_linear, reference
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.native_operations import NativeOperations
 from radixcache.runtime.model.operations import Operations, PlainProduct, join
 from radixcache.runtime.model.packed_linear import PackedProduct, can_pack
 from radixcache.runtime.model.stock_model import StockModel
@@ -32,8 +34,7 @@ from tests.runtime.model.test_paged_model import (
     run_steps,
 )
 
-BACKEND = TorchBackend if native.problem() else native.NativeBackend
-
+needs_native = pytest.mark.skipif(native.problem() is not None, reason="no C++ compiler")
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
 
 
@@ -183,6 +184,7 @@ def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers
         {"rope_parameters": {"rope_type": "yarn"}},
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         {"rope_parameters": "yarn"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},  # beside rope_parameters
         {"num_hidden_layers": "three"},
         {"layer_types": ["full_attention"]},
         {"layer_types": ["linear_attention"] * NUM_LAYERS},
@@ -210,9 +212,36 @@ def test_a_checkpoint_in_several_files_gives_the_same_model(qwen, tmp_path) -> N
         load_model(tmp_path, device="cpu")
 
 
-def scaled(result: Any) -> Any:
-    """The result of an operation with each of its tensors a twentieth too large."""
-    return [t * 1.05 for t in result] if isinstance(result, tuple) else result * 1.05
+def scaled(result: Any, by: float) -> Any:
+    """The result of an operation with each of its tensors as many times as large."""
+    return [t * by for t in result] if isinstance(result, tuple) else result * by
+
+
+def refuses_wrong_scale(
+    folder: Path,
+    owner: Any,
+    operation: str,
+    attention: AttentionBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str = "float32",
+    scale: float = 1.05,
+) -> None:
+    """The model is ours with `owner.operation` as it is, and transformers' with a wrong one."""
+
+    def load() -> Any:
+        return load_model(folder, device="cpu", dtype=dtype, attention=attention)
+
+    caplog.set_level("INFO", "radixcache")
+    assert isinstance(load(), Decoder) and not caplog.text
+    right, calls = getattr(owner, operation), []
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        calls.append(operation)
+        return scaled(right(*args, **options), scale)
+
+    monkeypatch.setattr(owner, operation, wrong)
+    assert isinstance(load(), StockModel) and "come out wrong" in caplog.text and calls
 
 
 @pytest.mark.parametrize(
@@ -220,7 +249,7 @@ def scaled(result: Any) -> Any:
     [
         (Operations, "norm"), (Operations, "rotation"), (Operations, "turn"),
         (Operations, "attend"), (Operations, "project"), (Operations, "gated"),
-        (PlainProduct, "__call__"), (PlainProduct, "silu"), (BACKEND, "run"),
+        (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchBackend, "run"),
         pytest.param(PackedProduct, "__call__", marks=needs_packing),
         pytest.param(PackedProduct, "silu", marks=needs_packing),
     ],
@@ -229,12 +258,25 @@ def test_a_wrong_scale_in_any_operation_is_refused_at_load(
     qwen, owner, operation, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1 if owner is PackedProduct else 1 << 30)
-    assert isinstance(load_model(qwen, device="cpu"), Decoder)
-    right = getattr(owner, operation)
-    monkeypatch.setattr(owner, operation, lambda *args, **more: scaled(right(*args, **more)))
-    caplog.set_level("INFO", "radixcache")
-    refused = load_model(qwen, device="cpu")
-    assert isinstance(refused, StockModel) and "come out wrong" in caplog.text
+    refuses_wrong_scale(
+        qwen, owner, operation, TorchBackend(torch.device("cpu")), monkeypatch, caplog
+    )
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.05), ("bfloat16", 1.5)])
+@pytest.mark.parametrize(
+    ("owner", "operation"),
+    [
+        (NativeOperations, "norm"), (NativeOperations, "rotation"), (NativeOperations, "heads"),
+        (NativeOperations, "attend"), (NativeOperations, "project"), (NativeOperations, "gated"),
+        (native_operations, "rms_norm"), (NativeBackend, "run"),
+    ],
+)  # fmt: skip
+def test_a_wrong_scale_in_any_native_operation_is_refused_at_load(
+    qwen, owner, operation, dtype, scale, monkeypatch, caplog
+) -> None:
+    refuses_wrong_scale(qwen, owner, operation, NativeBackend(), monkeypatch, caplog, dtype, scale)
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:

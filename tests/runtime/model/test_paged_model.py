@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels import native
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import load, packed_linear
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
@@ -117,15 +119,32 @@ def random_sequences(seed: int = 0) -> list[np.ndarray]:
 
 
 LOOPED = ["llama", "mistral", "qwen2", "qwen3"]
+OPERATIONS = ["torch"] if native.problem() else ["torch", "native kernels"]
+
+
+def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -> PagedModel:
+    """With transformers' layers ("stock"), or with the loop and those operations."""
+    cpu = torch.device("cpu")
+    if layers == "stock":
+        model = load.load_stock(folder, dtype, cpu)
+        assert isinstance(model, StockModel)
+        return model
+    attention = TorchBackend(cpu) if layers == "torch" else None
+    model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
+    assert isinstance(model, Decoder) and f"by radixcache with {layers}" in model.placement
+    return model
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [*((family, StockModel) for family in FAMILIES), *((family, Decoder) for family in LOOPED)],
+    ("family", "layers"),
+    [
+        *((family, "stock") for family in FAMILIES),
+        *((family, layers) for family in LOOPED for layers in OPERATIONS),
+    ],
 )
 def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
-    monkeypatch, family, kind, packed, tmp_path
+    monkeypatch, family, layers, packed, tmp_path
 ) -> None:
     if packed:  # tiny layers, too
         monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
@@ -134,8 +153,7 @@ def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
     plain = plain_logits(folder, sequences)
     top = torch.cat([rows.softmax(-1).max(-1).values for rows in plain])
     assert top.mean() > 0.3, "weights that are not peaky hide bugs"
-    model = load_model(folder, device="cpu") if kind is Decoder else stock_model(folder)
-    assert type(model) is kind
+    model = load_layers(folder, layers)
     assert model.dtype == torch.float32 and model.vocab_size == VOCAB_SIZE
     for page_size in (1, 16):
         for steps in STEPS:
@@ -313,15 +331,13 @@ def test_dtypes_and_devices(llama) -> None:
             load_model(llama, device="cuda")
 
 
-@pytest.mark.parametrize("stock", [False, True])
-def test_bfloat16_follows_float32(llama, stock) -> None:
+@pytest.mark.parametrize("layers", ["stock", *OPERATIONS])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16_follows_float32(family, layers, tmp_path) -> None:
     """On average: rounding alone can turn single rows of such weights into others."""
-    sequences = random_sequences()
-    plain = plain_logits(llama, sequences)
-    if stock:
-        model = load.load_stock(llama, torch.bfloat16, torch.device("cpu"))
-    else:
-        model = load_model(llama, device="cpu", dtype="bfloat16")
+    sequences, folder = random_sequences(), tiny_model(family, tmp_path, tokenizer=False)
+    plain = plain_logits(folder, sequences)
+    model = load_layers(folder, layers, torch.bfloat16)
     got = run_steps(model, sequences, STEPS[2], 16)
     assert all(rows.dtype == torch.float32 for rows in got)
     difference = (torch.cat(got) - torch.cat(plain)).abs().mean()

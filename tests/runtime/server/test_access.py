@@ -176,6 +176,8 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
         ("evil.example:8000", False),
         ("localhost.evil.example", False),
         ("127.0.0.1.evil.example:8000", False),
+        ("evil.example@localhost", False),
+        ("localhost?evil.example", False),
         ("sub.llm.example.org", False),
         ("[::1", False),
         ("", False),

@@ -143,7 +143,7 @@ def test_a_body_that_is_not_called_json_is_told_so(server: LiveServer):
 
 def test_paths_and_methods_that_do_not_exist(server: LiveServer):
     assert_error(server.get("/v1/nothing"), 404, "nothing at this path")
-    assert_error(server.get(COMPLETIONS), 405, "Method Not Allowed")
+    assert_error(server.get(COMPLETIONS), 405, "the method must be POST")
     assert_error(server.get("/v1/prefixes/unknown"), 404, "no prefix named 'unknown'")
     assert_error(
         server.post(COMPLETIONS, {"prompt": "x", "model": "other"}), 404, "'other' is not served"
