@@ -59,8 +59,10 @@ def words(rng: random.Random) -> str:
     return stem + "".join(rng.choices("abcd", k=rng.randint(1, 12)))
 
 
-def test_threads_share_one_llm_with_aborts_and_edits_between(path: Path, llm: LLM) -> None:
-    calls = 12
+@pytest.mark.parametrize("calls", [12, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_threads_share_one_llm_with_aborts_and_edits_between(
+    path: Path, llm: LLM, calls: int
+) -> None:
     print("seed", SEED)
     plans = []
     for thread in range(8):
