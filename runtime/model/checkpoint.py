@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils.hub import cached_file
+
+from radixcache.runtime.files import find_file
 
 _WHOLE = "model.safetensors"
 _INDEX = f"{_WHOLE}.index.json"
@@ -41,7 +42,7 @@ def open_checkpoint(
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         try:
-            for path in _paths(name_or_path):
+            for path in _paths(str(name_or_path)):
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 files.update(dict.fromkeys(opened.keys(), opened))
         except (SafetensorError, OSError, ValueError, KeyError):  # said by whoever loads it then
@@ -49,18 +50,10 @@ def open_checkpoint(
         yield Checkpoint(files, device, dtype)
 
 
-def _paths(name_or_path: str | Path) -> list[str]:
-    if whole := _find(name_or_path, _WHOLE):
+def _paths(name_or_path: str) -> list[str]:
+    if whole := find_file(name_or_path, _WHOLE):
         return [whole]
-    if index := _find(name_or_path, _INDEX):
+    if index := find_file(name_or_path, _INDEX):
         parts = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-        return [path for name in dict.fromkeys(parts) if (path := _find(name_or_path, name))]
+        return [path for name in dict.fromkeys(parts) if (path := find_file(name_or_path, name))]
     return []
-
-
-def _find(name_or_path: str | Path, name: str) -> str | None:
-    """A file of the folder or hub id, on this machine; None if it has no such file."""
-    path: str | None = cached_file(
-        str(name_or_path), name, _raise_exceptions_for_missing_entries=False
-    )
-    return path

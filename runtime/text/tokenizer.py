@@ -12,6 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
+from radixcache.runtime.files import find_file
 
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
@@ -63,9 +64,9 @@ class Tokenizer:
             ModelError: there is one, and it cannot be loaded.
         """
         try:
-            if any(_find(name_or_path, file) for file in _VOCABULARIES):
+            if any(find_file(name_or_path, file) for file in _VOCABULARIES):
                 return cls(_read(name_or_path), max_tokens)
-            if not _find(name_or_path, _CONFIG):  # for some models, transformers makes one up
+            if not find_file(name_or_path, _CONFIG):  # for some models, transformers makes one up
                 return None
             reason = "it has a tokenizer_config.json, and no vocabulary beside it"
         except Exception as error:  # what a foreign file makes of the code that reads it
@@ -192,7 +193,7 @@ def _read(name_or_path: str) -> Any:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
     settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
-    file, family = _find(name_or_path, _CONFIG), settings.get("model_type")
+    file, family = find_file(name_or_path, _CONFIG), settings.get("model_type")
     declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     named = declared.get("tokenizer_class")
     if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and family in ("llama", "qwen3"):
@@ -205,12 +206,3 @@ def _read(name_or_path: str) -> Any:
     config: Any = PreTrainedConfig()
     config.name_or_path, config.model_type = name_or_path, family
     return read(config=config)
-
-
-def _find(name_or_path: str, file: str) -> str | None:
-    """The path of a file of the model, or None if it has no such file."""
-    from transformers.utils.hub import cached_file
-
-    missing = {"_raise_exceptions_for_missing_entries": False}
-    found: str | None = cached_file(name_or_path, file, **missing)
-    return found
