@@ -181,6 +181,8 @@ def _windows(settings: Mapping[str, Any], family: str) -> list[int | None]:
             slides = []
     if len(slides) != count or (types is not None and family in ("llama", "mistral")):
         raise Unknown("its layers are of other types")
+    if window is not None and window < 1 and any(slides):
+        raise Unknown(f"its window is {window}")
     return [window if slide else None for slide in slides]
 
 

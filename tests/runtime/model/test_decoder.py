@@ -189,6 +189,7 @@ def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers
         {"layer_types": ["full_attention"]},
         {"layer_types": ["linear_attention"] * NUM_LAYERS},
         {"layer_types": ["sliding_attention"] * NUM_LAYERS, "use_sliding_window": True},
+        {"model_type": "mistral", "layer_types": None, "sliding_window": 0},
     ],
 )
 def test_what_makes_no_sense_is_left_to_transformers(qwen, settings) -> None:
