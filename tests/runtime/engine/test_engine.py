@@ -440,7 +440,7 @@ def test_a_request_that_is_only_weighed_leaves_the_order_of_eviction_alone(
     before = state()
     for text in texts:
         for prompt in (text, text[:11], [*text, 7]):
-            with pytest.raises(InvalidRequest, match="KV memory beside what is pinned"):
+            with pytest.raises(InvalidRequest, match="KV memory"):
                 engine.add_request(prompt, SamplingParams(max_tokens=400))
             engine.check()
             assert state() == before
