@@ -58,6 +58,8 @@ class RadixCache(PrefixCache):
     5
     """
 
+    hits_whole_prompts = True
+
     def __init__(
         self,
         pool: PagePool,
@@ -133,11 +135,18 @@ class RadixCache(PrefixCache):
 
     @mutation
     def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> RadixLease:
         tokens = as_tokens(tokens)
         root = self._tree.root(namespace)
-        node, position, written, unusable = self._find(root, 0, tokens[:-1])
+        node, position, written, unusable = self._find(root, 0, tokens if whole else tokens[:-1])
+        if whole and written < len(tokens):
+            node, position, written, unusable = self._find(root, 0, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         lease.next_step_tokens = unusable
         self._leases[lease] = None

@@ -127,16 +127,26 @@ class Machine:
             assert end not in parents, "did not follow to the end"
 
     def acquire(
-        self, tokens: Sequence[int], namespace: Hashable = None, resumed: bool = False
+        self,
+        tokens: Sequence[int],
+        namespace: Hashable = None,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> Request:
         """A lease on exactly the longest shareable prefix; nothing else changes."""
         self.counts["acquire"] += 1
         expected = self.match(tokens, namespace)
+        if whole and self.reference.written_length(chain_of(namespace, tokens)) == len(tokens):
+            expected = len(tokens)
+            self.counts["whole hits"] += 1
+            self.counts["whole hits in mid-page"] += bool(expected % self.page_size)
         free = self.pool.num_free
-        lease = self.cache.acquire(np.asarray(tokens, dtype=np.int32), namespace, resumed=resumed)
+        lease = self.cache.acquire(
+            np.asarray(tokens, dtype=np.int32), namespace, resumed=resumed, whole=whole
+        )
         assert lease.num_tokens == lease.cached_tokens == expected, "acquire differs from match"
         longest = self.reference.cached_length(chain_of(namespace, tokens[:-1]))
-        assert lease.next_step_tokens == longest - expected, "what a step later would hit"
+        assert lease.next_step_tokens == max(0, longest - expected), "what a step later would hit"
         assert len(lease.page_table) == self._pages(expected), "the table covers the hit"
         assert self.pool.num_free == free, "acquire takes or frees pages"
         assert lease.namespace == namespace and not lease.released
@@ -245,6 +255,23 @@ class Machine:
         assert lease.num_tokens == start + (0 if in_flight else len(tokens))
         if not in_flight:
             request.settled = lease.num_tokens
+        self._settle()
+
+    def publish_nothing(self, request: Request) -> None:
+        """A hit of the whole prompt is used from now on; any other has something to publish."""
+        self.counts["publish nothing"] += 1
+        is_whole = request.lease.cached_tokens == len(request.prompt)
+        before = self._snapshot()
+        try:
+            self.cache.publish(request.lease, [], written=True)
+        except LeaseError:
+            assert not is_whole or request.published, "a hit of the whole prompt is not to be used"
+        else:
+            assert is_whole, "a lease counts that has published nothing"
+            if not request.admitted:
+                request.admitted = True
+                self._admit(request)
+        assert self._snapshot() == before, "publishing nothing changed something"
         self._settle()
 
     def publish_unreserved(self, request: Request, extra: int) -> None:
