@@ -199,7 +199,9 @@ def test_logits_are_kept_within_a_namespace_only() -> None:
             (request,) = engine.run([prompt], ONE, namespace=namespace)
             assert request.prefilled_tokens == (0 if turn else len(prompt))
             assert engine.match(prompt, namespace) == len(prompt)
-    assert engine.match(prompt, "green") == 0
+    engine.run([prompt + text(3)], ONE, namespace="green")  # has the KV, and nobody's logits
+    assert engine.match(prompt, "green") == len(prompt) - 1
+    assert engine.counted(prompt, ONE, namespace="green")[2] == 1
 
 
 def test_without_its_logits_a_cached_prompt_computes_its_last_token() -> None:
