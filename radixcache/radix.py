@@ -94,8 +94,11 @@ class RadixCache(PrefixCache):
         self._tree = RadixTree(self.pool, self._boundary)
         self._order = EvictionOrder(self._policy)
         self._leases: dict[RadixLease, None] = {}
-        self._num_held: int | None = 0
-        """Pages that leases hold, in the tree or alone; None: to be counted when it is asked."""
+        self._num_held = 0
+        """Pages that leases hold, in the tree or alone; at least so many if not counted since."""
+        self._is_held_counted = True
+        self._look: tuple[RadixLease, int, bool] | None = None
+        """The lease that came last, while nothing else has changed, and the two before it came."""
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
         self._pins = {}
@@ -155,8 +158,9 @@ class RadixCache(PrefixCache):
         lease.next_step_tokens = unusable
         self._leases[lease] = None
         node.enter(lease)
+        self._look = (lease, self._num_held, self._is_held_counted)
         if position:
-            self._num_held = None
+            self._is_held_counted = False
             self._order.discard(node)
             lease.num_tokens = lease.cached_tokens = position
             self._read_table(lease, 0)
@@ -204,11 +208,12 @@ class RadixCache(PrefixCache):
             lease.publishing = True
         elif self._tree.written(node) < position:
             return  # the same tokens are in flight for another lease
+        self._look = None
         if not lease.used:
             lease.used = True
             self.stats.count(lease)
         if position > start:
-            self._num_held = None
+            self._forget_held()
             self._move(lease, node, position)
             self._drop_duplicates(lease)
         if position < start + len(tokens):
@@ -278,7 +283,7 @@ class RadixCache(PrefixCache):
     @mutation
     def rollback(self) -> None:
         tree = self._tree
-        self._num_held = None
+        self._forget_held()
         doomed: set[Node] = set()
         for lease in self._in_flight:
             node = lease.node
@@ -321,7 +326,10 @@ class RadixCache(PrefixCache):
 
     def _release(self, lease: RadixLease, *, closed: bool = False) -> None:
         self._in_flight.pop(lease, None)
-        self._num_held = None
+        look = self._look
+        self._forget_held()
+        if look is not None and look[0] is lease:  # it did nothing else
+            _, self._num_held, self._is_held_counted = look
         lease._drop_own(self.pool)
         node = lease.node
         if (lease.used or closed) and node.parent is not None:
@@ -385,20 +393,21 @@ class RadixCache(PrefixCache):
             if lease.node.parent is not None and lease.num_tokens < lease.node.end:
                 self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
             self._evict(count - self.pool.num_free)
-        if self._num_held is not None:
-            self._num_held += count
+        self._num_held += count
+        self._look = None
         return self.pool.allocate(count)
 
     def _can_evict(self, num_pages: int) -> bool:
         first = self._order.first()
         if first is not None and first.num_pages > num_pages:  # its first page may be shared
             return True
-        if self._num_held is None:
-            self._num_held = self._count_held()
-        return self.pool.num_pages - self.pool.num_free - self._num_held >= num_pages
+        used = self.pool.num_pages - self.pool.num_free
+        if used - self._num_held >= num_pages and not self._is_held_counted:
+            self._num_held, self._is_held_counted = self._count_held(), True
+        return used - self._num_held >= num_pages
 
     def _count_held(self) -> int:
-        """`_num_held`, counted anew: run by run, each down to the deepest cursor in it or below.
+        """The pages that leases hold, run by run, each down to the deepest cursor in it or below.
 
         O(leases + runs above them).
         """
@@ -422,6 +431,10 @@ class RadixCache(PrefixCache):
                 first, index = run.nodes[0], run.first_page
                 held -= self._tree.holders(first.parent, index, first.page_at(index)) > 0
         return held
+
+    def _forget_held(self) -> None:
+        """Leases may hold fewer pages than before."""
+        self._num_held, self._is_held_counted, self._look = 0, False, None
 
     def _expose_tails(self) -> bool:
         """Cut off what follows the last cursor in each leased leaf; whether there was any."""
@@ -463,7 +476,7 @@ class RadixCache(PrefixCache):
             free = self.pool.num_free
             self._tree.merge(node, child)
             if self.pool.num_free > free:  # a page that the child's copy stood in for
-                self._num_held = None
+                self._forget_held()
 
     # -- cursors and tables --------------------------------------------------------------------
 
@@ -521,7 +534,7 @@ class RadixCache(PrefixCache):
         self._check_pin(name, namespace, pages)
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
         lease.num_tokens = position
-        self._num_held = None
+        self._forget_held()
         self._order.discard(node)
         node.enter(lease)
         self._read_table(lease, 0)
@@ -592,7 +605,8 @@ class RadixCache(PrefixCache):
                 held[at.pages[: -(-end // self.page_size) - at.first_page]] = True
                 at = at.parent
         assert self._count_held() == held.sum(), "held pages are miscounted"
-        assert self._num_held in (None, held.sum()), "the number of held pages is out of date"
+        assert self._num_held <= held.sum(), "the number of held pages is out of date"
+        assert self._num_held == held.sum() or not self._is_held_counted, "the same"
         assert self._in_flight.keys() <= self._leases.keys()
         self.pool.check(refs)
 

@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "what a lease has found counts as evictable",
         "radixcache/radix.py",
-        "        if position:\n            self._num_held = None\n",
-        "        if position:\n",
+        "            self._is_held_counted = False\n",
+        "            pass\n",
         INDEX,
     ),
     Mutant(
