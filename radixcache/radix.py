@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import islice
 from math import inf
 
 import numpy as np
@@ -398,13 +399,16 @@ class RadixCache(PrefixCache):
         return self.pool.allocate(count)
 
     def _can_evict(self, num_pages: int) -> bool:
-        first = self._order.first()
-        if first is not None and first.num_pages > num_pages:  # its first page may be shared
-            return True
-        used = self.pool.num_pages - self.pool.num_free
-        if used - self._num_held >= num_pages and not self._is_held_counted:
-            self._num_held, self._is_held_counted = self._count_held(), True
-        return used - self._num_held >= num_pages
+        most = self.pool.num_pages - self.pool.num_free - num_pages
+        if self._num_held > most or self._is_held_counted:
+            return self._num_held <= most
+        sure = 0
+        for leaf in islice(self._order, 8 * len(self._leases)):  # the count takes longer
+            sure += leaf.num_pages - (leaf.start % self.page_size > 0)  # the first may be shared
+            if sure >= num_pages:
+                return True
+        self._num_held, self._is_held_counted = self._count_held(), True
+        return self._num_held <= most
 
     def _count_held(self) -> int:
         """The pages that leases hold, run by run, each down to the deepest cursor in it or below.
