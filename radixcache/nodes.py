@@ -176,15 +176,25 @@ class Run:
             `room` on the pages that cover them, then spare room. One array, because the header of
             another one is as large as 28 tokens.
         nodes: in order; at least one.
+
+    Args:
+        room: tokens for which there should be room, if more than `tokens`.
     """
 
     __slots__ = ("data", "first_page", "nodes", "room", "start")
 
-    def __init__(self, start: int, tokens: Tokens, first_page: int, pages: Pages) -> None:
+    def __init__(
+        self, start: int, tokens: Tokens, first_page: int, pages: Pages, room: int = 0
+    ) -> None:
         self.start = start
         self.first_page = first_page
-        self.data: NDArray[np.int32] = np.concatenate((tokens, pages))
-        self.room = len(tokens)
+        self.room, end_pages = len(tokens), len(pages)
+        if room > self.room:
+            end_pages = end_pages * room // self.room + 1
+            self.room = room
+        self.data: NDArray[np.int32] = np.empty(self.room + end_pages, np.int32)
+        self.data[: len(tokens)] = tokens
+        self.data[self.room : self.room + len(pages)] = pages
         self.nodes: list[Node] = []
 
     @property

@@ -260,7 +260,7 @@ class RadixCache(PrefixCache):
                 node.step, node.written = (NO_STEP if written else tree.step), position
             node.extend(tokens, pages)
         else:
-            node = tree.add_child(node, tokens, pages)
+            node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
             node.created = lease.created = lease.created or node.serial
             node.step, node.written = (NO_STEP if written else tree.step), position
         self._move(lease, node, end)

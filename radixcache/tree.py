@@ -150,16 +150,21 @@ class RadixTree:
             node = node.parent
         return count
 
-    def add_child(self, parent: Node, tokens: Tokens, pages: Pages) -> Node:
-        """A new leaf below `parent`, which takes over one hold on each of `pages`."""
-        leaf = self._start_run(parent, parent.end, tokens, pages)
+    def add_child(self, parent: Node, tokens: Tokens, pages: Pages, room: int) -> Node:
+        """A new leaf below `parent`, which takes over one hold on each of `pages`.
+
+        It may be about to grow to `room` tokens.
+        """
+        leaf = self._start_run(parent, parent.end, tokens, pages, room)
         parent.adopt(leaf)
         leaf.last_use = parent.last_use
         return leaf
 
-    def _start_run(self, parent: Node | None, start: int, tokens: Tokens, pages: Pages) -> Node:
+    def _start_run(
+        self, parent: Node | None, start: int, tokens: Tokens, pages: Pages, room: int = 0
+    ) -> Node:
         first_page = start // self.page_size
-        run = Run(start, tokens, first_page, pages)
+        run = Run(start, tokens, first_page, pages, room)
         node = Node(parent, run, start, start + len(tokens), first_page, len(pages))
         node.serial = self._next_serial()
         run.nodes.append(node)
