@@ -203,9 +203,9 @@ class PrefixCache(ABC):
         """Append `tokens`, whose KV the step being scheduled writes; others may share them now.
 
         With `written`, their KV is there already: nothing is in flight. An engine may so publish
-        decoded tokens by the page. If another lease has the same tokens in flight, nothing is
-        published, as `lease.num_tokens` then says. Of a hit of the whole prompt, no tokens may be
-        published, as written: it counts as used from then on.
+        decoded tokens by the page. If another lease has the same tokens in flight, or those before
+        them, nothing is published, as `lease.num_tokens` then says. Of a hit of the whole prompt,
+        no tokens may be published, as written: it counts as used from then on.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).

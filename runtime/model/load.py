@@ -83,7 +83,7 @@ def _load_decoder(
     """
     architecture = understand(settings)
     if dtype == "auto":
-        named = settings.get("dtype") or settings.get("torch_dtype")
+        named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in _DTYPES:
             raise Unknown(f"the dtype of its config is {named}")
         dtype = _DTYPES[named]

@@ -82,10 +82,11 @@ class Machine:
         num_pages: int,
         *,
         pin_budget: int | None = None,
+        policy: str = "lru",
         check_every: int = 1,
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
-        self.cache = RadixCache(self.pool, pin_budget=pin_budget)
+        self.cache = RadixCache(self.pool, policy=policy, pin_budget=pin_budget)
         self.pin_budget = num_pages // 2 if pin_budget is None else pin_budget
         self.pin_share = (self.pin_budget + 1) // 2
         self.page_size = page_size
@@ -344,6 +345,7 @@ class Machine:
         may_refuse = bool(request.published) or written < len(request.chain)
         before = self._snapshot()
         try:
+            request.lease.priority = len(request.tokens) % 3
             self.cache.release(request.lease)
         except LeaseError:
             self.counts["release refused"] += 1

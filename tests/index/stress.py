@@ -22,6 +22,7 @@ from typing import Any
 if __name__ == "__main__":  # a plain script finds the package it stands beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from radixcache.eviction import POLICIES
 from tests.index.machine import Machine, Request
 from tests.index.reference import NAMESPACES
 
@@ -214,6 +215,7 @@ class Shape:
     page_size: int
     num_pages: int
     pin_budget: int | None
+    policy: str
 
     def machine(self, check_every: int = 1) -> Machine:
         """A new machine of this shape."""
@@ -221,6 +223,7 @@ class Shape:
             self.page_size,
             self.num_pages,
             pin_budget=self.pin_budget,
+            policy=self.policy,
             check_every=check_every,
         )
 
@@ -261,7 +264,7 @@ def stress(
     """One cache of the given shape under `operations` random operations; what happened, counted."""
     rng = Random(f"{seed}/{page_size}/{num_pages}")
     budget = rng.choice([None, None, num_pages // 4, 0])
-    shape = Shape(page_size, num_pages, budget)
+    shape = Shape(page_size, num_pages, budget, rng.choice(["lru", *POLICIES]))
     driver = RandomDriver(shape.machine(check_every), rng)
     try:
         driver.run(operations)
