@@ -82,6 +82,8 @@ class LLM:
         block_size: the same by the name it has in hash-block caching; it stands if both are given.
         dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU if there is one.
+        exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
+            uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
             quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's.
         max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
@@ -90,7 +92,7 @@ class LLM:
         seed: of the sampling noise.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages.
+        ModelError: no such model, or one that would be silently wrong over pages, or not exact.
         InvalidRequest: an argument makes no sense.
     """
 
@@ -103,6 +105,7 @@ class LLM:
         block_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        exact: bool = False,
         kv_memory: int | str | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
@@ -120,7 +123,7 @@ class LLM:
             if value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         path = str(model if model is not None else BUNDLED_MODEL)
-        paged = load_model(path, dtype=dtype, device=device)
+        paged = load_model(path, dtype=dtype, device=device, exact=exact)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
         num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
@@ -158,6 +161,9 @@ class LLM:
         self._need_tokenizer()
         assert self._history is not None
         return self._history
+
+    def __repr__(self) -> str:
+        return f"LLM({self.model_name}: {self.engine.model.placement})"
 
     def __enter__(self) -> LLM:
         return self

@@ -39,6 +39,7 @@ class Decoder(PagedModel):
         dtype: torch.dtype,
         device: torch.device,
         attention: AttentionBackend | None = None,
+        exact: bool = False,
     ) -> None:
         """Read the weights, each once and layer by layer, and compare logits with `reference`.
 
@@ -63,8 +64,9 @@ class Decoder(PagedModel):
             architecture.max_context,
             architecture.eos_token_id,
             attention,
+            exact,
         )
-        self._operations = choose_operations(architecture, self.attention, dtype)
+        self._operations = choose_operations(architecture, self.attention, dtype, exact)
         self.layers_by = f"radixcache with {self._operations.name}"
         self._embedding = weight("model.embed_tokens.weight")
         checked = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % vocab_size

@@ -1,0 +1,181 @@
+"""What a hit and a batch change: logits and greedy answers, by default and in exact mode.
+
+    python -m radixcache.bench.probes.exactness          # or --time: what exact mode costs
+
+Every prompt is answered alone with nothing cached, behind a cached prefix, and in a batch with
+others. Figures of the first token's log-probabilities are parts of their standard deviation over
+the vocabulary. The models: tabletalk, which is in the package, asked about tables; a Llama of 33 M
+parameters and a Gemma 2 of 13 M with random weights, whose tokens are nearly tied, asked about
+random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os.path import commonprefix
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from radixcache import LLM, SamplingParams
+from radixcache.bench.probes.random_llama import save_random_llama
+from radixcache.bench.probes.serve_load import FIELDS, make_table
+from radixcache.runtime.llm import BUNDLED_MODEL, Prompt
+
+DTYPES = ("float32", "bfloat16")
+GROUP = 10  # questions about one table or document
+
+
+def save_random_gemma(folder: Path, seed: int) -> None:
+    """Transformers' layers run it: windows, soft caps, and GELU."""
+    torch.manual_seed(seed)
+    config = Gemma2Config(
+        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, sliding_window=128,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+
+
+def table_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
+    """Conversations of one question, GROUP for each table."""
+    rng, prompts = random.Random(seed), list[list[int]]()
+    tokenizer = llm.history.tokenizer
+    while len(prompts) < count:
+        table, people = make_table(rng)
+        for _ in range(GROUP):
+            asked = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
+            messages = [("system", f"{table}\n"), ("user", asked)]
+            text = tokenizer.render_chat([{"role": r, "content": c} for r, c in messages])
+            prompts.append(tokenizer.encode(text, special=False))
+    return prompts[:count]
+
+
+def random_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
+    """Random tokens: GROUP questions of 5 to 20 behind each document of 200 to 500."""
+    rng, vocabulary = np.random.default_rng(seed), llm.engine.model.vocab_size
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        document = rng.integers(0, vocabulary, rng.integers(200, 500)).tolist()
+        for _ in range(GROUP):
+            prompts.append(document + rng.integers(0, vocabulary, rng.integers(5, 20)).tolist())
+    return prompts[:count]
+
+
+def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) -> list[list[int]]:
+    """The answers in one way: "alone", "hit" or "batch"; or all log-probabilities, if asked for."""
+    found = []
+    for start in range(0, len(prompts), GROUP):
+        group: list[Prompt] = [
+            {"prompt_token_ids": prompt} for prompt in prompts[start : start + GROUP]
+        ]
+        if way == "batch":
+            found += llm.generate(group, params, use_tqdm=False)
+            continue
+        if way == "hit":
+            llm.reset_prefix_cache()
+            shared = commonprefix(prompts[start : start + GROUP])
+            llm.generate({"prompt_token_ids": shared}, SamplingParams(max_tokens=1))
+        for prompt in group:
+            found += llm.generate(prompt, params)
+            if way == "hit":
+                assert found[-1].num_cached_tokens
+    answers = [output.outputs[0] for output in found]
+    if params.logprobs is None:
+        return [answer.token_ids for answer in answers]
+    return [[row[0][i] for i in range(params.logprobs)] for row in (a.logprobs for a in answers)]
+
+
+def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Namespace) -> None:
+    """Print two rows of the table."""
+    with load(folder, dtype, exact, "none") as cold, load(folder, dtype, exact, "radix") as warm:
+        tabletalk = folder == BUNDLED_MODEL
+        count = args.questions if tabletalk else args.prompts
+        prompts = (table_prompts if tabletalk else random_prompts)(cold, count, args.seed)
+        answer = SamplingParams(temperature=0, max_tokens=args.answer)
+        vocabulary = cold.engine.model.vocab_size
+        first = SamplingParams(temperature=0, max_tokens=1, logprobs=vocabulary)
+        answers, few = ask(cold, prompts, answer, "alone"), prompts[: args.rows]
+        logits = np.array(ask(cold, few, first, "alone"))
+        for way, llm in (("hit", warm), ("batch", cold)):
+            other = np.array(ask(llm, few, first, way))
+            error = (other - logits) / logits.std(1, keepdims=True)
+            flips = sum(a != b for a, b in zip(ask(llm, prompts, answer, way), answers, strict=True))
+            size = f"{abs(error).max():.1e} | {(error**2).mean() ** 0.5:.1e}"
+            print(
+                f"| {name} | {dtype} | {'exact' if exact else 'default'} | {way} | "
+                f"{size if error.any() else '0 | 0'} | {flips:,} of {count:,} |",
+                flush=True,
+            )
+
+
+@contextmanager
+def load(folder: Path, dtype: str, exact: bool, cache: str) -> Iterator[LLM]:
+    with LLM(folder, dtype=dtype, exact=exact, cache=cache, kv_memory="256MiB") as llm:  # type: ignore[arg-type]
+        yield llm
+
+
+def measure_cost(name: str, folder: Path, dtype: str, args: argparse.Namespace) -> None:
+    """Print a row: time in exact mode over that by default, alternating in this process."""
+    with load(folder, dtype, False, "none") as plain, load(folder, dtype, True, "none") as exact:
+        rng, ratios = np.random.default_rng(args.seed), []
+        for count, length, answer in ((1, 1000, 1), (1, 300, 33), (16, 300, 33)):
+            tokens = rng.integers(0, plain.engine.model.vocab_size, (count, length)).tolist()
+            prompts: list[Prompt] = [{"prompt_token_ids": prompt} for prompt in tokens]
+            times: list[list[float]] = [[], []]
+            for _ in range(args.rounds + 1):
+                for llm, taken in zip((plain, exact), times, strict=True):
+                    taken.append(seconds(llm, prompts, answer))
+                    if answer > 1:  # the decode steps alone
+                        taken[-1] -= seconds(llm, prompts, 1)
+            ratios.append(statistics.median(b / a for a, b in list(zip(*times, strict=True))[1:]))
+        print(f"| {name} | {dtype} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
+
+
+def seconds(llm: LLM, prompts: list[Prompt], answer: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--questions", type=int, default=1000, help="to tabletalk (1000)")
+    parser.add_argument("--prompts", type=int, default=100, help="to the other models (100)")
+    parser.add_argument("--answer", type=int, default=32, help="tokens (32)")
+    parser.add_argument("--rows", type=int, default=20, help="whose log-probabilities count (20)")
+    parser.add_argument("--rounds", type=int, default=5, help="of --time (5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", nargs="+", default=["tabletalk", "llama", "gemma2"])
+    parser.add_argument("--time", action="store_true", help="what exact mode costs instead")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, seed {args.seed}")
+    if args.time:
+        print("| model | dtype | prefill 1,000 | decode 1 at 300 | decode 16 at 300 |")
+    else:
+        print("| model | dtype | mode | by | largest | RMS | answers that flip |")
+    print("|---" * (5 if args.time else 7) + "|")
+    with tempfile.TemporaryDirectory() as place:
+        llama, gemma = Path(place, "llama"), Path(place, "gemma2")
+        save_random_llama(llama, args.seed)
+        save_random_gemma(gemma, args.seed)
+        folders = {"tabletalk": BUNDLED_MODEL, "llama": llama, "gemma2": gemma}
+        for name in args.models:
+            for dtype in DTYPES:
+                if args.time:
+                    measure_cost(name, folders[name], dtype, args)
+                else:
+                    for exact in (False, True):
+                        compare(name, folders[name], dtype, exact, args)
+
+
+if __name__ == "__main__":
+    main()
