@@ -137,13 +137,7 @@ class Decoder(PagedModel):
         got, done = [], 0
         for count in (7, len(tokens) - 8, 1):
             done += count
-            batch = PagedBatch(
-                qo_indptr=np.array([0, count], np.int32),
-                kv_indptr=np.array([0, -(-done // 4)], np.int32),
-                kv_indices=pages[: -(-done // 4)],
-                kv_last_page_len=np.array([(done - 1) % 4 + 1], np.int32),
-                page_size=4,
-            )
+            batch = PagedBatch.of([pages], [count], [done], 4)
             chunk = tokens[done - count : done].cpu().numpy()
             got.append(self.forward(chunk, batch, np.arange(count), pool))
         error = float((torch.cat(got) - expected).std() / expected.std())

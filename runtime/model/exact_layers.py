@@ -1,8 +1,8 @@
 """transformers' layers made exact: a row's bits by its own tokens only, where a layer allows it.
 
 torch's elementwise functions compute the last elements of each thread's part by scalar code, which
-may round otherwise than the vectors before them. So activations, and the cap of the logits, run in
-kernels of our own or on whole vectors only.
+may round otherwise than the vectors before them. So activations run in kernels of our own, or on
+whole vectors only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Whole(nn.Module):
 
 
 def make_exact(model: PreTrainedModel) -> None:
-    """Pack all linear layers, and replace activations and the cap of the logits.
+    """Pack all linear layers, and replace activations.
 
     Raises:
         ModelError: it has weights that are multiplied by in other ways, of unknown bits.
@@ -70,11 +70,6 @@ def make_exact(model: PreTrainedModel) -> None:
                 setattr(module, name, _Native(_NATIVE[type(child)]))
             elif type(child) in _KINDS:
                 setattr(module, name, _Whole(child))
-    settings, head = model.config.get_text_config(), model.get_output_embeddings()
-    if (cap := getattr(settings, "final_logit_softcapping", None)) is not None and head is not None:
-        settings.final_logit_softcapping = None
-        capped = _Whole(lambda logits: torch.tanh(logits / cap) * cap)
-        model.set_output_embeddings(nn.Sequential(head, capped))
     for name, module in model.named_modules():
         owned = module.parameters(recurse=False)
         if not isinstance(module, nn.Embedding) and any(weight.ndim > 1 for weight in owned):

@@ -225,14 +225,7 @@ def check_logits(model: StockModel) -> None:
         if not runs:
             continue
         counts = [ends[i] - done[i] for i in runs]
-        tables = [pages[i][: -(-ends[i] // page_size)] for i in runs]
-        batch = PagedBatch(
-            qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
-            kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
-            kv_indices=np.concatenate(tables),
-            kv_last_page_len=np.array([(ends[i] - 1) % page_size + 1 for i in runs], np.int32),
-            page_size=page_size,
-        )
+        batch = PagedBatch.of([pages[i] for i in runs], counts, [ends[i] for i in runs], page_size)
         tokens = np.concatenate([sequences[i][done[i] : ends[i]] for i in runs])
         got = model.forward(tokens, batch, np.arange(len(tokens)), pool)
         wanted = torch.cat([expected[i][done[i] : ends[i]] for i in runs])

@@ -1,4 +1,4 @@
-"""Plays random schedules, and compares every logit and all KV with the same tokens run cold and alone.
+"""Plays random schedules, and compares all logits and KV with the same tokens run cold and alone.
 
     python -m tests.runtime.model.exact_schedules --count 10000 --seed 1
 
@@ -114,8 +114,7 @@ def run_alone(model: PagedModel, tokens: Any) -> tuple[torch.Tensor, list[torch.
     """Logits and KV of all tokens, from one forward pass with nothing cached."""
     count = len(tokens)
     pool, table = model.allocate(1, count), np.zeros(1, np.int32)
-    ends = np.array([0, 1], np.int32)
-    batch = PagedBatch(ends * np.int32(count), ends, table, np.array([count], np.int32), count)
+    batch = PagedBatch.of([table], [count], [count], count)
     return model.forward(tokens, batch, np.arange(count), pool), gather(pool, table, count)
 
 
