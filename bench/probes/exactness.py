@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def random_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
     return prompts[:count]
 
 
-def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) -> list[list[int]]:
+def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) -> list[Any]:
     """The answers in one way: "alone", "hit" or "batch"; or all log-probabilities, if asked for."""
     found = []
     for start in range(0, len(prompts), GROUP):
@@ -91,7 +92,8 @@ def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) ->
     answers = [output.outputs[0] for output in found]
     if params.logprobs is None:
         return [answer.token_ids for answer in answers]
-    return [[row[0][i] for i in range(params.logprobs)] for row in (a.logprobs for a in answers)]
+    rows = [(answer.logprobs or [])[0] for answer in answers]
+    return [[row[i] for i in range(params.logprobs)] for row in rows]
 
 
 def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Namespace) -> None:

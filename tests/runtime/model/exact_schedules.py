@@ -69,6 +69,7 @@ class Tally:
     hit_tokens: int = 0
     evicted: int = 0
     copied: int = 0
+    preempted: int = 0
 
     def __add__(self, other: Tally) -> Tally:
         names = [field.name for field in fields(Tally)]
@@ -130,7 +131,7 @@ class Schedule:
     def __init__(self, model: PagedModel, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         page_size = rng.choice([1, 4, 16])
-        room = rng.choice([110, 160, 1000])
+        room = rng.choice([95, 120, 1000])
         pool = PagePool(room // page_size + 3, page_size)
         self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
         scheduler = Scheduler(self.cache, rng.choice([3, 7, 24, 300]), rng.choice([1, 3, 16]))
@@ -158,7 +159,7 @@ class Schedule:
 
     def play(self) -> list[Request]:
         rng, requests = self.rng, list[Request]()
-        for _ in range(rng.randint(2, 7)):
+        for _ in range(rng.randint(3, 9)):
             requests.append(self.request(requests))
             for _ in range(rng.choice([0, 0, 1, 4])):
                 self.engine.step()
@@ -182,6 +183,7 @@ def play(model: PagedModel, seed: int) -> Tally:
     alone = {}
     for request in requests:
         for sequence in request.sequences:
+            tally.preempted += sequence.preemptions
             logits, kv = alone[sequence] = run_alone(model, sequence.tokens)
             for one, other in zip(watch.kv.get(sequence, ()), kv, strict=False):
                 tally.values += one.numel()
