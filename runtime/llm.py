@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,12 @@ from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
-from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.load import load_model, resolve_device
+from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
-from radixcache.runtime.worker import Job, News, Worker
+from radixcache.runtime.worker import Job, News, Worker, answer
 
 T = TypeVar("T")
 
@@ -123,7 +126,7 @@ class LLM:
             if value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         path = str(model if model is not None else BUNDLED_MODEL)
-        paged = load_model(path, dtype=dtype, device=device, exact=exact)
+        paged = _load(path, dtype, device, exact)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
         num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
@@ -484,6 +487,23 @@ def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int)
             sequence.tokens, lease.num_tokens, request.namespace
         )
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
+
+
+def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
+    """`load_model`; on a CPU in a thread that ends with it.
+
+    OpenMP keeps a pool of threads for each thread that has computed. With a second pool beside the
+    engine's there are more threads than cores, and GNU's puts them to sleep after each operation:
+    a decoded token took four times as long (measured).
+    """
+    load = partial(load_model, path, dtype=dtype, device=device, exact=exact)
+    if resolve_device(device).type != "cpu":
+        return load()
+    future: Future[PagedModel] = Future()
+    thread = threading.Thread(target=answer, args=(future, load), daemon=True)
+    thread.start()
+    thread.join()
+    return future.result()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -114,7 +114,7 @@ class Worker:
             if self._command is None:
                 raise WrongThread("nothing can be run in the middle of a step")
             future: Future[T] = Future()
-            _answer(future, function)
+            answer(future, function)
             return future
         return self._queue(function)
 
@@ -216,7 +216,7 @@ class Worker:
                 self._command = future, function = self._commands.get(block=wait)
                 wait = False
                 self._prefixes.drop_expired()  # so that no command sees what is over
-                _answer(future, function)
+                answer(future, function)
                 if self._engine.cache.broken:
                     self._engine.recover()
                 self._command = None
@@ -305,7 +305,8 @@ class Worker:
                 calls.callback(tell, heard)
 
 
-def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
+def answer(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Set the future to what `function` returns or raises, unless it is cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams, WrongThread
+from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams, WrongThread
 from radixcache.errors import EngineFailed, EngineStopped
 from radixcache.runtime.llm import Finals
+from radixcache.runtime.model.load import load_model
 from tests.models import tiny_model
 
 SEED = 20_261_122
@@ -259,6 +260,23 @@ def test_a_process_that_was_forked_off_says_that_it_has_no_engine(llm: LLM) -> N
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert llm.generate("x", GREEDY)[0].finished
+
+
+def test_a_model_is_loaded_on_a_thread_that_takes_its_pool_of_threads_with_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded_on = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded_on.append(threading.current_thread())
+        return load_model(*args, **kwargs)
+
+    monkeypatch.setattr("radixcache.runtime.llm.load_model", load)
+    with LLM(path, kv_memory="1MiB", device="cpu"):
+        (thread,) = loaded_on
+        assert thread is not threading.current_thread() and not thread.is_alive()
+    with pytest.raises(ModelError, match="no model at"):
+        LLM(path / "nowhere")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
