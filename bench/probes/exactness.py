@@ -26,10 +26,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from radixcache import LLM, SamplingParams
+from radixcache import LLM, NoCache, PagePool, SamplingParams
+from radixcache.bench.probes.people import FIELDS, make_table
 from radixcache.bench.probes.random_llama import save_random_llama
-from radixcache.bench.probes.serve_load import FIELDS, make_table
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.llm import BUNDLED_MODEL, Prompt
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
 
 DTYPES = ("float32", "bfloat16")
 GROUP = 10  # questions about one table or document
@@ -128,29 +132,31 @@ def load(folder: Path, dtype: str, exact: bool, cache: str) -> Iterator[LLM]:
 
 
 def measure_cost(name: str, folder: Path, dtype: str, args: argparse.Namespace) -> None:
-    """Print a row: time in exact mode over that by default, alternating in this process."""
-    with load(folder, dtype, False, "none") as plain, load(folder, dtype, True, "none") as exact:
-        rng, rounds = np.random.default_rng(args.seed), list[list[float]]()
-        for _ in range(args.rounds + 1):
-            tokens = rng.integers(0, plain.engine.model.vocab_size, (16, 1000))
-            times = [measure(llm, tokens) for llm in (plain, exact)]
-            rounds.append([b / a for a, b in zip(*times, strict=True)])
-        ratios = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
-        print(
-            f"| {name} | {dtype} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True
-        )
+    """Print a row: time in exact mode over that by default, alternating on one thread."""
+    engines = [make_engine(load_model(folder, dtype=dtype, exact=e)) for e in (False, True)]
+    rng, rounds = np.random.default_rng(args.seed), list[list[float]]()
+    for _ in range(args.rounds + 1):
+        tokens = rng.integers(0, engines[0].model.vocab_size, (16, 1000))
+        times = [measure(engine, tokens) for engine in engines]
+        rounds.append([b / a for a, b in zip(*times, strict=True)])
+    ratios = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+    print(f"| {name} | {dtype} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
 
 
-def measure(llm: LLM, tokens: NDArray[np.int64]) -> list[float]:
+def make_engine(model: PagedModel) -> Engine:
+    cache = NoCache(PagePool(256, 16))
+    return Engine(model, model.allocate(256, 16), cache, Scheduler(cache, 2048, 16))
+
+
+def measure(engine: Engine, tokens: NDArray[np.int64]) -> list[float]:
     """Seconds to prefill 1,000 tokens, and for 32 more; and for 32 of each of 16 behind 100."""
     params, found = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True), list[float]()
     for rows in (tokens[:1], tokens[:, :100]):
-        prompts: list[Prompt] = [{"prompt_token_ids": row} for row in rows]
-        outputs = [output.metrics for output in llm.generate(prompts, params, use_tqdm=False)]
-        found += [
-            outputs[0].ttft or 0.0,
-            statistics.mean(m.latency - (m.ttft or 0) for m in outputs),
-        ]
+        requests = [engine.add_request(row, params) for row in rows]
+        while engine.has_work:
+            engine.step()
+        metrics = [request.output().metrics for request in requests]
+        found += [metrics[0].ttft or 0, statistics.mean(m.latency - (m.ttft or 0) for m in metrics)]
     return [*found[:2], found[3]]
 
 
