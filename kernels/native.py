@@ -194,7 +194,8 @@ class NativeBackend(AttentionBackend):
                 raise ValueError(f"RoPE of {2 * half} elements in heads of {dim}")
             cos, sin = rope[0].data_ptr(), rope[1].data_ptr()
         out = query.new_empty(tokens, heads, value_dim)
-        layer = _layer(heads, kv_heads, dim, value_dim, half, window or _NO_WINDOW, scale, softcap)
+        window = min(window or _NO_WINDOW, _NO_WINDOW)
+        layer = _layer(heads, kv_heads, dim, value_dim, half, window, scale, softcap)
         _kernel("attend", query)(
             *(ctypes.addressof(self._batch), ctypes.addressof(layer)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),

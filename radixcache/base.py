@@ -193,8 +193,8 @@ class PrefixCache(ABC):
         """Append `tokens`, whose KV the step being scheduled writes; others may share them now.
 
         With `written`, their KV is there already: nothing is in flight. An engine may so publish
-        decoded tokens by the page. If another lease has the same tokens in flight, nothing is
-        published, as `lease.num_tokens` then says.
+        decoded tokens by the page. If another lease has the same tokens in flight, or those before
+        them, nothing is published, as `lease.num_tokens` then says.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).

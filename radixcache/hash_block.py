@@ -97,11 +97,10 @@ class BlockLease(Lease):
         """The step being scheduled writes tokens of this lease."""
 
     def block_before(self, num_blocks: int) -> Block | None:
-        """The last of the first `num_blocks` full blocks. O(blocks after it)."""
+        """The last of the first `num_blocks` full blocks, if cached. O(blocks after it)."""
         block = self.block
         for _ in range(self.num_tokens // self._page_size - num_blocks):
-            assert block is not None
-            block = block.parent
+            block = block and block.parent
         return block
 
 
@@ -326,6 +325,8 @@ class HashBlockCache(PrefixCache):
         lease._check_publish(len(tokens))
         if lease.publishing:
             raise LeaseError("a lease publishes once per step: commit or roll back first")
+        if written and lease in self._in_flight:  # so is what they follow: they cannot be written
+            return
         if not written:
             self._in_flight.setdefault(lease, Written(lease.num_tokens, lease.tail))
             lease.publishing = True
@@ -471,7 +472,7 @@ class HashBlockCache(PrefixCache):
 
         Blocks in a row are one node; one whose predecessor was evicted hangs at the root.
         """
-        queued = {page: len(self._queue) - at for at, page in enumerate(self._queue)}
+        queued = {page: self._queue.num_linked - at for at, page in enumerate(self._queue)}
         ages = {block_hash: queued.get(page, 0) for block_hash, page in self._map.items()}
         pins: dict[bytes, list[str]] = {}
         for (_, name), pin in self._pins.items():

@@ -35,6 +35,7 @@ INDEX = "tests/index"
 ENGINE = "tests/runtime/engine"
 SERVER = "tests/runtime/server"
 EXACT = "tests/runtime/model/test_exact.py"
+RULES = f"{INDEX}/test_hash_block_rules.py"
 
 MUTANTS = [
     Mutant(
@@ -219,6 +220,104 @@ MUTANTS = [
         ", key=_KEY)",
         ")",
         f"{SERVER}/test_tenants.py",
+    ),
+    Mutant(
+        "hash-block: a pin that only looks",
+        "radixcache/hash_block.py",
+        "        self._hold(lease, pages)\n        self._use(lease)\n",
+        "        self._hold(lease, pages)\n",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: pins count a shared page twice",
+        "radixcache/base.py",
+        "len(np.unique(np.concatenate(tables))) if",
+        "len(np.concatenate(tables)) if",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: a failed step leaves the hashes of its last page",
+        "radixcache/hash_block.py",
+        "for page in reversed(self._published):",
+        "for page in [*self._published][:-1]:",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: a failed step counts as evictions",
+        "radixcache/hash_block.py",
+        "in reversed(self._published):\n            self._forget(page)",
+        "in reversed(self._published):\n            self._evict(page)",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: the leases of a failed step go back first come, first served",
+        "radixcache/hash_block.py",
+        "in reversed(self._in_flight.items()):",
+        "in [*self._in_flight.items()]:",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: a failed step leaves a page that was reserved",
+        "radixcache/hash_block.py",
+        "self._let_go(lease, -(-num_tokens // self.page_size))",
+        "self._let_go(lease, num_tokens // self.page_size + 1)",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: written tokens are in flight",
+        "radixcache/hash_block.py",
+        "in_flight = lease in self._in_flight",
+        "in_flight = True",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: written tokens after what is in flight",
+        "radixcache/hash_block.py",
+        "if written and lease in self._in_flight:",
+        "if False:",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: a look takes pages from the line",
+        "radixcache/hash_block.py",
+        "        self._hold(lease, pages)\n        lease.cached",
+        "        self._hold(lease, pages)\n        self._use(lease)\n        lease.cached",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: a page is in use by whoever looks",
+        "radixcache/hash_block.py",
+        "table[users == 1]",
+        "table[self.pool.refs[table] == 1]",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: evictions of what leases look at",
+        "radixcache/hash_block.py",
+        "if self._blocks[page] is not None and not self.pool.refs[page]:",
+        "if self._blocks[page] is not None:",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: evictions that nobody counts",
+        "radixcache/hash_block.py",
+        "                self._evict(page)\n                evicted",
+        "                self._forget(page)\n                evicted",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: pages are taken from leases that look",
+        "radixcache/free_queue.py",
+        "                while self._refs[page]:\n",
+        "                if self._refs[page]:\n",
+        RULES,
+    ),
+    Mutant(
+        "hash-block: a reset beside leases that look",
+        "radixcache/hash_block.py",
+        "        if self._leases:\n            raise",
+        "        if any(lease.uses for lease in self._leases):\n            raise",
+        RULES,
     ),
     Mutant(
         "access: the cache for every client",

@@ -135,19 +135,26 @@ def understand(settings: Mapping[str, Any]) -> Architecture:
 def _read(settings: Mapping[str, Any], family: str) -> Architecture:
     if settings["hidden_act"] != "silu":
         raise Unknown(f"its activation is {settings['hidden_act']}")
-    heads = settings["num_attention_heads"]
-    kv_heads = settings["num_key_value_heads"] or heads
-    dim = settings["head_dim"] if family == "qwen3" else settings.get("head_dim")
-    dim = dim or settings["hidden_size"] // heads
+    hidden, heads = _size(settings, "hidden_size"), _size(settings, "num_attention_heads")
+    kv_heads, dim = heads, hidden // heads
+    if settings["num_key_value_heads"] is not None:
+        kv_heads = _size(settings, "num_key_value_heads")
+    if family == "qwen3" or settings.get("head_dim") is not None:
+        dim = _size(settings, "head_dim")
+    if heads % kv_heads or dim % 2:
+        raise Unknown(f"its heads are {heads} on {kv_heads} of {dim}")
+    eos = settings.get("eos_token_id")
+    if any(type(token) is not int for token in (eos if isinstance(eos, list) else [eos or 0])):
+        raise Unknown(f"its eos_token_id is {eos}")
     frequencies, scale = _rope(settings, dim)
     bias = bool(settings.get("attention_bias"))
     return Architecture(
         family=family,
-        vocab_size=settings["vocab_size"],
-        hidden_size=settings["hidden_size"],
-        intermediate_size=settings["intermediate_size"],
-        max_context=int(settings["max_position_embeddings"]),
-        eos_token_id=settings.get("eos_token_id"),
+        vocab_size=_size(settings, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(settings, "intermediate_size"),
+        max_context=_size(settings, "max_position_embeddings"),
+        eos_token_id=eos,
         eps=float(settings["rms_norm_eps"]),
         inverse_frequencies=frequencies,
         rope_scale=scale,
@@ -163,27 +170,32 @@ def _read(settings: Mapping[str, Any], family: str) -> Architecture:
     )
 
 
+def _size(settings: Mapping[str, Any], name: str) -> int:
+    """A setting that must be a positive whole number."""
+    size = settings[name]
+    if type(size) is not int or size < 1:
+        raise Unknown(f"its {name} is {size}")
+    return size
+
+
 def _windows(settings: Mapping[str, Any], family: str) -> list[int | None]:
     """The window of each layer; each family says in its own way which layers have one."""
-    count, window = settings["num_hidden_layers"], settings.get("sliding_window")
-    types = settings.get("layer_types")
-    if family == "mistral":
-        window = settings["sliding_window"]
-        slides = [types is None] * count
-    elif family == "llama":
-        slides = [False] * count if window is None else []
-    else:
+    count, types = _size(settings, "num_hidden_layers"), settings.get("layer_types")
+    window = settings["sliding_window"] if family == "mistral" else settings.get("sliding_window")
+    if family in ("llama", "mistral"):
+        slides = [window is not None] * count
+        known = types is None and (family == "mistral" or window is None)
+    elif types is None:
         window = window if settings.get("use_sliding_window") else None
-        first = settings["max_window_layers"] if window and types is None else count
-        types = types or ["full_attention"] * first + ["sliding_attention"] * (count - first)
-        slides = [kind == "sliding_attention" for kind in types[:count]]
-        if set(types) - {"full_attention", "sliding_attention"} or (any(slides) and not window):
-            slides = []
-    if len(slides) != count or (types is not None and family in ("llama", "mistral")):
+        first = count if window is None else settings["max_window_layers"]
+        slides, known = [layer >= first for layer in range(count)], True
+    else:
+        slides = [kind == "sliding_attention" for kind in types]
+        known = len(types) == count and set(types) <= {"full_attention", "sliding_attention"}
+        known = known and (bool(settings.get("use_sliding_window")) or not any(slides))
+    if not known:
         raise Unknown("its layers are of other types")
-    if window is not None and window < 1 and any(slides):
-        raise Unknown(f"its window is {window}")
-    return [window if slide else None for slide in slides]
+    return [_size(settings, "sliding_window") if slide else None for slide in slides]
 
 
 def _rope(settings: Mapping[str, Any], dim: int) -> tuple[torch.Tensor, float]:

@@ -66,7 +66,7 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
 
     Raises:
         ModelError: layers without attention or with two calls, masks of the model's own, attention
-            sinks, bidirectional attention, or a window that is only in the config.
+            sinks, bidirectional attention, or a window that is empty or only in the config.
     """
     text = config.get_text_config()
     layers = [call.layer for call in calls]
@@ -85,6 +85,8 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     if any(call.sinks for call in calls):
         raise refusal(config.model_type, "it has attention sinks")
     windows = {call.layer: call.kind.window for call in calls}
+    if any(window is not None and window < 1 for window in windows.values()):
+        raise refusal(config.model_type, "it has layers with a window of no token")
     types = getattr(text, "layer_types", None) or ()
     for layer, kind in enumerate(types[: len(calls)]):
         if (kind == "sliding_attention") != (windows[layer] is not None):

@@ -68,10 +68,12 @@ def load_model(
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
     if exact:
         exactness.require(place, kind)
+    model: PagedModel | None = None
     try:
         model = _load_decoder(name_or_path, settings, kind, place, attention, exact)
     except Unknown as reason:
         _log.info("transformers' own layers run this model: %s", reason)
+    if model is None:
         model = load_stock(name_or_path, kind, place, attention, exact)
     if exact:
         exactness.check(model)
@@ -93,7 +95,7 @@ def _load_decoder(
     """
     architecture = understand(settings)
     if dtype == "auto":
-        named = settings.get("dtype") or settings.get("torch_dtype")
+        named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in _DTYPES:
             raise Unknown(f"the dtype of its config is {named}")
         dtype = _DTYPES[named]

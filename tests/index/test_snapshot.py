@@ -98,6 +98,22 @@ def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_what_nobody_uses_has_an_age_while_other_leases_look(mode: str) -> None:
+    cache = MODES[mode](PagePool(9, 2))
+    for number in range(4):
+        fill(cache, [number, 1, 2, 3])
+    before = {node.tokens[0]: node.age for node in cache.snapshot()[None].children}
+    assert before[0] > before[1] > before[2] > before[3] >= 0
+    looking = [cache.acquire([number, 1, 2, 3, 4]) for number in (0, 2)]
+    cache.check()
+    ages = {node.tokens[0]: node.age for node in cache.snapshot()[None].children}
+    assert ages == {**before, 0: 0, 2: 0}
+    for lease in looking:
+        cache.release(lease)
+    assert {n.tokens[0]: n.age for n in cache.snapshot()[None].children} == before
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_large_tree_is_cut_to_the_newest_and_says_so(mode: str) -> None:
     cache = MODES[mode](PagePool(200, 2))
     for number in range(20):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -419,6 +419,31 @@ def test_pinned_pages_count_when_a_request_comes(folder: Path, mode: str) -> Non
         engine.check()
         (request,) = run(engine, [prompt], replace(params, max_tokens=room))
         assert request.error is None and len(request.sequences[0].generated) == room
+
+
+@pytest.mark.parametrize("mode", ["radix", "hash-block"])
+def test_a_request_that_is_only_weighed_leaves_the_order_of_eviction_alone(
+    folder: Path, mode: str
+) -> None:
+    """Beside pins, a lease looks up which pages are the request's own."""
+    engine = make_engine(model_path(folder, "llama"), mode, page_size=4, num_pages=60)
+    cache, rng = engine.cache, random.Random(8)
+    texts = [[rng.randrange(250) for _ in range(18)] for _ in range(4)]
+    run(engine, texts, SamplingParams(temperature=0, max_tokens=2), concurrent=False)
+    cache.pin("system", texts[0][:8])
+
+    def state() -> object:
+        drawn = {salt: asdict(node) for salt, node in cache.snapshot().items()}
+        line = cache.pool.free.to_array().tolist()
+        return drawn, line, cache.pool.refs.tolist(), replace(cache.stats)
+
+    before = state()
+    for text in texts:
+        for prompt in (text, text[:11], [*text, 7]):
+            with pytest.raises(InvalidRequest, match="KV memory"):
+                engine.add_request(prompt, SamplingParams(max_tokens=400))
+            engine.check()
+            assert state() == before
 
 
 def test_a_request_that_pins_leave_no_room_for_fails_alone(folder: Path) -> None:

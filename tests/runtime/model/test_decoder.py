@@ -74,6 +74,7 @@ LLAMA3 = {
                    "use_sliding_window": True}),
         ("qwen2", {"max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True}),
         ("mistral", {"sliding_window": None, "head_dim": 8}),
+        ("mistral", {"sliding_window": 1 << 32}),
     ],
 )  # fmt: skip
 def test_settings_of_the_known_families(family, options, tmp_path) -> None:
@@ -186,10 +187,23 @@ def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers
         {"rope_parameters": "yarn"},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},  # beside rope_parameters
         {"num_hidden_layers": "three"},
+        {"num_hidden_layers": 0},
+        {"num_attention_heads": False},
+        {"num_key_value_heads": 3},
+        {"head_dim": 15},
+        {"vocab_size": 260.0},
+        {"eos_token_id": "2"},
+        {"layer_types": ["full_attention"] * (NUM_LAYERS + 1)},
         {"layer_types": ["full_attention"]},
         {"layer_types": ["linear_attention"] * NUM_LAYERS},
         {"layer_types": ["sliding_attention"] * NUM_LAYERS, "use_sliding_window": True},
         {"model_type": "mistral", "layer_types": None, "sliding_window": 0},
+        {
+            "layer_types": None,
+            "max_window_layers": 1,
+            "sliding_window": 0,
+            "use_sliding_window": True,
+        },
     ],
 )
 def test_what_makes_no_sense_is_left_to_transformers(qwen, settings) -> None:

@@ -127,9 +127,9 @@ def test_rows_of_all_other_operations_have_the_same_bits_in_any_company(counts, 
             assert differing_rows(function, make_row(width, dtype), counts) == 0, (name, dtype)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_what_a_row_is_sampled_scored_and_reported_does_not_depend_on_its_company(dtype) -> None:
-    """In bfloat16, whose logits are often equal: ties are broken alike, too."""
+@pytest.mark.parametrize("steps", [2, 1 << 12])
+def test_what_a_row_is_sampled_scored_and_reported_does_not_depend_on_its_company(steps) -> None:
+    """With few values of logits, many are equal: ties are broken alike, too."""
     params = [
         SamplingParams(temperature=t, top_p=p, top_k=k, min_p=m, seed=1, logprobs=n)
         for t, p, k, m, n in (
@@ -138,7 +138,7 @@ def test_what_a_row_is_sampled_scored_and_reported_does_not_depend_on_its_compan
         )
     ]  # fmt: skip
     generator = torch.Generator().manual_seed(SEED)
-    logits = torch.randn(len(params), 1003, generator=generator).to(dtype).float()
+    logits = torch.randn(len(params), 1003, generator=generator).mul_(steps).round_() / steps
 
     def draw(rows: list[int]) -> list[Any]:
         chosen = [params[row] for row in rows]

@@ -254,6 +254,7 @@ LONG = {
     [
         ("llama", {"rope_parameters": DYNAMIC}, "dynamic RoPE"),
         ("llama", {"rope_parameters": LONG}, "longrope RoPE"),
+        ("mistral", {"sliding_window": 0}, "a window of no token"),
         ("llama4_text", {}, "chunked_attention"),
         ("jamba", {}, "linear_attention"),
         ("gpt_oss", {"rope_parameters": YARN}, "attention sinks"),

@@ -1,0 +1,235 @@
+"""Whatever a config of the loop's families says: transformers' logits, or a refusal in a sentence.
+
+Each seed draws a config.json, in the spelling of transformers 5 or in the one before, some with a
+value that makes no sense. transformers reads it and makes the weights and the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from radixcache.errors import ModelError
+from radixcache.runtime.model.architecture import Architecture, Unknown, understand
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
+from tests.models import make_peaky
+from tests.runtime.model.test_paged_model import LOOPED, relative_error, run_steps
+
+Settings = dict[str, Any]
+
+SEEDS = [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 158))]
+STEPS = [(13,), (1,), (30,), (1,)]
+PROMPT = 45
+"""Tokens: more than most windows, and than the length that RoPE was scaled from."""
+NONSENSE: tuple[Any, ...] = (
+    None,
+    0,
+    -1,
+    3,
+    4.0,
+    "2",
+    True,
+    False,
+    [],
+    {},
+    [2, 2],
+    {"full_attention": 1},
+)
+
+
+def draw(rng: Random) -> Settings:
+    """A config.json that more often than not makes sense."""
+    family = rng.choice(LOOPED)
+    heads = rng.choice([1, 2, 3, 4, 6])
+    dim = rng.choice([None, None, 4, 6, 8, 20])
+    hidden = rng.randint(5, 50)
+    if dim is None or family == "llama":
+        hidden = heads * rng.choice([2, 4, 6, 10])
+    settings: Settings = {
+        "model_type": family,
+        "vocab_size": rng.randint(50, 99),
+        "hidden_size": hidden,
+        "intermediate_size": rng.randint(3, 70),
+        "num_hidden_layers": rng.choice([1, 2, 2, 3]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in range(1, heads + 1) if not heads % n]),
+        "hidden_act": rng.choice(["silu"] * 40 + ["gelu", "swish", "gelu_pytorch_tanh"]),
+        "max_position_embeddings": rng.choice([16, 40, 128, 4096, 10**30]),
+        "rms_norm_eps": rng.choice([1e-6, 1e-5, 1e-2, 1.0]),
+        "tie_word_embeddings": rng.random() < 0.4,
+        "eos_token_id": rng.choice([2, [2, 3], None]),
+        rng.choice(["dtype", "torch_dtype"]): rng.choice(["float32", "bfloat16", "float16"]),
+    }
+    if family == "qwen3":
+        settings["head_dim"] = dim or 10
+    elif dim is not None or rng.random() < 0.2:
+        settings["head_dim"] = dim
+    for name in ("attention_bias", "mlp_bias"):
+        if rng.random() < 0.6:
+            settings[name] = rng.random() < (0.5 if family == "llama" else 0.2)
+    settings |= draw_windows(rng, settings["num_hidden_layers"]) if family != "llama" else {}
+    settings |= draw_rope(rng)
+    if rng.random() < 0.06:
+        settings["partial_rotary_factor"] = rng.choice([0.5, 1.0, None])
+    if rng.random() < 0.1:  # whatever else stands in configs
+        settings[rng.choice(["use_cache", "pretraining_tp", "rope_interleaved", "use_mrope"])] = (
+            rng.choice([False, None, 1, True])
+        )
+    if rng.random() < 0.07:
+        del settings[rng.choice([*settings][1:])]
+    if rng.random() < 0.15:
+        settings[rng.choice([*settings][1:])] = rng.choice(NONSENSE)
+    return settings
+
+
+def draw_windows(rng: Random, layers: int) -> Settings:
+    """Which layers have a window, in the words of each family; sometimes in those of another."""
+    found: Settings = {"sliding_window": rng.choice([None, 0, 1, 3, 9, 30, 200, 2**32])}
+    if rng.random() < 0.7:
+        found["use_sliding_window"] = rng.random() < 0.7
+        found["max_window_layers"] = rng.choice([0, 1, 2, 28])
+    if rng.random() < 0.3:
+        kinds = ["full_attention", "sliding_attention"]
+        found["layer_types"] = [rng.choice(kinds) for _ in range(layers)]
+    return found
+
+
+def draw_rope(rng: Random) -> Settings:
+    """RoPE in one of its spellings."""
+    kind = rng.choice(["default"] * 8 + ["linear", "llama3", "yarn"] * 6 + ["dynamic", "longrope"])
+    more: Settings = {}
+    if kind != "default":
+        more["factor"] = rng.choice([1.0, 2.0, 4, 7.5])
+    if kind == "llama3":
+        more |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice([4.0, 2])}
+    if kind in ("llama3", "yarn", "longrope") and rng.random() < 0.9:
+        more["original_max_position_embeddings"] = rng.choice([8, 20, 32])
+    if kind == "longrope":
+        more |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
+    if kind == "yarn":
+        options = {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2, "truncate": False,
+                   "mscale": 0.7, "mscale_all_dim": 1.1}  # fmt: skip
+        more |= {name: value for name, value in options.items() if rng.random() < 0.3}
+    if rng.random() < 0.1:
+        more["partial_rotary_factor"] = rng.choice([0.5, 1.0, 1.0])
+    theta = {"rope_theta": rng.choice([10_000.0, 500_000.0, 50, 1000])}
+    named = {rng.choice(["rope_type", "rope_type", "type"]): kind}
+    spelling = rng.choice(["new", "old"] * 6 + ["new, theta apart", "both", "none"])
+    if spelling == "new":
+        return {"rope_parameters": {"rope_type": kind, **theta, **more}}
+    if spelling == "old":
+        scaling = None if kind == "default" else {**named, **more}
+        return theta | ({} if scaling is None and rng.random() < 0.5 else {"rope_scaling": scaling})
+    if spelling == "new, theta apart":
+        return theta | {"rope_parameters": {**named, **more}}
+    if spelling == "both":
+        parameters = {"rope_type": "default", "rope_theta": 77.0}
+        return theta | {"rope_parameters": parameters, "rope_scaling": {**named, **more}}
+    return {}
+
+
+def plain_logits(
+    folder: Path, settings: Settings, tokens: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the checkpoint, and the logits of all tokens by transformers, in float32 and bfloat16.
+
+    Those in float32 are of the weights as they are saved, which bfloat16 can hold.
+    """
+    torch.manual_seed(0)
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    make_peaky(model)
+    found = []
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        found.append(model(torch.tensor(tokens)[None], use_cache=False).logits[0])
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(settings))
+    with torch.inference_mode():
+        rough = model.bfloat16()(torch.tensor(tokens)[None], use_cache=False).logits[0]
+    return found[0], rough.float()
+
+
+def understood(settings: Settings) -> Architecture | None:
+    try:
+        return understand(settings)
+    except Unknown:
+        return None
+
+
+def load(folder: Path, dtype: str) -> PagedModel | None:
+    """None if it is refused, in one sentence."""
+    try:
+        return load_model(folder, device="cpu", dtype=dtype)
+    except ModelError as error:
+        if "\n" in str(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_config_gives_transformers_logits_or_a_sentence(seed: int, tmp_path: Path) -> None:
+    settings = draw(Random(seed))
+    print(f"seed {seed}: {json.dumps(settings)}")
+    tokens = np.random.default_rng(seed).integers(0, 50, PROMPT)
+    try:
+        exact, rough = plain_logits(tmp_path, settings, tokens)
+    except Exception as error:
+        print(f"transformers: {error!r}")
+        weightless(tmp_path, settings)
+        return
+    spread, finite = float(exact.std()), bool(exact.isfinite().all())
+    model = load(tmp_path, "float32")
+    if model is not None and finite:
+        assert relative_error(run_steps(model, [tokens], STEPS, 4), [exact]) < 1e-4
+    model = load(tmp_path, "bfloat16")
+    if model is not None and finite:
+        (got,) = run_steps(model, [tokens], STEPS, 4)
+        ours, theirs = (float((logits - exact).std()) / spread for logits in (got, rough))
+        print(f"bfloat16: {ours:.4f}, transformers {theirs:.4f}")
+        assert ours < 2 * theirs + 0.01
+
+
+def weightless(folder: Path, settings: Settings) -> None:
+    """What transformers does not run, with the weights that the loop would ask for, if it does."""
+    architecture = understood(settings)
+    if architecture is not None:
+        weights = {name: torch.randn(shape) for name, shape in architecture.shapes().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for dtype in ("float32", "bfloat16"):
+        load(folder, dtype)
+
+
+def test_the_draws_are_of_all_kinds_and_the_loop_knows_most_of_them() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(158):
+        settings = draw(Random(seed))
+        architecture = understood(settings)
+        if architecture is None:
+            counts["left to transformers"] += 1
+            continue
+        rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        counts[f"{kind}, {'new' if settings.get('rope_parameters') else 'old'}"] += 1
+        counts[architecture.family] += 1
+        counts["windows"] += any(kind.window for kind in architecture.kinds)
+        counts["biases"] += architecture.out_bias or architecture.mlp_bias
+        counts["tied"] += architecture.tied
+    kinds = [f"{kind}, {age}" for kind in ("default", "linear", "llama3", "yarn")
+             for age in ("new", "old")]  # fmt: skip
+    assert not [k for k in [*kinds, *LOOPED, "windows", "biases", "tied"] if counts[k] < 2], counts
+    assert counts["left to transformers"] < 110, counts
