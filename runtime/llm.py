@@ -86,6 +86,8 @@ class LLM:
         block_size: the same by the name it has in hash-block caching; it stands if both are given.
         dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU if there is one.
+        exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
+            uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
             quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's.
         max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
@@ -94,7 +96,7 @@ class LLM:
         seed: of the sampling noise.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages.
+        ModelError: no such model, or one that would be silently wrong over pages, or not exact.
         InvalidRequest: an argument makes no sense.
     """
 
@@ -107,6 +109,7 @@ class LLM:
         block_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        exact: bool = False,
         kv_memory: int | str | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
@@ -124,7 +127,7 @@ class LLM:
             if value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         path = str(model if model is not None else BUNDLED_MODEL)
-        paged = _load(path, dtype, device)
+        paged = _load(path, dtype, device, exact)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
         taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
@@ -163,6 +166,9 @@ class LLM:
         self._need_tokenizer()
         assert self._history is not None
         return self._history
+
+    def __repr__(self) -> str:
+        return f"LLM({self.model_name}: {self.engine.model.placement})"
 
     def __enter__(self) -> LLM:
         return self
@@ -485,17 +491,17 @@ def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int)
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
 
-def _load(path: str, dtype: str, device: str) -> PagedModel:
+def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
     """`load_model`; on a CPU in a thread that ends with it.
 
     OpenMP keeps a pool of threads for each thread that has computed. With a second pool beside the
     engine's there are more threads than cores, and GNU's puts them to sleep after each operation:
     a decoded token took 1.4 to 1.7 times as long, four times beside other work (measured).
     """
+    load = partial(load_model, path, dtype=dtype, device=device, exact=exact)
     if resolve_device(device).type != "cpu":
-        return load_model(path, dtype=dtype, device=device)
+        return load()
     future: Future[PagedModel] = Future()
-    load = partial(load_model, path, dtype=dtype, device=device)
     thread = threading.Thread(target=answer, args=(future, load), daemon=True)
     thread.start()
     thread.join()

@@ -34,6 +34,7 @@ class Mutant(NamedTuple):
 INDEX = "tests/index"
 ENGINE = "tests/runtime/engine"
 SERVER = "tests/runtime/server"
+EXACT = "tests/runtime/model/test_exact.py"
 RULES = f"{INDEX}/test_hash_block_rules.py"
 
 MUTANTS = [
@@ -429,6 +430,76 @@ MUTANTS = [
         'if (origin := headers.get("origin")) is not None:',
         "if (origin := None) is not None:",
         f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "exact: steps of one row",
+        "runtime/model/paged_model.py",
+        "if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):",
+        "if self.exact and len(token_ids) > 1 and len(logit_rows) == 1:",
+        EXACT,
+    ),
+    Mutant(
+        "exact: logits of one row",
+        "runtime/model/paged_model.py",
+        "if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):",
+        "if self.exact and len(token_ids) == 1:",
+        EXACT,
+    ),
+    Mutant(
+        "exact: the second row of a step writes to the page of the first",
+        "runtime/model/paged_model.py",
+        "np.append(batch.kv_indices, np.int32(spare_page))",
+        "np.append(batch.kv_indices, batch.kv_indices[:1])",
+        EXACT,
+    ),
+    Mutant(
+        "exact: small products as torch has them",
+        "runtime/model/native_operations.py",
+        "pack_small = True",
+        "pack_small = False",
+        EXACT,
+    ),
+    Mutant(
+        "exact: small products of transformers' layers as torch has them",
+        "runtime/model/exact_layers.py",
+        "pack_linears(model, small=True)",
+        "pack_linears(model)",
+        EXACT,
+    ),
+    Mutant(
+        "exact: elements for scalar code",
+        "runtime/model/exact_layers.py",
+        "-x.numel() % _VECTORS",
+        "0",
+        EXACT,
+    ),
+    Mutant(
+        "exact: a load without a check",
+        "runtime/model/load.py",
+        "    if exact:\n        exactness.check(model)",
+        "    if False:\n        exactness.check(model)",
+        EXACT,
+    ),
+    Mutant(
+        "exact: the check compares no logits",
+        "runtime/model/exact.py",
+        "for found in others_logits:",
+        "for found in ():",
+        EXACT,
+    ),
+    Mutant(
+        "exact: the check compares no values",
+        "runtime/model/exact.py",
+        'zip(("keys", "values"), layer, strict=True)',
+        'zip(("keys",), layer[:1], strict=True)',
+        EXACT,
+    ),
+    Mutant(
+        "what is reported of equal log-probabilities depends on the company",
+        "runtime/engine/sampler.py",
+        "for count in {*limits} - {max(limits)}:",
+        "for count in ():",
+        EXACT,
     ),
 ]
 

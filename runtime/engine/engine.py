@@ -457,7 +457,7 @@ class Engine:
         top: tuple[Fetch, ...] = ()
         if counts:
             rows = send([*counts], logits.device)
-            found = top_logprobs(logits[rows], tokens[rows], max(counts.values()))
+            found = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
             top = tuple(Fetch(numbers) for numbers in found)
         return _Launched(sequences, tokens, fetched, [*counts], top)
 

@@ -265,7 +265,7 @@ def test_logprobs_are_those_of_the_whole_distribution() -> None:
     logits = torch.randn(9, generator=torch.Generator().manual_seed(SEED))
     wanted = logits.log_softmax(-1)
     tokens = torch.stack([wanted.argmax(), wanted.argmin()])
-    found = top_logprobs(logits.expand(2, -1), tokens, 3)
+    found = top_logprobs(logits.expand(2, -1), tokens, [3, 3])
     for token, ids, values in zip(tokens.tolist(), *(x.tolist() for x in found), strict=True):
         top = dict(zip(ids, values, strict=True))
         likeliest = set(wanted.topk(3).indices.tolist())
