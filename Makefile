@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve test test-exhaustive stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
-	bench-history bench-serve conformance gpu-check check clean
+	bench-history bench-exact bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -72,6 +72,9 @@ bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and 
 
 bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
 	@$(BIN)/python -m radixcache.bench.probes.history $(ARGS)
+
+bench-exact: $(VENV)/.stamp-runtime  ## what a hit and a batch change of logits and answers (10 minutes)
+	@$(BIN)/python -m radixcache.bench.probes.exactness $(ARGS)
 
 gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (20 minutes)
 	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)

@@ -46,6 +46,25 @@ class PagedBatch:
     page_size: int
     shared: tuple[SharedPrefix, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        tables: Sequence[NDArray[np.int32]],
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_size: int,
+    ) -> PagedBatch:
+        """Sequences that begin in these pages; a table may go on behind a sequence's last token."""
+        lens = np.array(kv_lens, np.int32)
+        used = [table[:count] for table, count in zip(tables, -(-lens // page_size), strict=True)]
+        return cls(
+            qo_indptr=np.cumsum([0, *query_lens], dtype=np.int32),
+            kv_indptr=np.cumsum([0, *map(len, used)], dtype=np.int32),
+            kv_indices=np.concatenate(used),
+            kv_last_page_len=(lens - 1) % page_size + 1,
+            page_size=page_size,
+        )
+
     @property
     def num_decodes(self) -> int:
         """Leading sequences with one new token each."""

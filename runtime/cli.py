@@ -35,6 +35,7 @@ _ENGINE = (
     "kv_memory",
     "dtype",
     "device",
+    "exact",
     "max_num_batched_tokens",
     "max_num_seqs",
     "schedule",
@@ -183,6 +184,7 @@ def _info(_: argparse.Namespace) -> int:
     import transformers
 
     from radixcache.kernels import native
+    from radixcache.runtime.model import exact
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     problem = native.problem()
@@ -193,6 +195,7 @@ def _info(_: argparse.Namespace) -> int:
         ("transformers", transformers.__version__),
         ("GPU", cuda),
         ("native kernels", "yes" if problem is None else f"no: {problem}"),
+        ("exact mode", exact.describe()),
     ):
         print(f"{name:15} {text}")
     return 0
@@ -491,6 +494,12 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
     group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 or auto")
     group.add_argument("--device", metavar="D", help="cpu, cuda or auto")
+    group.add_argument(
+        "--exact",
+        action="store_true",
+        default=None,
+        help="a token's bits do not depend on what is cached or computed beside it (on a CPU)",
+    )
     group.add_argument(
         "--max-num-batched-tokens", type=int, metavar="N", help="tokens per step (2048)"
     )

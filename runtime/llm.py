@@ -22,6 +22,7 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
+from radixcache.runtime.engine.kept_logits import KEPT_BYTES
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as Completion
@@ -86,6 +87,8 @@ class LLM:
         block_size: the same by the name it has in hash-block caching; it stands if both are given.
         dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU if there is one.
+        exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
+            uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
             quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's.
         max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
@@ -94,7 +97,7 @@ class LLM:
         seed: of the sampling noise.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages.
+        ModelError: no such model, or one that would be silently wrong over pages, or not exact.
         InvalidRequest: an argument makes no sense.
     """
 
@@ -107,6 +110,7 @@ class LLM:
         block_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        exact: bool = False,
         kv_memory: int | str | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
@@ -124,10 +128,11 @@ class LLM:
             if value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         path = str(model if model is not None else BUNDLED_MODEL)
-        paged = _load(path, dtype, device)
+        paged = _load(path, dtype, device, exact)
         self.default_params = _default_params(paged.generation_config)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
+        taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
         num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
         if kv_memory is None:  # more than every sequence at full context is never used
             most = (paged.max_context // page_size + 2) * max_num_seqs * 4
@@ -163,6 +168,9 @@ class LLM:
         assert self._history is not None
         return self._history
 
+    def __repr__(self) -> str:
+        return f"LLM({self.model_name}: {self.engine.model.placement})"
+
     def __enter__(self) -> LLM:
         return self
 
@@ -190,7 +198,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
-        self.call(self.cache.reset)
+        self.call(self.engine.reset_cache)
 
     def generate(
         self,
@@ -267,7 +275,7 @@ class LLM:
             tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
             if not len(tokens):
                 raise InvalidRequest("the prompt is empty")
-            hit = self.cache.match(tokens, cache_salt)
+            hit = self.engine.match(tokens, cache_salt)
             misses = self.explainer.explain(tokens, hit, cache_salt)
             return Explanation(len(tokens), hit, misses, decode)
 
@@ -484,26 +492,27 @@ def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int)
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
 
-def _load(path: str, dtype: str, device: str) -> PagedModel:
+def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
     """`load_model`; on a CPU in a thread that ends with it.
 
     OpenMP keeps a pool of threads for each thread that has computed. With a second pool beside the
     engine's there are more threads than cores, and GNU's puts them to sleep after each operation:
     a decoded token took 1.4 to 1.7 times as long, four times beside other work (measured).
     """
+    load = partial(load_model, path, dtype=dtype, device=device, exact=exact)
     if resolve_device(device).type != "cpu":
-        return load_model(path, dtype=dtype, device=device)
+        return load()
     future: Future[PagedModel] = Future()
-    load = partial(load_model, path, dtype=dtype, device=device)
     thread = threading.Thread(target=answer, args=(future, load), daemon=True)
-    thread.start()
     try:
+        thread.start()
         wait([future])  # a `join` that is interrupted takes the thread for ended (Python 3.11)
     except BaseException:  # as by Ctrl-C: a thread within torch must end before the interpreter
-        if not future.cancel():
-            stop = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), stop)
-        wait([future])
+        if thread.ident is not None:  # it has begun
+            if not future.cancel():
+                stop = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), stop)
+            wait([future])
         raise
     thread.join()
     return future.result()

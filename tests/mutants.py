@@ -34,6 +34,7 @@ class Mutant(NamedTuple):
 INDEX = "tests/index"
 ENGINE = "tests/runtime/engine"
 SERVER = "tests/runtime/server"
+EXACT = "tests/runtime/model/test_exact.py"
 RULES = f"{INDEX}/test_hash_block_rules.py"
 
 MUTANTS = [
@@ -115,6 +116,34 @@ MUTANTS = [
         INDEX,
     ),
     Mutant(
+        "a tail is stored as if it were its stem",
+        "radixcache/radix.py",
+        "            and not self._boundary(node, lease.created, -inf)\n",
+        "",
+        f"{INDEX}/test_eviction.py",
+    ),
+    Mutant(
+        "a merge blurs what the policy reads",
+        "radixcache/tree.py",
+        " or self.boundary(node, child.created, child.priority)",
+        "",
+        f"{INDEX}/test_eviction.py",
+    ),
+    Mutant(
+        "reserved pages count as evictable",
+        "radixcache/radix.py",
+        "self._num_held += count",
+        "self._num_held += 0",
+        INDEX,
+    ),
+    Mutant(
+        "what a lease has found counts as evictable",
+        "radixcache/radix.py",
+        "            self._is_held_counted = False\n",
+        "            pass\n",
+        INDEX,
+    ),
+    Mutant(
         "a cut-off change counts as whole",
         "radixcache/base.py",
         "self._thread, self._inside = get_ident(), True",
@@ -159,9 +188,37 @@ MUTANTS = [
     Mutant(
         "salt: scores for all",
         "runtime/engine/prompt_logprobs.py",
-        "return self.tree.acquire(tokens, namespace)",
-        "return self.tree.acquire(tokens, None)",
+        "return self.tree.acquire(tokens, namespace, whole=whole)",
+        "return self.tree.acquire(tokens, None, whole=whole)",
         f"{ENGINE}/test_prompt_logprobs.py",
+    ),
+    Mutant(
+        "salt: kept logits for all",
+        "runtime/engine/kept_logits.py",
+        "return namespace, blake2b(",
+        "return None, blake2b(",
+        f"{ENGINE}/test_kept_logits.py",
+    ),
+    Mutant(
+        "the logits of any token are kept as those at a prompt's end",
+        "runtime/engine/engine.py",
+        "if chunk.ends_prompt:",
+        "if True:",
+        f"{ENGINE}/test_kept_logits.py",
+    ),
+    Mutant(
+        "a flush leaves the kept logits",
+        "runtime/engine/engine.py",
+        "            self.scheduler.kept.clear()",
+        "            pass",
+        f"{ENGINE}/test_kept_logits.py",
+    ),
+    Mutant(
+        "a hit of the whole prompt in flight",
+        "radixcache/radix.py",
+        "if whole and written < len(tokens):",
+        "if whole and position < len(tokens):",
+        INDEX,
     ),
     Mutant(
         "salt: tokens of conversations for all",
@@ -373,6 +430,76 @@ MUTANTS = [
         'if (origin := headers.get("origin")) is not None:',
         "if (origin := None) is not None:",
         f"{SERVER}/test_access.py",
+    ),
+    Mutant(
+        "exact: steps of one row",
+        "runtime/model/paged_model.py",
+        "if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):",
+        "if self.exact and len(token_ids) > 1 and len(logit_rows) == 1:",
+        EXACT,
+    ),
+    Mutant(
+        "exact: logits of one row",
+        "runtime/model/paged_model.py",
+        "if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):",
+        "if self.exact and len(token_ids) == 1:",
+        EXACT,
+    ),
+    Mutant(
+        "exact: the second row of a step writes to the page of the first",
+        "runtime/model/paged_model.py",
+        "np.append(batch.kv_indices, np.int32(spare_page))",
+        "np.append(batch.kv_indices, batch.kv_indices[:1])",
+        EXACT,
+    ),
+    Mutant(
+        "exact: small products as torch has them",
+        "runtime/model/native_operations.py",
+        "pack_small = True",
+        "pack_small = False",
+        EXACT,
+    ),
+    Mutant(
+        "exact: small products of transformers' layers as torch has them",
+        "runtime/model/exact_layers.py",
+        "pack_linears(model, small=True)",
+        "pack_linears(model)",
+        EXACT,
+    ),
+    Mutant(
+        "exact: elements for scalar code",
+        "runtime/model/exact_layers.py",
+        "-x.numel() % _VECTORS",
+        "0",
+        EXACT,
+    ),
+    Mutant(
+        "exact: a load without a check",
+        "runtime/model/load.py",
+        "    if exact:\n        exactness.check(model)",
+        "    if False:\n        exactness.check(model)",
+        EXACT,
+    ),
+    Mutant(
+        "exact: the check compares no logits",
+        "runtime/model/exact.py",
+        "for found in others_logits:",
+        "for found in ():",
+        EXACT,
+    ),
+    Mutant(
+        "exact: the check compares no values",
+        "runtime/model/exact.py",
+        'zip(("keys", "values"), layer, strict=True)',
+        'zip(("keys",), layer[:1], strict=True)',
+        EXACT,
+    ),
+    Mutant(
+        "what is reported of equal log-probabilities depends on the company",
+        "runtime/engine/sampler.py",
+        "for count in {*limits} - {max(limits)}:",
+        "for count in ():",
+        EXACT,
     ),
 ]
 

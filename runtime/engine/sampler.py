@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -66,12 +67,19 @@ def _probabilities(
 
 
 def top_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, count: int
+    logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, its token and then the `count` likeliest: [R, 1 + count] token ids, and their
-    log-probabilities by the unmodified logits [R, vocab]."""
+    """Of each row, its token and then the likeliest: [R, 1 + max(counts)] token ids, and their
+    log-probabilities by the unmodified logits [R, vocab].
+
+    The first `counts[row]` of the likeliest are those of the row; what follows says nothing.
+    """
     logprobs = logits.log_softmax(-1)
-    values, likeliest = logprobs.topk(min(count, logits.shape[-1]))
+    limits = [min(count, logits.shape[-1]) for count in counts]
+    values, likeliest = logprobs.topk(max(limits))
+    for count in {*limits} - {max(limits)}:  # which of equal ones comes first depends on the count
+        rows = send([row for row, limit in enumerate(limits) if limit == count], logits.device)
+        values[rows, :count], likeliest[rows, :count] = logprobs[rows].topk(count)
     chosen = tokens[:, None]
     values = torch.cat([logprobs.gather(-1, chosen), values], 1)
     return torch.cat([chosen, likeliest], 1), values

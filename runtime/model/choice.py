@@ -10,18 +10,19 @@ from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native import NativeBackend
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.fused_operations import FusedOperations, try_out
-from radixcache.runtime.model.native_operations import NativeOperations
+from radixcache.runtime.model.native_operations import ExactOperations, NativeOperations
 from radixcache.runtime.model.operations import Operations
 
 _log = logging.getLogger("radixcache")
 
 
 def choose_operations(
-    architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
+    architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype, exact: bool
 ) -> Operations:
     """Native kernels or FlashInfer's where they attend, too, and run; else plain torch."""
     if isinstance(attention, NativeBackend):
-        return NativeOperations(architecture, attention, dtype)
+        native = ExactOperations if exact else NativeOperations
+        return native(architecture, attention, dtype)
     if attention.name.startswith("FlashInfer"):
         try:
             fused = FusedOperations(architecture, attention, dtype)

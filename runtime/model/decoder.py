@@ -39,6 +39,7 @@ class Decoder(PagedModel):
         dtype: torch.dtype,
         device: torch.device,
         attention: AttentionBackend | None = None,
+        exact: bool = False,
     ) -> None:
         """Read the weights, each once and layer by layer, and compare logits with `reference`.
 
@@ -63,8 +64,9 @@ class Decoder(PagedModel):
             architecture.max_context,
             architecture.eos_token_id,
             attention,
+            exact,
         )
-        self._operations = choose_operations(architecture, self.attention, dtype)
+        self._operations = choose_operations(architecture, self.attention, dtype, exact)
         self.layers_by = f"radixcache with {self._operations.name}"
         self._embedding = weight("model.embed_tokens.weight")
         checked = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % vocab_size
@@ -135,13 +137,7 @@ class Decoder(PagedModel):
         got, done = [], 0
         for count in (7, len(tokens) - 8, 1):
             done += count
-            batch = PagedBatch(
-                qo_indptr=np.array([0, count], np.int32),
-                kv_indptr=np.array([0, -(-done // 4)], np.int32),
-                kv_indices=pages[: -(-done // 4)],
-                kv_last_page_len=np.array([(done - 1) % 4 + 1], np.int32),
-                page_size=4,
-            )
+            batch = PagedBatch.of([pages], [count], [done], 4)
             chunk = tokens[done - count : done].cpu().numpy()
             got.append(self.forward(chunk, batch, np.arange(count), pool))
         error = float((torch.cat(got) - expected).std() / expected.std())

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
+from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model import gate
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
@@ -40,6 +41,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     attention: AttentionBackend | None = None,
+    exact: bool = False,
 ) -> PagedModel:
     """Load a causal LM from a folder or the Hugging Face hub, and refuse what would be wrong.
 
@@ -50,10 +52,12 @@ def load_model(
             checkpoint's own elsewhere.
         device: a torch device; "auto" is CUDA where there is one.
         attention: the backend; None chooses the fastest that works.
+        exact: a row's bits depend on its own tokens only (see `exact.py`).
 
     Raises:
-        ModelError: there is no such model, or it cannot be loaded or trusted over pages.
-        InvalidRequest: a dtype or device that does not exist.
+        ModelError: there is no such model, or it cannot be loaded or trusted over pages; or it, or
+            this machine, cannot be exact.
+        InvalidRequest: a dtype or device that does not exist, or that is never exact.
     """
     place = resolve_device(device)
     settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
@@ -64,11 +68,18 @@ def load_model(
         kind = torch.float32
     elif dtype != "auto" and kind not in _DTYPES.values():
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
+    if exact:
+        exactness.require(place, kind)
+    model: PagedModel | None = None
     try:
-        return _load_decoder(name_or_path, settings, kind, place, attention)
+        model = _load_decoder(name_or_path, settings, kind, place, attention, exact)
     except Unknown as reason:
         _log.info("transformers' own layers run this model: %s", reason)
-    return load_stock(name_or_path, kind, place, attention)
+    if model is None:
+        model = load_stock(name_or_path, kind, place, attention, exact)
+    if exact:
+        exactness.check(model)
+    return model
 
 
 def _load_decoder(
@@ -77,6 +88,7 @@ def _load_decoder(
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     attention: AttentionBackend | None = None,
+    exact: bool = False,
 ) -> PagedModel:
     """A model that the decoder loop knows; nothing of transformers' layers is imported.
 
@@ -106,6 +118,7 @@ def _load_decoder(
             dtype,
             device,
             attention,
+            exact,
         )
 
 
@@ -114,6 +127,7 @@ def load_stock(
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     attention: AttentionBackend | None = None,
+    exact: bool = False,
 ) -> PagedModel:
     """A model with transformers' own layers.
 
@@ -122,6 +136,7 @@ def load_stock(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from radixcache.runtime.model.exact_layers import make_exact
     from radixcache.runtime.model.stock_model import StockModel
 
     config = _load(name_or_path, AutoConfig.from_pretrained)
@@ -140,8 +155,11 @@ def load_stock(
         )
     with on_device(device):
         model = model.to(device).eval()
-        pack_linears(model)
-        paged = StockModel(model, attention)
+        if exact:
+            make_exact(model)
+        else:
+            pack_linears(model)
+        paged = StockModel(model, attention, exact)
         if config.model_type not in VERIFIED:
             check_logits(paged)
     return paged
@@ -221,14 +239,7 @@ def check_logits(model: StockModel) -> None:
         if not runs:
             continue
         counts = [ends[i] - done[i] for i in runs]
-        tables = [pages[i][: -(-ends[i] // page_size)] for i in runs]
-        batch = PagedBatch(
-            qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
-            kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
-            kv_indices=np.concatenate(tables),
-            kv_last_page_len=np.array([(ends[i] - 1) % page_size + 1 for i in runs], np.int32),
-            page_size=page_size,
-        )
+        batch = PagedBatch.of([pages[i] for i in runs], counts, [ends[i] for i in runs], page_size)
         tokens = np.concatenate([sequences[i][done[i] : ends[i]] for i in runs])
         got = model.forward(tokens, batch, np.arange(len(tokens)), pool)
         wanted = torch.cat([expected[i][done[i] : ends[i]] for i in runs])

@@ -54,3 +54,9 @@ class NativeOperations(Operations):
             rope=rotation,
         )
         return out.flatten(1)
+
+
+class ExactOperations(NativeOperations):
+    """Those whose rows have the same bits in any company, if a step has two or more."""
+
+    pack_small = True

@@ -3,9 +3,9 @@
 This is the one place that names them. A set for other hardware overrides those for which it has
 kernels; the loop, and the check at load, stay what they are. Nothing here needs a compiler.
 
-A row's result should depend on that row alone. Where torch does not promise it: `F.linear` of one
-to three rows, a packed product of one, and a SiLU apart from its product, whose last elements take
-other code. Norms and rotations keep it.
+A row's result should depend on that row alone, and in `exact` mode does. By default it does not in
+`F.linear` of one to three rows, a packed product of one, and a SiLU apart from its product, whose
+last elements take other code. Norms and rotations keep it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Operations:
     """What the loop does with the T rows of a step; hidden states are [T, hidden_size]."""
 
     name = f"torch {torch.__version__}"
+    pack_small = False
+    """Whether products are packed that this does not make faster, too."""
 
     def __init__(
         self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
@@ -77,7 +79,7 @@ class Operations:
         """At load: one product of the rows of all parts, which it takes."""
         weight = join([weight for weight, _ in parts])
         bias = None if parts[0][1] is None else join([b for _, b in parts if b is not None])
-        if not packs(weight):
+        if not packs(weight, small=self.pack_small):
             return PlainProduct(weight, bias)
         self._packed.append(PackedProduct(weight, bias))
         return self._packed[-1]

@@ -78,21 +78,22 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def packs(weight: torch.Tensor) -> bool:
-    """Whether packing this weight makes its product faster."""
-    return weight.device.type == "cpu" and weight.numel() >= _MIN_WEIGHTS and can_pack(weight.dtype)
+def packs(weight: torch.Tensor, *, small: bool = False) -> bool:
+    """Whether packing this weight makes its product faster; `small`: whether it can be packed."""
+    big = small or weight.numel() >= _MIN_WEIGHTS
+    return weight.device.type == "cpu" and big and can_pack(weight.dtype)
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module) -> None:
-    """Replace the model's big linear layers on a CPU, where that makes them faster.
+def pack_linears(model: nn.Module, *, small: bool = False) -> None:
+    """Replace the model's big linear layers on a CPU, where that makes them faster; or all.
 
     The old weights go, unless something else has them, as an embedding may.
     """
     packed = []
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and packs(child.weight):
+            if type(child) is nn.Linear and packs(child.weight, small=small):
                 packed.append(PackedLinear(child))
                 setattr(module, name, packed[-1])
     use_huge_pages(linear.product.block for linear in packed)

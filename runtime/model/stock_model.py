@@ -76,7 +76,12 @@ class StockModel(PagedModel):
 
     layers_by = "transformers"
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionBackend | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: AttentionBackend | None = None,
+        exact: bool = False,
+    ) -> None:
         """Take over `model`, whose attention is replaced.
 
         Raises:
@@ -99,6 +104,7 @@ class StockModel(PagedModel):
             getattr(text, "max_position_embeddings", None),
             text.eos_token_id,
             attention,
+            exact,
         )
 
     def _logits(

@@ -100,7 +100,12 @@ async def get_model(name: str, backend: BackendDep) -> ModelCard:
 
 
 def _card(backend: Backend, name: str) -> ModelCard:
-    return ModelCard(id=name, created=backend.created, max_model_len=backend.max_model_len)
+    return ModelCard(
+        id=name,
+        created=backend.created,
+        max_model_len=backend.max_model_len,
+        exact=backend.llm.engine.model.exact,
+    )
 
 
 @router.post("/tokenize")

@@ -380,13 +380,14 @@ class ChatCompletion(_Model):
 
 
 class ModelCard(_Model):
-    """A name under which the model is served."""
+    """A name under which the model is served; `exact` if it was started with `--exact`."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["radixcache"] = "radixcache"
     max_model_len: int
+    exact: bool
 
 
 class ModelList(_Model):

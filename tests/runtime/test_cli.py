@@ -19,6 +19,7 @@ from radixcache.runtime import cli
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.model import exact
 
 QUESTION = "Question: How old is Nora Lund? Your answer:"
 
@@ -184,9 +185,9 @@ def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, 
     monkeypatch.setattr(native, "problem", lambda: problem)
     assert main(["info"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert out.endswith(
-        "native kernels yes" if problem is None else f"native kernels no: {problem}"
-    )
+    kernels = "yes" if problem is None else f"no: {problem}"
+    assert f" native kernels {kernels} exact mode {exact.describe()}" in out
+    assert problem is None or out.endswith(problem)
     assert f"torch {torch.__version__}, {torch.get_num_threads()} threads" in out
 
 

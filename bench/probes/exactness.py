@@ -1,0 +1,195 @@
+"""What a hit and a batch change: logits and greedy answers, by default and in exact mode.
+
+    python -m radixcache.bench.probes.exactness          # or --time: what exact mode costs
+
+Every prompt is answered alone with nothing cached, behind a cached prefix, and in a batch with
+others. Figures of the first token's log-probabilities are parts of their standard deviation over
+the vocabulary. The models: tabletalk, which is in the package, asked about tables; a Llama of 33 M
+parameters and a Gemma 2 of 13 M with random weights, whose tokens are nearly tied, asked about
+random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from radixcache import LLM, NoCache, PagePool, SamplingParams
+from radixcache.bench.probes.people import FIELDS, make_table
+from radixcache.bench.probes.random_llama import save_random_llama
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.llm import BUNDLED_MODEL, Prompt
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
+
+DTYPES = ("float32", "bfloat16")
+GROUP = 10  # questions about one table or document
+
+
+def save_random_gemma(folder: Path, seed: int) -> None:
+    """Transformers' layers run it: windows, soft caps, and GELU."""
+    torch.manual_seed(seed)
+    config = Gemma2Config(
+        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, sliding_window=128,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+
+
+def table_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
+    """Conversations of one question, GROUP for each table."""
+    rng, prompts = random.Random(seed), list[list[int]]()
+    tokenizer = llm.history.tokenizer
+    while len(prompts) < count:
+        table, people = make_table(rng)
+        for _ in range(GROUP):
+            asked = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
+            messages = [("system", f"{table}\n"), ("user", asked)]
+            text = tokenizer.render_chat([{"role": r, "content": c} for r, c in messages])
+            prompts.append(tokenizer.encode(text, special=False))
+    return prompts[:count]
+
+
+def random_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
+    """Random tokens: GROUP questions of 5 to 20 behind each document of 200 to 500."""
+    rng, vocabulary = np.random.default_rng(seed), llm.engine.model.vocab_size
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        document = rng.integers(0, vocabulary, rng.integers(200, 500)).tolist()
+        for length in rng.integers(5, 20, GROUP):
+            prompts += [document + rng.integers(0, vocabulary, length).tolist()]
+    return prompts[:count]
+
+
+def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) -> list[Any]:
+    """The answers in one way: "alone", "hit" or "batch"; or all log-probabilities, if asked for."""
+    found = []
+    for start in range(0, len(prompts), GROUP):
+        group: list[Prompt] = [
+            {"prompt_token_ids": prompt} for prompt in prompts[start : start + GROUP]
+        ]
+        if way == "batch":
+            found += llm.generate(group, params, use_tqdm=False)
+            continue
+        if way == "hit":
+            llm.reset_prefix_cache()
+            columns = zip(*prompts[start : start + GROUP], strict=False)
+            shared = [column[0] for column in takewhile(lambda c: len({*c}) == 1, columns)]
+            llm.generate({"prompt_token_ids": shared}, SamplingParams(max_tokens=1))
+        for prompt in group:
+            found += llm.generate(prompt, params)
+            if way == "hit":
+                assert found[-1].num_cached_tokens
+    answers = [output.outputs[0] for output in found]
+    if params.logprobs is None:
+        return [answer.token_ids for answer in answers]
+    rows = [(answer.logprobs or [])[0] for answer in answers]
+    return [[row[i] for i in range(params.logprobs)] for row in rows]
+
+
+def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Namespace) -> None:
+    """Print two rows of the table."""
+    with load(folder, dtype, exact, "none") as cold, load(folder, dtype, exact, "radix") as warm:
+        tabletalk = folder == BUNDLED_MODEL
+        count = args.questions if tabletalk else args.prompts
+        prompts = (table_prompts if tabletalk else random_prompts)(cold, count, args.seed)
+        answer = SamplingParams(temperature=0, max_tokens=args.answer)
+        vocabulary = cold.engine.model.vocab_size
+        first = SamplingParams(temperature=0, max_tokens=1, logprobs=vocabulary)
+        answers, few = ask(cold, prompts, answer, "alone"), prompts[: args.rows]
+        logits = np.array(ask(cold, few, first, "alone"))
+        for way, llm in (("hit", warm), ("batch", cold)):
+            other = np.array(ask(llm, few, first, way))
+            error = (other - logits) / logits.std(1, keepdims=True)
+            flips = sum(
+                a != b for a, b in zip(ask(llm, prompts, answer, way), answers, strict=True)
+            )
+            size = f"{abs(error).max():.1e} | {(error**2).mean() ** 0.5:.1e}"
+            print(
+                f"| {name} | {dtype} | {'exact' if exact else 'default'} | {way} | "
+                f"{size if error.any() else '0 | 0'} | {flips:,} of {count:,} |",
+                flush=True,
+            )
+
+
+@contextmanager
+def load(folder: Path, dtype: str, exact: bool, cache: str) -> Iterator[LLM]:
+    with LLM(folder, dtype=dtype, exact=exact, cache=cache, kv_memory="256MiB") as llm:  # type: ignore[arg-type]
+        yield llm
+
+
+def measure_cost(name: str, folder: Path, dtype: str, args: argparse.Namespace) -> None:
+    """Print a row: time in exact mode over that by default, alternating on one thread."""
+    engines = [make_engine(load_model(folder, dtype=dtype, exact=e)) for e in (False, True)]
+    rng, rounds = np.random.default_rng(args.seed), list[list[float]]()
+    for _ in range(args.rounds + 1):
+        tokens = rng.integers(0, engines[0].model.vocab_size, (16, 1000))
+        times = [measure(engine, tokens) for engine in engines]
+        rounds.append([b / a for a, b in zip(*times, strict=True)])
+    ratios = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+    print(f"| {name} | {dtype} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
+
+
+def make_engine(model: PagedModel) -> Engine:
+    cache = NoCache(PagePool(256, 16))
+    return Engine(model, model.allocate(256, 16), cache, Scheduler(cache, 2048, 16))
+
+
+def measure(engine: Engine, tokens: NDArray[np.int64]) -> list[float]:
+    """Seconds to prefill 1,000 tokens, and for 32 more; and for 32 of each of 16 behind 100."""
+    params, found = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True), list[float]()
+    for rows in (tokens[:1], tokens[:, :100]):
+        requests = [engine.add_request(row, params) for row in rows]
+        while engine.has_work:
+            engine.step()
+        metrics = [request.output().metrics for request in requests]
+        found += [metrics[0].ttft or 0, statistics.mean(m.latency - (m.ttft or 0) for m in metrics)]
+    return [*found[:2], found[3]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--questions", type=int, default=1000, help="to tabletalk (1000)")
+    parser.add_argument("--prompts", type=int, default=100, help="to the other models (100)")
+    parser.add_argument("--answer", type=int, default=32, help="tokens (32)")
+    parser.add_argument("--rows", type=int, default=20, help="whose log-probabilities count (20)")
+    parser.add_argument("--rounds", type=int, default=5, help="of --time (5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", nargs="+", default=["tabletalk", "llama", "gemma2"])
+    parser.add_argument("--time", action="store_true", help="what exact mode costs instead")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, seed {args.seed}")
+    if args.time:
+        print("| model | dtype | prefill 1,000 | decode 1 at 1,000 | decode 16 at 100 |")
+    else:
+        print("| model | dtype | mode | by | largest | RMS | answers that flip |")
+    print("|---" * (5 if args.time else 7) + "|")
+    with tempfile.TemporaryDirectory() as place:
+        llama, gemma = Path(place, "llama"), Path(place, "gemma2")
+        save_random_llama(llama, args.seed)
+        save_random_gemma(gemma, args.seed)
+        folders = {"tabletalk": BUNDLED_MODEL, "llama": llama, "gemma2": gemma}
+        for name in args.models:
+            for dtype in DTYPES:
+                if args.time:
+                    measure_cost(name, folders[name], dtype, args)
+                else:
+                    for exact in (False, True):
+                        compare(name, folders[name], dtype, exact, args)
+
+
+if __name__ == "__main__":
+    main()

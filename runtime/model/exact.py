@@ -1,0 +1,139 @@
+"""Exact mode: what may run in it, and whether this model does, on this machine.
+
+In exact mode the KV of a token, and its logits, are bit for bit those of its sequence computed
+alone, in one chunk, with nothing cached: a row's arithmetic depends on its own tokens only. What
+gives that:
+
+- attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
+- products on packed weights, whatever their size, whose rows are equal in any number from two on;
+- steps and logits of one row are filled up to two (`PagedModel.forward`);
+- in transformers' layers, activations that no row shares a vector in (`exact_layers.py`).
+
+None of it is promised by whoever wrote torch and oneDNN. So each load compares, too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels import native
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.packed_linear import can_pack
+from radixcache.runtime.model.paged_model import PagedModel
+
+_PAGE_SIZE = 4
+_TOKENS = 24  # of a sequence that is compared
+_HIT = 14  # tokens of a hit that ends in mid-page
+
+# Passes over pages: (sequence, tokens) of each. 0 is the one that the others are compared with, 1
+# and 2 come in chunks, 3 goes on from a hit on 0, and of 4, a stranger, nothing is compared.
+_PASSES = (
+    ((0, _TOKENS),),
+    ((1, 1),),
+    ((1, 1), (2, 1)),
+    ((4, 1), (1, 2)),
+    ((1, 3), (2, 2), (4, 2)),
+    ((4, 9), (1, 5), (2, 3)),
+    ((2, 18), (4, 12), (3, _TOKENS - _HIT), (1, 12)),
+)
+
+
+def require(device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
+    """Refuse what nothing exact runs on.
+
+    Raises:
+        InvalidRequest: another device than a CPU, or another dtype than float32 and bfloat16.
+        ModelError: this machine lacks what exact mode needs.
+    """
+    if device.type != "cpu":
+        raise InvalidRequest(f"exact mode runs on a CPU only, not on {device}: say device cpu")
+    if dtype not in native.DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise InvalidRequest(f"exact mode computes in float32 or bfloat16, not in {name}")
+    if (problem := native.problem()) is not None:
+        raise ModelError(f"exact mode needs the native kernels, which are not here: {problem}")
+    if not can_pack(dtype):
+        name = str(dtype).removeprefix("torch.")
+        raise ModelError(f"exact mode needs oneDNN's packed weights, and has none here for {name}")
+
+
+def describe() -> str:
+    """Whether there is an exact mode on this machine, and in which dtypes; or why there is none."""
+    cpu, names, reason = torch.device("cpu"), [], ""
+    for dtype in native.DTYPES:
+        try:
+            require(cpu, dtype)
+        except ModelError as error:
+            reason = str(error)
+        else:
+            names.append(str(dtype).removeprefix("torch."))
+    return f"yes, in {' and '.join(names)}" if names else f"no: {reason}"
+
+
+def check(model: PagedModel) -> None:
+    """Compare, as integers, a sequence in chunks, in company and behind a hit with itself alone.
+
+    Seven forward passes over 1 to 52 tokens, 106 in all, with the threads that torch has now.
+
+    Raises:
+        ModelError: KV or logits differ.
+    """
+    rng, length, size = np.random.default_rng(0), min(_TOKENS, model.max_context), _PAGE_SIZE
+    tokens = rng.integers(0, model.vocab_size, (2, length))
+    pages = -(-length // size)
+    tables = rng.permutation(5 * pages).astype(np.int32).reshape(5, pages)
+    pool, done = model.allocate(5 * pages, size), [0] * 5
+    logits: list[dict[int, torch.Tensor]] = [{} for _ in tables]
+    for number, parts in enumerate(_PASSES):
+        if number == len(_PASSES) - 1:  # the last page of the hit is copied
+            done[3] = min(_HIT, length - 1)
+            whole, rest = divmod(done[3], size)
+            pool.copy([(int(tables[0, whole]), int(tables[3, whole]), rest)])
+            tables[3, :whole] = tables[0, :whole]
+        counts = {s: min(count, length - done[s]) for s, count in parts if done[s] < length}
+        places = [(s, done[s] + i) for s, count in counts.items() for i in range(count)]
+        for s, count in counts.items():
+            done[s] += count
+        if not places:
+            continue
+        batch = PagedBatch.of(
+            [tables[s] for s in counts], [*counts.values()], [done[s] for s in counts], size
+        )
+        wanted = np.arange(len(places))[-1 if number % 2 else 0 :]  # now one row, now all
+        chunk = np.array([tokens[s // 4, at] for s, at in places])
+        for row, values in zip(wanted, model.forward(chunk, batch, wanted, pool), strict=True):
+            sequence, at = places[row]
+            logits[sequence][at] = values
+    at = np.arange(length)
+    slots = torch.from_numpy(tables[:4, at // size].astype(np.int64) * size + at % size)
+    if (found := _difference(pool, slots, logits)) is not None:
+        raise ModelError(
+            f"exact mode does not hold for {model.placement}: {found} of a token are other bits in "
+            "other chunks or company than alone"
+        )
+
+
+def _difference(
+    pool: KVPool, slots: torch.Tensor, logits: list[dict[int, torch.Tensor]]
+) -> str | None:
+    """What of sequences 1 to 3 is not as in sequence 0, by its name; the first thing."""
+    for number, layer in enumerate(pool.layers):
+        for name, pages in zip(("keys", "values"), layer, strict=True):
+            alone, *others = _bits(pages.flatten(0, 1)[slots])
+            if not all(torch.equal(alone, other) for other in others):
+                return f"the {name} of layer {number}"
+    alone_logits, *others_logits = logits[:4]
+    for found in others_logits:
+        if not all(torch.equal(_bits(v), _bits(alone_logits[at])) for at, v in found.items()):
+            return "the logits"
+    return None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers as integers: zeros of two signs differ, and a NaN is equal to itself."""
+    return tensor.contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.int16)

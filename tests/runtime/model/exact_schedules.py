@@ -1,0 +1,228 @@
+"""Plays random schedules, and compares all logits and KV with the same tokens run cold and alone.
+
+    python -m tests.runtime.model.exact_schedules --count 10000 --seed 1
+
+A schedule is an engine over a tiny model, in pages of 1 to 16 tokens, with much or hardly enough
+memory: requests that share stems, go on from each other's answers, are sampled, scored and aborted.
+What it computes for a token must be, as an integer, what one forward pass over the token's sequence
+gives; and a greedy answer what that pass likes best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
+from tests.models import VOCAB_SIZE, tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 1536},  # a product of one row with 1,408 or more has other bits
+    "qwen3": {"intermediate_size": 60, "head_dim": 24},
+    "mistral": {"intermediate_size": 100, "attention_bias": None},
+    "gemma2": {"intermediate_size": 100},
+    "gemma3_text": {"intermediate_size": 60},
+}
+LOOPED = ("llama", "qwen3", "mistral")
+DTYPES = ("float32", "bfloat16")
+
+
+@cache
+def folder(family: str) -> Path:
+    """Of a tiny peaky model, whose products have few and many weights, and odd widths."""
+    path = Path(tempfile.mkdtemp(prefix="exact"))
+    options = {name: value for name, value in MODELS[family].items() if value is not None}
+    return tiny_model(family, path, tokenizer=False, **options)
+
+
+@cache
+def exact_model(family: str, dtype: str) -> PagedModel:
+    return load_model(folder(family), dtype=dtype, device="cpu", exact=True)
+
+
+@dataclass
+class Tally:
+    """What was compared, in numbers; `differing` of `logits` and `values` are other integers."""
+
+    rows: int = 0
+    logits: int = 0
+    values: int = 0
+    differing: int = 0
+    answers: int = 0
+    flips: int = 0
+    hit_tokens: int = 0
+    evicted: int = 0
+    copied: int = 0
+    preempted: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        names = [field.name for field in fields(Tally)]
+        return Tally(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+class Watch:
+    """Keeps the logits of an engine's sequences by position, and their KV when they end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.logits: list[tuple[Sequence, int, torch.Tensor]] = []
+        self.kv: dict[Sequence, list[torch.Tensor]] = {}
+        self._pool = engine.kv_pool
+        self._compute, self._finish = engine._compute, engine.scheduler.finish
+        engine._compute = self.compute  # type: ignore[method-assign]
+        engine.scheduler.finish = self.finish  # type: ignore[method-assign]
+
+    def compute(self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any) -> Any:
+        logits = self._compute(chunks, tokens, batch, rows)
+        for row, values in zip(rows.tolist(), logits.clone(), strict=True):
+            number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
+            sequence, end = chunks[number].sequence, int(batch.qo_indptr[number + 1])
+            self.logits.append((sequence, sequence.num_computed - end + row, values))
+        return logits
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        if sequence.lease is not None:
+            table = sequence.lease.page_table
+            self.kv[sequence] = gather(self._pool, table, sequence.num_computed)
+        self._finish(sequence, reason)
+
+
+def gather(pool: KVPool, table: Any, count: int) -> list[torch.Tensor]:
+    """K and V of each layer for the first tokens of a sequence."""
+    at = np.arange(count)
+    slots = torch.from_numpy(
+        table[at // pool.page_size].astype(np.int64) * pool.page_size + at % pool.page_size
+    )
+    return [pages.flatten(0, 1)[slots] for layer in pool.layers for pages in layer]
+
+
+def run_alone(model: PagedModel, tokens: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits and KV of all tokens, from one forward pass with nothing cached."""
+    count = len(tokens)
+    pool, table = model.allocate(1, count), np.zeros(1, np.int32)
+    batch = PagedBatch.of([table], [count], [count], count)
+    return model.forward(tokens, batch, np.arange(count), pool), gather(pool, table, count)
+
+
+def differing(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Numbers whose bits differ."""
+    kind = torch.int32 if one.itemsize == 4 else torch.int16
+    return int((one.contiguous().view(kind) != other.contiguous().view(kind)).sum())
+
+
+class Schedule:
+    """One engine and its requests, all of it drawn from `seed`."""
+
+    def __init__(self, model: PagedModel, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        page_size = rng.choice([1, 4, 16])
+        room = rng.choice([95, 120, 1000])
+        pool = PagePool(room // page_size + 3, page_size)
+        self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
+        scheduler = Scheduler(self.cache, rng.choice([3, 7, 24, 300]), rng.choice([1, 3, 16]))
+        kv_pool = model.allocate(pool.num_pages, page_size)
+        self.engine = Engine(model, kv_pool, self.cache, scheduler)
+        self.stems = [self.text(40) for _ in range(2)]
+
+    def text(self, length: int) -> list[int]:
+        return [self.rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+    def request(self, earlier: list[Request]) -> Request:
+        """Behind a stem, or an earlier request and its answer, cut anywhere."""
+        rng = self.rng
+        before = rng.choice(self.stems)
+        if earlier and rng.random() < 0.4:
+            before = rng.choice(earlier).sequences[0].tokens.tolist()[:60]
+        prompt = before[: rng.randint(0, len(before))] + self.text(rng.choice([0, 1, 2, 20]))
+        settings: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 2, 9])}
+        if rng.random() < 0.3:
+            settings |= {"temperature": 1.0, "seed": rng.randrange(99), "n": rng.choice([1, 2])}
+        if rng.random() < 0.2:
+            settings["prompt_logprobs"] = 1
+        params = SamplingParams(**settings, ignore_eos=True)
+        return self.engine.add_request(prompt or self.text(1), params)
+
+    def play(self) -> list[Request]:
+        rng, requests = self.rng, list[Request]()
+        for _ in range(rng.randint(3, 9)):
+            requests.append(self.request(requests))
+            for _ in range(rng.choice([0, 0, 1, 4])):
+                self.engine.step()
+            if rng.random() < 0.1:
+                self.engine.abort(rng.choice(requests))
+        while self.engine.has_work:
+            self.engine.step()
+        self.engine.check()
+        return requests
+
+
+def play(model: PagedModel, seed: int) -> Tally:
+    """Play one schedule, and compare."""
+    schedule = Schedule(model, seed)
+    watch = Watch(schedule.engine)
+    requests = schedule.play()
+    stats = schedule.cache.stats
+    tally = Tally(
+        hit_tokens=stats.hit_tokens, evicted=stats.evicted_tokens, copied=stats.copied_pages
+    )
+    alone = {}
+    for request in requests:
+        for sequence in request.sequences:
+            tally.preempted += sequence.preemptions
+            logits, kv = alone[sequence] = run_alone(model, sequence.tokens)
+            for one, other in zip(watch.kv.get(sequence, ()), kv, strict=False):
+                tally.values += one.numel()
+                tally.differing += differing(one, other[: len(one)])
+            if request.params.temperature == 0 and len(sequence.generated):
+                likeliest = logits[-len(sequence.generated) - 1 : -1].argmax(-1)
+                tally.answers += 1
+                tally.flips += likeliest.tolist() != sequence.generated.tolist()
+    for sequence, position, values in watch.logits:
+        tally.rows += 1
+        tally.logits += len(values)
+        tally.differing += differing(values, alone[sequence][0][position])
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300, help="schedules (300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first (0)")
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], metavar="M")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(1 2)")
+    parser.add_argument("--default", action="store_true", help="without exact mode")
+    args = parser.parse_args()
+    kinds = [(family, dtype) for family in args.models for dtype in DTYPES]
+    tallies = dict.fromkeys(kinds, Tally())
+    models = {
+        kind: load_model(folder(kind[0]), dtype=kind[1], device="cpu", exact=not args.default)
+        for kind in kinds
+    }
+    for seed in range(args.seed, args.seed + args.count):
+        kind = kinds[seed % len(kinds)]
+        torch.set_num_threads(args.threads[seed // len(kinds) % len(args.threads)])
+        tallies[kind] += play(models[kind], seed)
+    total = sum(tallies.values(), Tally())
+    print(f"seeds {args.seed} to {args.seed + args.count - 1}, threads {args.threads}")
+    for kind, found in [*tallies.items(), (("all", ""), total)]:
+        print(f"{' '.join(kind):20}", *(f"{v:,} {name}" for name, v in vars(found).items()))
+    return bool(total.differing or total.flips)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
