@@ -140,6 +140,8 @@ class PrefixCache(ABC):
     """Tokens per page."""
     granularity: int
     """Hits are multiples of this many tokens: 1, or a page; 0 if there are never any."""
+    hits_whole_prompts: bool = False
+    """Whether `acquire` obeys `whole`; a cache that does not ignores it."""
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
@@ -170,9 +172,17 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> Lease:
         """Pin the longest cached prefix of `tokens`, at most all but the last; return its lease.
+
+        With `whole`, for who has the logits of the last token: all of `tokens`, if they are cached
+        and written, else the same as without.
 
         Touches neither statistics nor eviction order until the first `publish`.
         """
@@ -194,7 +204,8 @@ class PrefixCache(ABC):
 
         With `written`, their KV is there already: nothing is in flight. An engine may so publish
         decoded tokens by the page. If another lease has the same tokens in flight, or those before
-        them, nothing is published, as `lease.num_tokens` then says.
+        them, nothing is published, as `lease.num_tokens` then says. Of a hit of the whole prompt,
+        no tokens may be published, as written: it counts as used from then on.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).

@@ -241,9 +241,11 @@ class HashBlockCache(PrefixCache):
         namespace: Hashable = None,
         *,
         resumed: bool = False,
+        whole: bool = False,
         read: bool = True,
     ) -> BlockLease:
-        """Hold the longest cached prefix, as `PrefixCache.acquire` says.
+        """Hold the longest cached prefix, as `PrefixCache.acquire` says; `whole` changes nothing:
+        vLLM always computes the last token.
 
         With ``read=False`` nothing is looked up and the statistics do not count the lease, but what
         it publishes is cached: what vLLM does for a request that wants logprobs of its prompt.

@@ -67,7 +67,7 @@ class Lease:
         self.query_tokens = query_tokens
         self.resumed = resumed
         self.used = False
-        """Something was published: the lease counts in the statistics and in the LRU order."""
+        """`publish` was called: the lease counts in the statistics and in the LRU order."""
         self.priority = 0
         """What the "priority" policy keeps longer is higher; set it before `release`."""
         self.released = False
@@ -113,7 +113,7 @@ class Lease:
     def _check_publish(self, count: int) -> None:
         if self.released:
             raise LeaseError("the lease was released")
-        if count < 1:
+        if count < 1 and self.cached_tokens < self.query_tokens:
             raise LeaseError("publish needs at least one token")
         if self.num_tokens + count > self.capacity:
             raise LeaseError(

@@ -2,15 +2,17 @@
 
 A look-up that compared node by node would cost one array comparison for each; a path of a hundred
 short nodes would take a hundred times as long as one long node. Nodes that follow each other on a
-path therefore share a *run*, one buffer of tokens and one of pages, so that a look-up compares the
+path therefore share a *run*, one buffer of their tokens and pages, so that a look-up compares the
 whole run at once and finds its node by bisection. Splitting a node then moves no token either.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import inf
 from operator import attrgetter
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,10 @@ from radixcache.pages import Pages
 Tokens = NDArray[np.int32]
 
 NO_STEP = -1
+
+NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
+NOBODY: set[Cursor] = cast(Any, frozenset())
+"""What most nodes have, which are unleased leaves: one for all, as an empty set has 200 bytes."""
 
 _GLANCE = 256
 """Tokens compared before all the rest are: most mismatches come early."""
@@ -55,6 +61,7 @@ class Node:
         "leases",
         "num_pages",
         "parent",
+        "place",
         "priority",
         "run",
         "serial",
@@ -68,8 +75,8 @@ class Node:
         self, parent: Node | None, run: Run, start: int, end: int, first_page: int, num_pages: int
     ) -> None:
         self.parent = parent
-        self.children: dict[int, Node] = {}
-        """Children by their first token."""
+        self.children = NO_CHILDREN
+        """Children by their first token; see `adopt`."""
         self.run = run
         """Where the tokens and pages are."""
         self.start = start
@@ -82,33 +89,63 @@ class Node:
         self.written = 0
         """While that step is in flight: positions below this one are written."""
         self.last_use = 0
+        """Of this node and of what was evicted below it, as are `uses` and `priority`."""
         self.created = 0
         self.uses = 0
-        self.priority = 0
+        self.priority: float = -inf
         self.serial = 0
-        self.leases: set[Cursor] = set()
-        """Leases whose cursor is in this node: start < lease.num_tokens <= end."""
+        self.place: tuple[Any, int, Node] | None = None
+        """Its entry in the order of eviction, while it stands there."""
+        self.leases = NOBODY
+        """Leases whose cursor is in this node: start < lease.num_tokens <= end; see `enter`."""
 
     @property
     def tokens(self) -> Tokens:
         """[end - start] the edge's tokens; a view."""
         run = self.run
-        return run.tokens[self.start - run.start : self.end - run.start]
+        return run.data[self.start - run.start : self.end - run.start]
 
     @property
     def first_token(self) -> int:
         """The token under which the parent knows this node."""
-        return self.run.tokens.item(self.start - self.run.start)
+        return self.run.data.item(self.start - self.run.start)
 
     @property
     def pages(self) -> Pages:
         """[num_pages] the pages that cover the edge; a view."""
-        first = self.first_page - self.run.first_page
-        return self.run.pages[first : first + self.num_pages]
+        return self.run.pages(self.first_page, self.first_page + self.num_pages)
 
     def page_at(self, index: int) -> int:
         """The page that this node holds at `index` of the page table."""
-        return self.run.pages.item(index - self.run.first_page)
+        run = self.run
+        return run.data.item(run.room + index - run.first_page)
+
+    def adopt(self, child: Node) -> None:
+        """Make `child` the child under its first token, instead of another one there."""
+        if self.children is NO_CHILDREN:
+            self.children = {}
+        self.children[child.first_token] = child
+        child.parent = self
+
+    def disown(self, child: Node) -> None:
+        """Let go of a child."""
+        del self.children[child.first_token]
+        child.parent = None
+        if not self.children:
+            self.children = NO_CHILDREN
+
+    def enter(self, lease: Cursor) -> None:
+        """The cursor of `lease` is in this node now."""
+        if self.leases is NOBODY:
+            self.leases = set()
+        self.leases.add(lease)
+        lease.node = self
+
+    def leave(self, lease: Cursor) -> None:
+        """It is no longer."""
+        self.leases.remove(lease)
+        if not self.leases:
+            self.leases = NOBODY
 
     def extend(self, tokens: Tokens, pages: Pages) -> None:
         """Append to the edge of a leaf. Amortised O(len)."""
@@ -118,7 +155,7 @@ class Node:
 
     def truncate(self, end: int, num_pages: int) -> Pages:
         """Cut the edge of a leaf to end at `end` with `num_pages` pages; returns those cut off."""
-        cut = self.pages[num_pages:].copy()
+        cut = self.run.pages(self.first_page + num_pages, self.first_page + self.num_pages)
         self.end = end
         self.num_pages = num_pages
         self.run.shrink()
@@ -126,6 +163,7 @@ class Node:
 
 
 _END = attrgetter("end")
+_NOTHING = np.empty(0, np.int32)
 
 
 class Run:
@@ -134,18 +172,29 @@ class Run:
     Attributes:
         start: position of the first token.
         first_page: index of the first page in the page table, ``start // page_size``.
-        tokens: positions [start, end of the last node), then spare room.
-        pages: those that cover them, then spare room.
+        data: the tokens of positions [start, end of the last node), then spare room; from index
+            `room` on the pages that cover them, then spare room. One array, because the header of
+            another one is as large as 28 tokens.
         nodes: in order; at least one.
+
+    Args:
+        room: tokens for which there should be room, if more than `tokens`.
     """
 
-    __slots__ = ("first_page", "nodes", "pages", "start", "tokens")
+    __slots__ = ("data", "first_page", "nodes", "room", "start")
 
-    def __init__(self, start: int, tokens: Tokens, first_page: int, pages: Pages) -> None:
+    def __init__(
+        self, start: int, tokens: Tokens, first_page: int, pages: Pages, room: int = 0
+    ) -> None:
         self.start = start
-        self.tokens = tokens
         self.first_page = first_page
-        self.pages = pages
+        self.room, end_pages = len(tokens), len(pages)
+        if room > self.room:
+            end_pages = end_pages * room // self.room + 1
+            self.room = room
+        self.data: NDArray[np.int32] = np.empty(self.room + end_pages, np.int32)
+        self.data[: len(tokens)] = tokens
+        self.data[self.room : self.room + len(pages)] = pages
         self.nodes: list[Node] = []
 
     @property
@@ -159,24 +208,31 @@ class Run:
         last = self.nodes[-1]
         return last.first_page + last.num_pages - self.first_page
 
+    def pages(self, first: int, end: int) -> Pages:
+        """Page table entries [first, end); a view."""
+        before = self.room - self.first_page
+        return self.data[before + first : before + end]
+
     def index(self, position: int) -> int:
         """Index of the node that holds the token before `position`. O(log nodes)."""
         return bisect_left(self.nodes, position, key=_END)
 
     def append(self, tokens: Tokens, pages: Pages) -> None:
         """Put `tokens` and `pages` after all others. Amortised O(len)."""
-        used = self.length
-        self.tokens = _with_room(self.tokens, used, len(tokens))
-        self.tokens[used : used + len(tokens)] = tokens
-        if len(pages):
-            used = self.num_pages
-            self.pages = _with_room(self.pages, used, len(pages))
-            self.pages[used : used + len(pages)] = pages
+        length, num_pages, room = self.length, self.num_pages, self.room
+        end, end_pages = length + len(tokens), num_pages + len(pages)
+        if end > room or room + end_pages > len(self.data):
+            before, room = self.data, end * 5 // 4 + 4
+            self.data = np.empty(room + end_pages * 5 // 4 + 4, np.int32)
+            self.data[:length] = before[:length]
+            self.data[room : room + num_pages] = before[self.room : self.room + num_pages]
+            self.room = room
+        self.data[length:end] = tokens
+        self.data[room + num_pages : room + end_pages] = pages
 
     def prepend(self, start: int, tokens: Tokens, first_page: int, pages: Pages) -> None:
         """Put `tokens` and `pages` before all others. O(length)."""
-        self.tokens = np.concatenate((tokens, self.tokens[: self.length]))
-        self.pages = np.concatenate((pages, self.pages[: self.num_pages]))
+        self._pack(tokens, pages)
         self.start = start
         self.first_page = first_page
 
@@ -189,23 +245,21 @@ class Run:
     def cut(self, at: int) -> None:
         """Give the nodes from index `at` on, if any, a run of their own. O(their length)."""
         if at < len(self.nodes):
-            first = self.nodes[at]
-            tokens = self.tokens[first.start - self.start : self.length].copy()
-            pages = self.pages[first.first_page - self.first_page : self.num_pages].copy()
             rest = self.nodes[at:]
+            start, first_page = rest[0].start, rest[0].first_page
+            tokens = self.data[start - self.start : self.length]
+            pages = self.pages(first_page, self.first_page + self.num_pages)
+            Run(start, tokens, first_page, pages).adopt(rest)
             del self.nodes[at:]
-            Run(first.start, tokens, first.first_page, pages).adopt(rest)
 
     def shrink(self) -> None:
         """Give back memory if less than half is in use: amortised O(1) per token cut off."""
-        if self.length < len(self.tokens) // 2:
-            self.tokens = self.tokens[: self.length].copy()
-            self.pages = self.pages[: self.num_pages].copy()
+        if self.length < self.room // 2:
+            self._pack(_NOTHING, _NOTHING)
 
-
-def _with_room(buffer: NDArray[np.int32], used: int, count: int) -> NDArray[np.int32]:
-    if used + count <= len(buffer):
-        return buffer
-    grown = np.empty((used + count) * 5 // 4 + 4, np.int32)
-    grown[:used] = buffer[:used]
-    return grown
+    def _pack(self, tokens: Tokens, pages: Pages) -> None:
+        """Leave no spare room, and put `tokens` and `pages` before all others."""
+        length, num_pages = self.length, self.num_pages
+        old = self.data[:length], self.data[self.room : self.room + num_pages]
+        self.data = np.concatenate((tokens, old[0], pages, old[1]))
+        self.room = len(tokens) + length

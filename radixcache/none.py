@@ -44,7 +44,12 @@ class NoCache(PrefixCache):
 
     @mutation
     def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> Lease:
         lease = Lease(self.page_size, len(tokens), namespace, resumed)
         self._leases[lease] = None

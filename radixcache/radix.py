@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import islice
+from math import inf
 
 import numpy as np
 
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
-from radixcache.eviction import POLICIES, EvictionOrder, EvictionPolicy
+from radixcache.eviction import (
+    BOUNDARIES,
+    POLICIES,
+    Boundary,
+    EvictionOrder,
+    EvictionPolicy,
+    any_boundary,
+)
 from radixcache.lease import Lease, PageCopy
-from radixcache.nodes import NO_STEP, Node
+from radixcache.nodes import NO_STEP, Node, Run
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import PREVIEW, CachedNode, draw
 from radixcache.tree import RadixTree
@@ -26,7 +35,7 @@ class RadixLease(Lease):
     The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
     """
 
-    __slots__ = ("node", "publishing")
+    __slots__ = ("created", "node", "publishing")
 
     def __init__(
         self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
@@ -35,7 +44,8 @@ class RadixLease(Lease):
         self.node = node
         self.publishing = False
         """The step being scheduled writes tokens of this lease."""
-        node.leases.add(self)
+        self.created = 0
+        """Serial of the first node that was made for this lease, 0 before."""
 
 
 class RadixCache(PrefixCache):
@@ -58,6 +68,8 @@ class RadixCache(PrefixCache):
     5
     """
 
+    hits_whole_prompts = True
+
     def __init__(
         self,
         pool: PagePool,
@@ -65,9 +77,11 @@ class RadixCache(PrefixCache):
         policy: str | EvictionPolicy = "lru",
         pin_budget: int | None = None,
     ) -> None:
+        self._boundary: Boundary = any_boundary
         if isinstance(policy, str):
             if policy not in POLICIES:
                 raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+            self._boundary = BOUNDARIES[policy]
             policy = POLICIES[policy]
         self.pool = pool
         self.page_size = pool.page_size
@@ -80,9 +94,14 @@ class RadixCache(PrefixCache):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._tree = RadixTree(self.pool)
+        self._tree = RadixTree(self.pool, self._boundary)
         self._order = EvictionOrder(self._policy)
         self._leases: dict[RadixLease, None] = {}
+        self._num_held = 0
+        """Pages that leases hold, in the tree or alone; at least so many if not counted since."""
+        self._is_held_counted = True
+        self._look: tuple[RadixLease, int, bool] | None = None
+        """The lease that came last, while nothing else has changed, and the two before it came."""
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
         self._pins = {}
@@ -133,15 +152,25 @@ class RadixCache(PrefixCache):
 
     @mutation
     def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> RadixLease:
         tokens = as_tokens(tokens)
         root = self._tree.root(namespace)
-        node, position, written, unusable = self._find(root, 0, tokens[:-1])
+        node, position, written, unusable = self._find(root, 0, tokens if whole else tokens[:-1])
+        if whole and written < len(tokens):
+            node, position, written, unusable = self._find(root, 0, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         lease.next_step_tokens = unusable
         self._leases[lease] = None
+        node.enter(lease)
+        self._look = (lease, self._num_held, self._is_held_counted)
         if position:
+            self._is_held_counted = False
             self._order.discard(node)
             lease.num_tokens = lease.cached_tokens = position
             self._read_table(lease, 0)
@@ -189,10 +218,12 @@ class RadixCache(PrefixCache):
             lease.publishing = True
         elif self._tree.written(node) < position:
             return  # the same tokens are in flight for another lease
+        self._look = None
         if not lease.used:
             lease.used = True
             self.stats.count(lease)
         if position > start:
+            self._forget_held()
             self._move(lease, node, position)
             self._drop_duplicates(lease)
         if position < start + len(tokens):
@@ -222,6 +253,7 @@ class RadixCache(PrefixCache):
             node.parent is not None
             and not node.children
             and (not half_filled or node.page_at(first) == table[first])
+            and not self._boundary(node, lease.created, -inf)
         )
         # The tree takes over the lease's hold on each page that is now full, and gets a hold of
         # its own on the last one if that is not full: the lease goes on writing there.
@@ -237,7 +269,8 @@ class RadixCache(PrefixCache):
                 node.step, node.written = (NO_STEP if written else tree.step), position
             node.extend(tokens, pages)
         else:
-            node = tree.add_child(node, tokens.copy(), pages.copy())
+            node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
+            node.created = lease.created = lease.created or node.serial
             node.step, node.written = (NO_STEP if written else tree.step), position
         self._move(lease, node, end)
         self._emit_about(Stored, node, position)
@@ -260,6 +293,7 @@ class RadixCache(PrefixCache):
     @mutation
     def rollback(self) -> None:
         tree = self._tree
+        self._forget_held()
         doomed: set[Node] = set()
         for lease in self._in_flight:
             node = lease.node
@@ -275,9 +309,8 @@ class RadixCache(PrefixCache):
             lease.publishing = False
             lease.num_tokens = min(lease.num_tokens, written)
             lease.cached_tokens = min(lease.cached_tokens, written)
-            lease.node.leases.remove(lease)
-            lease.node = tree.climb(lease.node, lease.num_tokens)
-            lease.node.leases.add(lease)
+            lease.node.leave(lease)
+            tree.climb(lease.node, lease.num_tokens).enter(lease)
             self._read_table(lease, lease.num_tokens // self.page_size)
         self._in_flight.clear()
         for node in sorted(doomed, key=lambda node: (-node.start, node.serial)):  # leaves first
@@ -303,14 +336,19 @@ class RadixCache(PrefixCache):
 
     def _release(self, lease: RadixLease, *, closed: bool = False) -> None:
         self._in_flight.pop(lease, None)
+        look = self._look
+        self._forget_held()
+        if look is not None and look[0] is lease:  # it did nothing else
+            _, self._num_held, self._is_held_counted = look
         lease._drop_own(self.pool)
         node = lease.node
         if (lease.used or closed) and node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
-            node.uses += lease.used
-            node.priority = max(node.priority, lease.priority)
+            if lease.used:
+                node.uses += 1
+                node.priority = max(node.priority, lease.priority)
             self._tree.straighten(node)
             is_private = not node.children and node.leases == {lease}
             node.last_use = self._clock - _LONG_AGO if closed and is_private else self._clock
@@ -365,29 +403,51 @@ class RadixCache(PrefixCache):
             if lease.node.parent is not None and lease.num_tokens < lease.node.end:
                 self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
             self._evict(count - self.pool.num_free)
+        self._num_held += count
+        self._look = None
         return self.pool.allocate(count)
 
     def _can_evict(self, num_pages: int) -> bool:
-        first = self._order.first()
-        if first is not None and first.num_pages > num_pages:  # its first page may be shared
-            return True
+        most = self.pool.num_pages - self.pool.num_free - num_pages
+        if self._num_held > most or self._is_held_counted:
+            return self._num_held <= most
         sure = 0
-        for leaf in self._order:
-            sure += leaf.num_pages - 1
+        for leaf in islice(self._order, 8 * len(self._leases)):  # the count takes longer
+            sure += leaf.num_pages - (leaf.start % self.page_size > 0)  # the first may be shared
             if sure >= num_pages:
                 return True
-        stay = np.zeros(self.pool.num_pages, bool)
-        seen: set[Node] = set()
+        self._num_held, self._is_held_counted = self._count_held(), True
+        return self._num_held <= most
+
+    def _count_held(self) -> int:
+        """The pages that leases hold, run by run, each down to the deepest cursor in it or below.
+
+        O(leases + runs above them).
+        """
+        held = 0
+        ends: dict[Run, int] = {}
         for lease in self._leases:
-            node = lease.node
-            stay[lease._table[lease._num_own_from : lease._num_pages]] = True
-            stay[node.pages[: -(-lease.num_tokens // self.page_size) - node.first_page]] = True
-            at = node.parent
-            while at is not None and at not in seen:
-                seen.add(at)
-                stay[at.pages] = True
-                at = at.parent
-        return self.pool.num_pages - self.pool.num_free - int(stay.sum()) >= num_pages
+            node, end, own = lease.node, lease.num_tokens, lease._num_own_from
+            held += lease._num_pages - own
+            if end % self.page_size and own < -(-end // self.page_size):
+                held -= self._tree.holders(node, own, lease._table.item(own)) > 0
+            while ends.get(node.run, -1) < end:
+                is_new = node.run not in ends
+                ends[node.run] = end
+                above = node.run.nodes[0].parent
+                if not is_new or above is None:
+                    break
+                node, end = above, above.end
+        for run, end in ends.items():
+            held += -(-end // self.page_size) - run.first_page
+            if run.start % self.page_size:  # a run above may hold the first page, too
+                first, index = run.nodes[0], run.first_page
+                held -= self._tree.holders(first.parent, index, first.page_at(index)) > 0
+        return held
+
+    def _forget_held(self) -> None:
+        """Leases may hold fewer pages than before."""
+        self._num_held, self._is_held_counted, self._look = 0, False, None
 
     def _expose_tails(self) -> bool:
         """Cut off what follows the last cursor in each leased leaf; whether there was any."""
@@ -426,11 +486,10 @@ class RadixCache(PrefixCache):
     def _merge(self, node: Node) -> None:
         child = self._tree.mergeable(node)
         if child is not None:
-            evictable = child in self._order
-            self._order.discard(child)  # its key may change
+            free = self.pool.num_free
             self._tree.merge(node, child)
-            if evictable:
-                self._order.add(child)
+            if self.pool.num_free > free:  # a page that the child's copy stood in for
+                self._forget_held()
 
     # -- cursors and tables --------------------------------------------------------------------
 
@@ -441,18 +500,17 @@ class RadixCache(PrefixCache):
         return lease
 
     def _leave(self, lease: RadixLease) -> None:
-        lease.node.leases.remove(lease)
+        lease.node.leave(lease)
         self._settle(lease.node)
 
     def _move(self, lease: RadixLease, node: Node, position: int) -> None:
         """Set the cursor, which pins `node` instead of the node before."""
         lease.num_tokens = position
         if node is not lease.node:
-            if not node.leases:
-                self._order.discard(node)
-            node.leases.add(lease)
-            before, lease.node = lease.node, node
-            before.leases.remove(lease)
+            self._order.discard(node)
+            before = lease.node
+            node.enter(lease)
+            before.leave(lease)
             if not before.leases:
                 self._settle(before)
 
@@ -489,7 +547,9 @@ class RadixCache(PrefixCache):
         self._check_pin(name, namespace, pages)
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
         lease.num_tokens = position
+        self._forget_held()
         self._order.discard(node)
+        node.enter(lease)
         self._read_table(lease, 0)
         if position < node.end:  # what follows the prefix stays evictable
             self._split(node, position)
@@ -535,6 +595,7 @@ class RadixCache(PrefixCache):
 
     def check(self) -> None:
         refs = np.zeros(self.pool.num_pages, np.int32)
+        held = np.zeros(self.pool.num_pages, bool)
         evictable = 0
         for node in self._tree:
             self._tree.check_node(node)
@@ -542,12 +603,23 @@ class RadixCache(PrefixCache):
             for lease in node.leases:
                 assert lease.node is node and lease in self._leases, f"{lease} strayed"
             is_evictable = not node.children and not node.leases and node.parent is not None
-            assert is_evictable == (node in self._order), "eviction order and tree disagree"
+            assert is_evictable == (node.place is not None), "eviction order and tree disagree"
             evictable += is_evictable
         assert len(self._order) == evictable, "the eviction order holds nodes not in the tree"
+        self._order.check()
         for lease in self._leases:
             self._check_lease(lease)
-            np.add.at(refs, lease._table[lease._num_own_from : lease._num_pages], 1)
+            own = lease._table[lease._num_own_from : lease._num_pages]
+            np.add.at(refs, own, 1)
+            held[own] = True
+            at: Node | None = lease.node
+            while at is not None:
+                end = min(at.end, lease.num_tokens)
+                held[at.pages[: -(-end // self.page_size) - at.first_page]] = True
+                at = at.parent
+        assert self._count_held() == held.sum(), "held pages are miscounted"
+        assert self._num_held <= held.sum(), "the number of held pages is out of date"
+        assert self._num_held == held.sum() or not self._is_held_counted, "the same"
         assert self._in_flight.keys() <= self._leases.keys()
         self.pool.check(refs)
 

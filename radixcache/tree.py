@@ -11,11 +11,11 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import numpy as np
 
-from radixcache.nodes import Node, Run, Tokens, common_length
+from radixcache.nodes import NO_CHILDREN, NOBODY, Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
 
 MAX_RUNS = 4
@@ -23,11 +23,16 @@ MAX_RUNS = 4
 
 
 class RadixTree:
-    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere."""
+    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere.
 
-    def __init__(self, pool: PagePool) -> None:
+    Args:
+        boundary: which nodes must not be one; see `radixcache.eviction`.
+    """
+
+    def __init__(self, pool: PagePool, boundary: Callable[[Node, int, float], bool]) -> None:
         self.pool = pool
         self.page_size = pool.page_size
+        self.boundary = boundary
         self.roots: dict[Hashable, Node] = {}
         self.step = 0
         """Number of the step being scheduled; what it writes is in flight."""
@@ -61,7 +66,7 @@ class RadixTree:
             length = min(run.nodes[-1].end - position, count - done)
             if length:
                 same = common_length(
-                    run.tokens[offset : offset + length], tokens[done : done + length]
+                    run.data[offset : offset + length], tokens[done : done + length]
                 )
                 position += same
                 done += same
@@ -90,8 +95,7 @@ class RadixTree:
             run = node.run
             first = max(run.first_page, start)
             if first < end:
-                low = first - run.first_page
-                table[first - start : end - start] = run.pages[low : low + end - first]
+                table[first - start : end - start] = run.pages(first, end)
                 end = first
             parent = run.nodes[0].parent
             assert parent is not None or end <= start
@@ -135,25 +139,32 @@ class RadixTree:
 
         Then its slots from `position` on are free to write, if `position` is the node's end.
         """
-        index = (position - 1) // self.page_size
-        holders = 0
-        at: Node | None = node
-        while at is not None and at.end > index * self.page_size:
-            holders += at.page_at(index) == page
-            at = at.parent
-        return int(self.pool.refs[page]) == holders
+        holders = self.holders(node, (position - 1) // self.page_size, page)
+        return self.pool.refs.item(page) == holders
 
-    def add_child(self, parent: Node, tokens: Tokens, pages: Pages) -> Node:
-        """A new leaf below `parent`, which takes over one hold on each of `pages`."""
-        leaf = self._start_run(parent, parent.end, tokens, pages)
-        parent.children[tokens.item(0)] = leaf
-        leaf.created = leaf.serial
+    def holders(self, node: Node | None, index: int, page: int) -> int:
+        """How many nodes on the path down to `node` hold `page` at `index` of the page table."""
+        count = 0
+        while node is not None and node.end > index * self.page_size:
+            count += node.page_at(index) == page
+            node = node.parent
+        return count
+
+    def add_child(self, parent: Node, tokens: Tokens, pages: Pages, room: int) -> Node:
+        """A new leaf below `parent`, which takes over one hold on each of `pages`.
+
+        It may be about to grow to `room` tokens.
+        """
+        leaf = self._start_run(parent, parent.end, tokens, pages, room)
+        parent.adopt(leaf)
         leaf.last_use = parent.last_use
         return leaf
 
-    def _start_run(self, parent: Node | None, start: int, tokens: Tokens, pages: Pages) -> Node:
+    def _start_run(
+        self, parent: Node | None, start: int, tokens: Tokens, pages: Pages, room: int = 0
+    ) -> Node:
         first_page = start // self.page_size
-        run = Run(start, tokens, first_page, pages)
+        run = Run(start, tokens, first_page, pages, room)
         node = Node(parent, run, start, start + len(tokens), first_page, len(pages))
         node.serial = self._next_serial()
         run.nodes.append(node)
@@ -166,8 +177,8 @@ class RadixTree:
     def split(self, node: Node, position: int) -> Node:
         """Cut `node` in two at `position`; returns the new upper half, `node` is the lower.
 
-        Leases go with their cursors. A page that both halves cover gets a second hold. Moves no
-        token: O(log nodes in the run + leases).
+        Leases go with their cursors. A page that both halves cover gets a second hold. What ended
+        in the node, ended in the lower half. Moves no token: O(log nodes in the run + leases).
         """
         parent, run, page_size = node.parent, node.run, self.page_size
         assert parent is not None and node.start < position < node.end
@@ -180,36 +191,32 @@ class RadixTree:
         upper.serial = self._next_serial()
         upper.created = node.created
         upper.last_use = node.last_use
-        upper.uses = node.uses
-        upper.priority = node.priority
         upper.step = node.step
         upper.written = min(node.written, position)
-        parent.children[node.first_token] = upper
+        parent.adopt(upper)
         run.nodes.insert(run.index(node.end), upper)
-        node.parent = upper
         node.start = position
         node.first_page = lower_first
         node.num_pages = last_page - lower_first
         node.written = max(node.written, position)
-        upper.children[node.first_token] = node
-        if node.leases:
-            upper.leases = {lease for lease in node.leases if lease.num_tokens <= position}
-            node.leases -= upper.leases
-            for lease in upper.leases:
-                lease.node = upper
+        upper.adopt(node)
+        for lease in [lease for lease in node.leases if lease.num_tokens <= position]:
+            node.leave(lease)
+            upper.enter(lease)
         return upper
 
     def mergeable(self, node: Node) -> Node | None:
         """The only child of `node`, if it may absorb it without any loss.
 
         Not while a lease stands in `node`, nor when `node` was used after its child, whose tokens
-        would then look younger to eviction than they are. Nor while the child has a copy of the
-        half-filled page between them that the step in flight has yet to fill: look again then.
+        would then look younger to eviction than they are, nor across a boundary that the policy
+        needs. Nor while the child has a copy of the half-filled page between them that the step in
+        flight has yet to fill: look again then.
         """
         if node.parent is None or node.leases or len(node.children) != 1:
             return None
         (child,) = node.children.values()
-        if node.last_use > child.last_use:
+        if node.last_use > child.last_use or self.boundary(node, child.created, child.priority):
             return None
         if (
             child.start % self.page_size
@@ -242,16 +249,12 @@ class RadixTree:
             run.nodes.pop()
             if run.nodes:
                 run.shrink()
-        child.created = node.created
-        child.uses += node.uses
-        child.priority = max(node.priority, child.priority)
         child.start = node.start
         child.first_page = node.first_page
         child.num_pages += kept
-        child.parent = parent
-        parent.children[child.first_token] = child
+        parent.adopt(child)
         node.parent = None
-        node.children = {}
+        node.children = NO_CHILDREN
 
     def straighten(self, node: Node) -> None:
         """Let the path down to `node` share runs again, if branches have scattered it over many.
@@ -271,25 +274,25 @@ class RadixTree:
             parent = run.nodes[0].parent
             assert parent is not None
             half_filled = run.start % self.page_size > 0
-            if half_filled and parent.page_at(run.first_page) != run.pages.item(0):
+            first, end = run.first_page, run.first_page + run.num_pages
+            if half_filled and parent.page_at(first) != run.nodes[0].page_at(first):
                 above = run
                 continue
             above.cut(above.index(parent.end) + 1)
-            above.append(run.tokens[: run.length], run.pages[int(half_filled) : run.num_pages])
+            above.append(run.data[: run.length], run.pages(first + half_filled, end))
             above.adopt(run.nodes)
 
     def remove(self, leaf: Node) -> Node:
         """Unlink a leaf whose pages are dropped already; returns its parent."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.leases
-        del parent.children[leaf.first_token]
+        parent.disown(leaf)
         run.nodes.pop()
         if run.nodes:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
         parent.uses += leaf.uses
         parent.priority = max(parent.priority, leaf.priority)
-        leaf.parent = None
         return parent
 
     def __contains__(self, root: Node) -> bool:
@@ -314,7 +317,9 @@ class RadixTree:
         assert at == 0 or run.nodes[at - 1] is node.parent, "a run does not follow a path"
         assert node is not run.nodes[0] or node.start == run.start, "a run begins elsewhere"
         assert run.first_page == run.start // page_size
-        assert len(run.tokens) >= run.length and len(run.pages) >= run.num_pages
+        assert run.length <= run.room <= len(run.data) - run.num_pages
+        assert node.children or node.children is NO_CHILDREN
+        assert node.leases or node.leases is NOBODY
         if node.parent is None:
             assert node.start == node.end == node.num_pages == 0, "a root is empty"
             return

@@ -139,7 +139,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> None:
         """See `LLM.reset_prefix_cache`."""
-        await self.call(self.llm.cache.reset)
+        await self.call(self.llm.engine.reset_cache)
 
     async def call(self, function: Callable[[], T]) -> T:
         """See `LLM.call`."""

@@ -21,6 +21,7 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
+from radixcache.runtime.engine.kept_logits import KEPT_BYTES
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as Completion
@@ -129,6 +130,7 @@ class LLM:
         paged = _load(path, dtype, device, exact)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
+        taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
         num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
         if kv_memory is None:  # more than every sequence at full context is never used
             most = (paged.max_context // page_size + 2) * max_num_seqs * 4
@@ -195,7 +197,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
-        self.call(self.cache.reset)
+        self.call(self.engine.reset_cache)
 
     def generate(
         self,
@@ -272,7 +274,7 @@ class LLM:
             tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
             if not len(tokens):
                 raise InvalidRequest("the prompt is empty")
-            hit = self.cache.match(tokens, cache_salt)
+            hit = self.engine.match(tokens, cache_salt)
             misses = self.explainer.explain(tokens, hit, cache_salt)
             return Explanation(len(tokens), hit, misses, decode)
 

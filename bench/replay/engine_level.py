@@ -38,6 +38,7 @@ class ScriptedEngine(Engine):
             cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule
         )
         super().__init__(model, kv_pool, cache, scheduler)
+        scheduler.kept = None  # at index level every scheme computes a prompt's last token
         self._answers: dict[Request, Tokens] = {}
         self._runs_ahead = False  # a script is read token by token
 

@@ -15,10 +15,10 @@ from radixcache.errors import InvalidRequest
 class WholeLeaves(RadixCache):
     """Drops each leaf whole, as SGLang's eviction does, however little is asked for."""
 
-    def evict(self, num_pages: int) -> int:
+    def _evict(self, num_pages: int) -> int:
         freed = 0
         while freed < num_pages and (leaf := self._order.first()) is not None:
-            freed += super().evict(leaf.num_pages)
+            freed += super()._evict(leaf.num_pages)
         return freed
 
 

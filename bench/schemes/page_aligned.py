@@ -86,7 +86,12 @@ class PageAlignedRadixCache(PrefixCache):
         raise NotImplementedError("its tree has hashes of pages, not tokens")
 
     def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> PageLease:
         lease = PageLease(self.page_size, len(tokens), namespace, resumed)
         lease.inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)

@@ -18,6 +18,7 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
+from radixcache.runtime.engine.kept_logits import KeptLogits, prompt_key
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.sampler import sample, top_logprobs
@@ -99,6 +100,8 @@ class Engine:
         self._decode = decode
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
+        if cache.hits_whole_prompts:
+            scheduler.kept = KeptLogits(model.vocab_size)
         self._next_id = 0
         self._ahead: _Launched | None = None
         self._runs_ahead = model.device.type != "cpu"
@@ -215,6 +218,27 @@ class Engine:
         """Go back to between two steps, after a change of the cache from outside was cut off."""
         self._recover()
 
+    def match(self, prompt: TokensLike, namespace: Hashable = None) -> int:
+        """How many leading tokens a request would not compute if it came now. Changes nothing.
+
+        All of them, if the prompt is cached in full and the logits at its end are kept.
+        """
+        tokens, kept = as_tokens(prompt), self.scheduler.kept
+        is_kept = kept is not None and prompt_key(tokens, namespace) in kept
+        if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
+            return len(tokens)
+        return self.cache.match(tokens, namespace)
+
+    def reset_cache(self) -> None:
+        """Forget all KV and kept logits, and zero the statistics.
+
+        Raises:
+            LeaseError: a request runs, or a prefix is pinned.
+        """
+        self.cache.reset()
+        if self.scheduler.kept is not None:
+            self.scheduler.kept.clear()
+
     def check(self) -> None:
         """Verify, between two calls, that leases and sequences agree, and the cache's invariants.
 
@@ -283,11 +307,18 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return None
-        chunks, batch = self._batch(chunks)
-        logits = self._run(chunks, batch)
+        hits = [chunk for chunk in chunks if not chunk.num_tokens]
+        chunks = [chunk for chunk in chunks if chunk.num_tokens]
+        if chunks:
+            chunks, batch = self._batch(chunks)
+            logits = self._run(chunks, batch)
+        else:
+            logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
         self.cache.commit()
-        logits = self._score(chunks, logits)
-        return self._sample([c.sequence for c in chunks if c.is_last], logits)
+        logits = self._score(chunks + hits, logits)
+        ends = [chunk for chunk in chunks if chunk.is_last]
+        logits = self._with_kept(ends, hits, logits)
+        return self._sample([chunk.sequence for chunk in ends + hits], logits)
 
     def _launch_ahead(self, step: _Launched) -> _Launched | None:
         """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
@@ -394,6 +425,22 @@ class Engine:
                 request.prompt_logprobs = scoring.report(request.params.prompt_logprobs or 0)
                 sequence.scoring = None
         return sampled
+
+    def _with_kept(
+        self, ends: list[Chunk], hits: list[Chunk], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """`logits`, one row for each of `ends`, and after them the rows kept for `hits`.
+
+        Of `logits`, those at the ends of prompts are kept from now on.
+        """
+        kept = self.scheduler.kept
+        if kept is None:
+            return logits
+        rows = [kept.use(chunk.sequence.request.prompt_key)[None] for chunk in hits]
+        for row, chunk in enumerate(ends):
+            if chunk.ends_prompt:
+                kept.keep(chunk.sequence.request.prompt_key, logits[row])
+        return torch.cat([logits, *rows]) if rows else logits
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
         params = [sequence.request.params for sequence in sequences]

@@ -14,7 +14,7 @@ hash-block cache drops. A stretch is explained by what it would have taken to hi
 - `first_seen`: the known text ends there. That is the normal case: a new turn, a new prompt.
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
 
-The last token of a prompt is no miss: it is always computed, to get logits.
+The last token of a prompt is no miss: it is computed to get logits, unless these are kept.
 
 What may be told to whom: a namespace (`cache_salt`) hides from others even whether a text was sent,
 so nothing here is remembered, counted or told across namespaces. Within one, `Miss.cached` may be
@@ -132,6 +132,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.num_cached_tokens:,} of {_tokens(self.num_tokens)} cached"]
+        if self.num_cached_tokens == self.num_tokens:
+            lines[0] += ", and the logits at the end are kept: nothing is computed"
         lines += [miss.describe(self.decode) for miss in self.misses]
         return "\n- ".join(lines)
 

@@ -54,8 +54,8 @@ class ScoredPrompts:
         self._rows: Scores = np.empty((num_tokens, self.width), SCORE)
 
     def find(self, tokens: Tokens, namespace: Hashable) -> Scores:
-        """The scores of the longest known prefix of `tokens`, all but the last at most."""
-        lease = self._acquire(tokens, namespace)
+        """The scores of the longest known prefix of `tokens`."""
+        lease = self._acquire(tokens, namespace, whole=True)
         scores = self._rows[lease.page_table]
         self.tree.release(lease)
         return scores
@@ -70,10 +70,10 @@ class ScoredPrompts:
         self.tree.publish(lease, tokens[known:], written=True)
         self.tree.release(lease)
 
-    def _acquire(self, tokens: Tokens, namespace: Hashable) -> Lease:
+    def _acquire(self, tokens: Tokens, namespace: Hashable, whole: bool = False) -> Lease:
         if not self.tree.idle:  # a call was cut off
             self.tree.recover()
-        return self.tree.acquire(tokens, namespace)
+        return self.tree.acquire(tokens, namespace, whole=whole)
 
 
 class PromptLogprobs:
@@ -104,14 +104,14 @@ class PromptLogprobs:
     def recall(self) -> int:
         """Take over what is known; returns how many leading tokens need not be computed. O(T).
 
-        The last token with a score is computed again: its logits score the next one.
+        The last token with a score is computed again, if there is a next one that its logits score.
         """
         found = self._known.find(self._prompt, self._namespace)
         start = self._num_scored
         if len(found) > start:
             self._scores[start : len(found)] = found[start:]
             self._num_scored = len(found)
-        return self._num_scored - 1
+        return self._num_scored if self.is_complete else self._num_scored - 1
 
     def wanted(self, start: int, end: int) -> NDArray[np.int64]:
         """The positions in [start, end) whose logits score a token that has no score yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.engine.explain import Miss
+from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.engine.sampling import SamplingParams
@@ -59,6 +61,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the prompt is all there is, and nothing is generated."""
+        return self._length == len(self.request.prompt_token_ids)
 
     @property
     def max_length(self) -> int:
@@ -175,6 +182,11 @@ class Request:
             if decode is not None:
                 sequence.detokenizer = Detokenizer(decode, stop_strings)
             self.sequences.append(sequence)
+
+    @cached_property
+    def prompt_key(self) -> PromptKey:
+        """By which the logits at the end of the prompt are kept."""
+        return prompt_key(self.prompt_token_ids, self.namespace)
 
     @property
     def finished(self) -> bool:

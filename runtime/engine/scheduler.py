@@ -3,7 +3,9 @@
 Decodes come first, one token each; what is left of the step's token budget goes to prefill chunks,
 of running sequences before waiting ones. A prefill chunk is published while it is being scheduled,
 so that the next sequence in the same step can already use it. One of which another computes most of
-what it lacks, in a page that cannot be shared before it is written, waits for the next step, once.
+what it lacks, in a page that cannot be shared before it is written, waits for the next step, once;
+so does one whose very prompt ends in this step. Then it finds the logits kept, and a prompt that is
+cached in full while its logits are kept is admitted without any token to compute.
 
 Clients take turns. Who has the fewest sequences running is admitted next; among equals, who had the
 fewest tokens computed, as in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
@@ -26,6 +28,8 @@ from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
+from radixcache.lease import Lease
+from radixcache.runtime.engine.kept_logits import KeptLogits, PromptKey
 from radixcache.runtime.engine.request import Request, Sequence
 
 Policy = Literal["longest-prefix", "fcfs"]
@@ -45,7 +49,10 @@ DECODE_AHEAD = 128
 
 
 class Chunk(NamedTuple):
-    """`num_tokens` tokens of a sequence, computed by the step; `num_computed` includes them."""
+    """`num_tokens` tokens of a sequence, computed by the step; `num_computed` includes them.
+
+    Of a prompt that is cached in full, and whose logits are kept, they are none.
+    """
 
     sequence: Sequence
     num_tokens: int
@@ -60,6 +67,11 @@ class Chunk(NamedTuple):
     def is_last(self) -> bool:
         """Whether the chunk ends with the sequence's last token, so that a token is sampled."""
         return self.sequence.num_computed == len(self.sequence)
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the first token is sampled: by the logits at the end of the prompt."""
+        return self.is_last and self.sequence.is_fresh
 
     @property
     def cost(self) -> int:
@@ -100,6 +112,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
+        self.kept: KeptLogits | None = None
+        """Where the engine keeps logits; with None, each prompt's last token is computed."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
         self._short_of_pages = False
@@ -199,16 +213,15 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         if not budget or len(self.running) >= self.max_num_seqs:
             return
+        ending = self._ending(chunks)
         for sequence in self._candidates():
             if not budget or len(self.running) >= self.max_num_seqs:
                 return
-            lease = sequence.lease = self.cache.acquire(
-                sequence.tokens, sequence.request.namespace, resumed=sequence.resumes
-            )
-            if sequence.scoring is not None:  # what has KV but no scores is computed again
-                lease.cached_tokens = min(lease.cached_tokens, sequence.scoring.recall())
+            lease = self._acquire(sequence)
             missing = len(sequence) - lease.cached_tokens
-            if 2 * lease.next_step_tokens > missing and not sequence.has_waited:
+            is_twin = bool(ending and missing and sequence.is_fresh)
+            is_twin = is_twin and sequence.request.prompt_key in ending
+            if (2 * lease.next_step_tokens > missing or is_twin) and not sequence.has_waited:
                 sequence.has_waited = True
                 self._release(sequence)
                 continue
@@ -234,7 +247,31 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.running.append(sequence)
             chunks.append(chunk)
+            ending |= self._ending([chunk])
             budget = max(0, budget - chunk.cost)
+
+    def _ending(self, chunks: list[Chunk]) -> set[PromptKey]:
+        """The prompts whose logits will be kept when these chunks have been computed."""
+        if self.kept is None:
+            return set()
+        return {chunk.sequence.request.prompt_key for chunk in chunks if chunk.ends_prompt}
+
+    def _acquire(self, sequence: Sequence) -> Lease:
+        """What of the sequence need not be computed: all of a prompt whose logits are kept."""
+        request, end = sequence.request, len(sequence)
+        if sequence.scoring is not None:  # what has KV but no scores is computed again
+            end = sequence.scoring.recall()
+        whole = (
+            self.kept is not None
+            and sequence.is_fresh
+            and end == len(sequence)
+            and request.prompt_key in self.kept
+        )
+        lease = sequence.lease = self.cache.acquire(
+            sequence.tokens, request.namespace, resumed=sequence.resumes, whole=whole
+        )
+        lease.cached_tokens = min(lease.cached_tokens, end)
+        return lease
 
     def _candidates(self) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they should be admitted: by clients in turn."""
@@ -282,8 +319,9 @@ class Scheduler:
             self.cache.reserve(lease, end)
             if self.on_publish is not None:
                 self.on_publish(sequence, end)
-            if end > lease.num_tokens:  # else computed for its logits only
-                self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
+            if end > lease.num_tokens or not len(tokens):  # else computed for its logits only
+                new = sequence.tokens[lease.num_tokens : end]
+                self.cache.publish(lease, new, written=not len(tokens))
             sequence.request.prefilled_tokens += len(tokens)
             self._served[sequence.request.client] += len(tokens)
         else:
@@ -362,7 +400,7 @@ class Scheduler:
         running = [sequence for sequence in self.running if sequence.finish_reason is None]
         for sequence in self.open:
             if sequence.lease is not None:
-                sequence.resumes |= sequence.lease.num_tokens > sequence.cached_tokens
+                sequence.resumes |= sequence.lease.used
         self.cache.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0

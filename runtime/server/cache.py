@@ -96,7 +96,7 @@ async def view_cache(
 async def flush_cache(backend: BackendDep) -> Flushed:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
     try:
-        await backend.jobs.call(backend.llm.cache.reset)
+        await backend.jobs.call(backend.llm.engine.reset_cache)
     except LeaseError:
         raise ApiError.conflict(
             "requests run or prefixes are pinned: flush when the ones have ended and the others "

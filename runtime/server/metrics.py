@@ -28,6 +28,7 @@ class EngineState:
     num_running: int
     num_waiting: int
     missed_tokens: dict[str, int]
+    whole_hits: int
 
     @classmethod
     def of(cls, llm: LLM) -> EngineState:
@@ -41,6 +42,7 @@ class EngineState:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             missed_tokens=dict(llm.explainer.missed_tokens),
+            whole_hits=scheduler.kept.num_used if scheduler.kept is not None else 0,
         )
 
 
@@ -132,6 +134,11 @@ class _StateCollector(Collector):
             ("requests_started", "Requests that began to run.", stats.requests),
             ("query_tokens", "Prompt tokens that were looked up in the cache.", stats.query_tokens),
             ("hit_tokens", "Prompt tokens that the cache held.", stats.hit_tokens),
+            (
+                "whole_hits",
+                "Completions that computed no prompt token: all was cached, and the logits kept.",
+                state.whole_hits,
+            ),
             ("evicted_tokens", "Tokens evicted.", stats.evicted_tokens),
             ("evicted_pages", "Pages evicted.", stats.evicted_pages),
             ("copied_pages", "Half-filled pages copied at a branch.", stats.copied_pages),

@@ -82,10 +82,11 @@ class Machine:
         num_pages: int,
         *,
         pin_budget: int | None = None,
+        policy: str = "lru",
         check_every: int = 1,
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
-        self.cache = RadixCache(self.pool, pin_budget=pin_budget)
+        self.cache = RadixCache(self.pool, policy=policy, pin_budget=pin_budget)
         self.pin_budget = num_pages // 2 if pin_budget is None else pin_budget
         self.pin_share = (self.pin_budget + 1) // 2
         self.page_size = page_size
@@ -127,16 +128,26 @@ class Machine:
             assert end not in parents, "did not follow to the end"
 
     def acquire(
-        self, tokens: Sequence[int], namespace: Hashable = None, resumed: bool = False
+        self,
+        tokens: Sequence[int],
+        namespace: Hashable = None,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> Request:
         """A lease on exactly the longest shareable prefix; nothing else changes."""
         self.counts["acquire"] += 1
         expected = self.match(tokens, namespace)
+        if whole and self.reference.written_length(chain_of(namespace, tokens)) == len(tokens):
+            expected = len(tokens)
+            self.counts["whole hits"] += 1
+            self.counts["whole hits in mid-page"] += bool(expected % self.page_size)
         free = self.pool.num_free
-        lease = self.cache.acquire(np.asarray(tokens, dtype=np.int32), namespace, resumed=resumed)
+        lease = self.cache.acquire(
+            np.asarray(tokens, dtype=np.int32), namespace, resumed=resumed, whole=whole
+        )
         assert lease.num_tokens == lease.cached_tokens == expected, "acquire differs from match"
         longest = self.reference.cached_length(chain_of(namespace, tokens[:-1]))
-        assert lease.next_step_tokens == longest - expected, "what a step later would hit"
+        assert lease.next_step_tokens == max(0, longest - expected), "what a step later would hit"
         assert len(lease.page_table) == self._pages(expected), "the table covers the hit"
         assert self.pool.num_free == free, "acquire takes or frees pages"
         assert lease.namespace == namespace and not lease.released
@@ -247,6 +258,23 @@ class Machine:
             request.settled = lease.num_tokens
         self._settle()
 
+    def publish_nothing(self, request: Request) -> None:
+        """A hit of the whole prompt is used from now on; any other has something to publish."""
+        self.counts["publish nothing"] += 1
+        is_whole = request.lease.cached_tokens == len(request.prompt)
+        before = self._snapshot()
+        try:
+            self.cache.publish(request.lease, [], written=True)
+        except LeaseError:
+            assert not is_whole or request.published, "a hit of the whole prompt is not to be used"
+        else:
+            assert is_whole, "a lease counts that has published nothing"
+            if not request.admitted:
+                request.admitted = True
+                self._admit(request)
+        assert self._snapshot() == before, "publishing nothing changed something"
+        self._settle()
+
     def publish_unreserved(self, request: Request, extra: int) -> None:
         """More tokens than the table has room for are refused, and nothing changes."""
         self.counts["publish refused"] += 1
@@ -317,6 +345,7 @@ class Machine:
         may_refuse = bool(request.published) or written < len(request.chain)
         before = self._snapshot()
         try:
+            request.lease.priority = len(request.tokens) % 3
             self.cache.release(request.lease)
         except LeaseError:
             self.counts["release refused"] += 1

@@ -7,8 +7,10 @@ right exactly if it holds the hash of the prefix that ends there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,32 +194,40 @@ class SimulatedKV:
 
 @dataclass
 class Use:
-    """A position in `ExactLRU`: when it was used last, and how many cached positions follow it."""
+    """A position in `ExactEviction`: how it was used, and how many cached positions follow it.
+
+    Its names are those of a node of the tree, so that a policy can read it, too.
+    """
 
     parent: int
     last_use: int
+    created: int
+    uses: int = 0
+    priority: float = -inf
     children: int = 0
 
 
 @dataclass
 class Holder:
-    """A lease of `ExactLRU`, in units."""
+    """A lease of `ExactEviction`, in units; `created` when it first stored one."""
 
     chain: Chain
     cursor: int
     capacity: int
+    created: int = 0
 
 
-class ExactLRU:
-    """Least recently used, to the unit: every cached unit of every path has its own last use.
+class ExactEviction:
+    """A policy, to the unit: every cached unit of every path has uses, age and priority of its own.
 
     A unit is what fits one page: a token at page size 1, or a whole page of tokens if sequences
-    only ever differ in whole pages. An eviction takes the leaf unit used longest ago that no lease
-    holds, one at a time.
+    only ever differ in whole pages. An eviction takes the leaf unit with the smallest key that no
+    lease holds, one at a time.
     """
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, policy: Callable[[Any], Any]) -> None:
         self.num_units = num_units
+        self.policy = policy
         self.units: dict[int, Use] = {}
         self.holders: list[Holder] = []
         self.clock = 0
@@ -240,7 +250,7 @@ class ExactLRU:
         for _ in range(short):
             leaf = min(
                 (name for name, use in self.units.items() if not use.children and name not in held),
-                key=lambda name: self.units[name].last_use,
+                key=lambda name: self.policy(self.units[name]),
             )
             self._drop(leaf)
         holder.capacity = max(holder.capacity, num_units)
@@ -254,14 +264,18 @@ class ExactLRU:
                 parent = chain[at - 1] if at else 0
                 if at:
                     self.units[parent].children += 1
-                self.units[chain[at]] = Use(parent, self.clock)
+                holder.created = holder.created or self.clock
+                self.units[chain[at]] = Use(parent, self.clock, holder.created)
         holder.chain, holder.cursor = chain, len(chain)
 
-    def release(self, holder: Holder) -> None:
+    def release(self, holder: Holder, priority: float = 0) -> None:
         """The path of `holder` is used for the last time and no longer held."""
         self.clock += 1
         for name in holder.chain[: holder.cursor]:
-            self.units[name].last_use = self.clock
+            unit = self.units[name]
+            unit.last_use = self.clock
+            unit.uses += 1
+            unit.priority = max(unit.priority, priority)
         self.holders = [other for other in self.holders if other is not holder]
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 if __name__ == "__main__":  # a plain script finds the package it stands beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from radixcache.eviction import POLICIES
 from tests.index.machine import Machine, Request
 from tests.index.reference import NAMESPACES
 
@@ -32,7 +33,9 @@ SHAPES = [(1, 24), (1, 60), (2, 16), (2, 40), (4, 10), (4, 30), (16, 6), (16, 16
 Operation = tuple[Any, ...]
 """The name of a method of `Machine` and its arguments; a request is given by its index."""
 
-TAKES_REQUEST = {"reserve", "publish", "publish_written", "publish_unreserved", "release"}
+TAKES_REQUEST = {
+    "reserve", "publish", "publish_written", "publish_nothing", "publish_unreserved", "release",
+}  # fmt: skip
 
 
 def apply(machine: Machine, operation: Operation) -> Any:
@@ -71,6 +74,7 @@ class RandomDriver:
             self.reserve: 14,
             self.publish: 22,
             self.publish_written: 10,
+            self.publish_nothing: 4,
             self.schedule: 12,
             self.run_step: 7,
             self.fail_step: 3,
@@ -104,7 +108,8 @@ class RandomDriver:
     def acquire(self) -> None:
         if len(self.machine.requests) < 6:
             namespace, prompt = self.prompt()
-            self.do("acquire", prompt, namespace, self.rng.random() < 0.1)
+            resumed, whole = self.rng.random() < 0.1, self.rng.random() < 0.4
+            self.do("acquire", prompt, namespace, resumed, whole)
 
     def reserve(self) -> None:
         if request := self.request():
@@ -125,6 +130,10 @@ class RandomDriver:
             tokens = request.to_compute[:count]
             tokens = tokens + self.tokens(count - len(tokens))
             self.do("publish_written", self.index, tokens)
+
+    def publish_nothing(self) -> None:
+        if self.request():
+            self.do("publish_nothing", self.index)
 
     def schedule(self) -> None:
         """What a scheduler does with one request in one step: reserve and publish a chunk."""
@@ -206,6 +215,7 @@ class Shape:
     page_size: int
     num_pages: int
     pin_budget: int | None
+    policy: str
 
     def machine(self, check_every: int = 1) -> Machine:
         """A new machine of this shape."""
@@ -213,6 +223,7 @@ class Shape:
             self.page_size,
             self.num_pages,
             pin_budget=self.pin_budget,
+            policy=self.policy,
             check_every=check_every,
         )
 
@@ -253,7 +264,7 @@ def stress(
     """One cache of the given shape under `operations` random operations; what happened, counted."""
     rng = Random(f"{seed}/{page_size}/{num_pages}")
     budget = rng.choice([None, None, num_pages // 4, 0])
-    shape = Shape(page_size, num_pages, budget)
+    shape = Shape(page_size, num_pages, budget, rng.choice(["lru", *POLICIES]))
     driver = RandomDriver(shape.machine(check_every), rng)
     try:
         driver.run(operations)

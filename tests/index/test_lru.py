@@ -1,14 +1,21 @@
-"""Eviction is exact LRU, to the token at page size 1, to the page where paths align to pages."""
+"""Eviction is exact, to the token at page size 1, to the page where paths align to pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 
 from radixcache import Lease, OutOfPages, PagePool, RadixCache
-from tests.index.reference import SENTINEL, Chain, ExactLRU, Holder, chain_of
+from radixcache.eviction import POLICIES, EvictionPolicy
+from tests.index.reference import SENTINEL, Chain, ExactEviction, Holder, chain_of
+
+
+def reads_all(leaf: Any) -> object:
+    """A policy that nobody knows."""
+    return leaf.uses > 2, leaf.priority, leaf.created if leaf.uses % 2 else 0, leaf.last_use
 
 
 @dataclass(eq=False)
@@ -24,7 +31,7 @@ class Turn:
 
 @dataclass
 class Chat:
-    """Random multi-turn traffic over one small pool, compared with `ExactLRU` at every call.
+    """Random multi-turn traffic over one small pool, compared with `ExactEviction` at every call.
 
     A unit is `page_size` equal tokens. Prompts grow by what was said before; now and then one is
     asked again, so that a path ends inside what is cached already.
@@ -34,6 +41,8 @@ class Chat:
     page_size: int
     num_pages: int
     asks_again: float
+    policy: str | EvictionPolicy = "lru"
+    at_once: int = 3
     found: int = 0
     refused: int = 0
     histories: dict[int, list[int]] = field(default_factory=dict)
@@ -41,18 +50,20 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.rng = Random(f"{self.seed}/{self.page_size}/{self.num_pages}")
-        self.cache = RadixCache(PagePool(self.num_pages, self.page_size))
-        self.model = ExactLRU(self.num_pages)
+        policy = self.policy
+        self.cache = RadixCache(PagePool(self.num_pages, self.page_size), policy=policy)
+        key = POLICIES[policy] if isinstance(policy, str) else policy
+        self.model = ExactEviction(self.num_pages, key)
         self.last_word = 10
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            if len(self.turns) < self.rng.choice([1, 2, 3]):
+            if len(self.turns) < self.rng.choice(range(1, self.at_once + 1)):
                 self.ask()
             else:
                 self.answer(self.rng.choice(self.turns))
             self.compare()
-        self.cache.check()
+            self.cache.check()
 
     def ask(self) -> None:
         """Admit a request: hit, reservation and what it evicts must be those of the model."""
@@ -103,9 +114,11 @@ class Chat:
 
     def finish(self, turn: Turn) -> None:
         """Release; sometimes the session is forgotten and a new one takes its number."""
+        if self.policy != "lru":
+            turn.lease.priority = self.rng.randrange(-1, 3)
         self.cache.release(turn.lease)
         if turn.holder.cursor == len(turn.units):
-            self.model.release(turn.holder)
+            self.model.release(turn.holder, turn.lease.priority)
         else:  # never published: holding it was no use
             self.model.holders.remove(turn.holder)
         self.turns.remove(turn)
@@ -162,3 +175,15 @@ def test_out_of_pages_comes_exactly_when_leases_hold_the_rest(seed: int) -> None
     chat = Chat(seed, page_size=1, num_pages=12, asks_again=0.0)
     chat.run(600)
     assert chat.refused
+
+
+@pytest.mark.parametrize(("asks_again", "at_once"), [(0.0, 3), (0.3, 1)])
+@pytest.mark.parametrize("policy", ["lfu", "fifo", "priority", reads_all])
+def test_every_policy_reads_of_each_token_what_is_its_own(
+    policy: str | EvictionPolicy, asks_again: float, at_once: int
+) -> None:
+    """Not what its stem has, nor what was evicted beside it or split off from it."""
+    for seed in range(3):
+        chat = Chat(seed, 1, 40, asks_again, policy, at_once)
+        chat.run(400)
+        assert chat.cache.stats.evicted_tokens > 60 and chat.found > 60, chat.where("too little")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from radixcache import (
+    HashBlockCache,
     InvalidRequest,
     Lease,
     LeaseError,
@@ -72,6 +73,81 @@ def table(cache: PrefixCache, tokens: Sequence[int]) -> list[int]:
 
 
 # ------------------------------------------------------------------------------ what is found
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 5, 16])
+def test_who_has_the_logits_of_the_last_token_hits_that_one_too(page_size: int) -> None:
+    cache = a_cache(page_size)
+    put(cache, [*SYSTEM, 11])
+    assert cache.match(SYSTEM) == 9
+    for whole, hit in ((False, 9), (True, 10)):
+        lease = cache.acquire(SYSTEM, whole=whole)
+        assert lease.num_tokens == lease.cached_tokens == lease.capacity == hit
+        cache.release(lease)
+    lease = cache.acquire([*SYSTEM, 12], whole=True)  # not all of it is cached
+    assert lease.num_tokens == 10
+    cache.release(lease)
+    lease = cache.acquire(SYSTEM, "another's", whole=True)
+    assert lease.num_tokens == 0
+    cache.release(lease)
+    cache.check()
+
+
+def test_what_is_in_flight_is_no_hit_of_the_whole() -> None:
+    cache = a_cache(page_size=5)
+    lease = begin(cache, SYSTEM)
+    early = cache.acquire(SYSTEM, whole=True)
+    assert (early.num_tokens, early.next_step_tokens) == (5, 4)
+    with pytest.raises(LeaseError):
+        cache.publish(early, [], written=True)
+    cache.commit()
+    late = cache.acquire(SYSTEM, whole=True)
+    assert (late.num_tokens, late.next_step_tokens) == (10, 0)
+    cache.check()
+    for one in (lease, early, late):
+        cache.release(one)
+    cache.check()
+
+
+def test_what_follows_a_hit_of_the_whole_goes_into_a_copy_of_the_page_in_which_it_ends() -> None:
+    cache = a_cache()
+    put(cache, [*SYSTEM, 11])
+    lease = cache.acquire(SYSTEM, whole=True)
+    last = lease.page_table.tolist()[-1]
+    copies = append(cache, lease, [12])
+    assert copies == [PageCopy(last, lease.page_table.tolist()[-1], 2)]
+    assert length(cache, [*SYSTEM, 11]) == length(cache, [*SYSTEM, 12]) == 11
+    cache.release(lease)
+    cache.check()
+
+
+def test_a_hit_of_the_whole_counts_and_is_used_once_nothing_is_published() -> None:
+    cache = a_cache(page_size=1, num_pages=20)
+    put(cache, SYSTEM)
+    put(cache, [20, 21, 22])
+    before = (cache.stats.requests, cache.stats.query_tokens, cache.stats.hit_tokens)
+    lease = cache.acquire(SYSTEM, whole=True)
+    cache.publish(lease, [], written=True)
+    cache.publish(lease, [], written=True)
+    after = (cache.stats.requests, cache.stats.query_tokens, cache.stats.hit_tokens)
+    assert tuple(b - a for a, b in zip(before, after, strict=True)) == (1, 10, 10)
+    cache.release(lease)
+    cache.evict(3)  # what was used before it
+    assert length(cache, SYSTEM) == 10 and length(cache, [20, 21, 22]) == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", [HashBlockCache, NoCache])
+def test_the_other_caches_leave_the_last_token_to_be_computed(
+    kind: type[HashBlockCache] | type[NoCache],
+) -> None:
+    cache = kind(PagePool(16, 4))
+    put(cache, SYSTEM[:8])
+    lease = cache.acquire(SYSTEM[:8], whole=True)
+    assert not kind.hits_whole_prompts
+    assert lease.num_tokens == (4 if kind is HashBlockCache else 0)
+    cache.release(lease)
+    cache.check()
 
 
 def test_a_hit_ends_at_any_token_not_only_at_page_ends() -> None:

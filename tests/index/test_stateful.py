@@ -47,14 +47,32 @@ class CacheUnderRules(RuleBasedStateMachine):
         self.machine.match(known[: cut % (len(known) + 1)] + more, namespace)
 
     @precondition(lambda self: len(self.machine.requests) < 5)
-    @rule(start=INDEX, cut=INDEX, more=TOKENS, namespace=NAMESPACE, resumed=st.booleans())
+    @rule(
+        start=INDEX,
+        cut=INDEX,
+        more=TOKENS,
+        namespace=NAMESPACE,
+        resumed=st.booleans(),
+        whole=st.booleans(),
+    )
     def acquire(
-        self, start: int, cut: int, more: list[int], namespace: str | None, resumed: bool
+        self,
+        start: int,
+        cut: int,
+        more: list[int],
+        namespace: str | None,
+        resumed: bool,
+        whole: bool,
     ) -> None:
         known = self.past[start % len(self.past)]
         prompt = known[: cut % (len(known) + 1)] + more
         self.past.append(prompt)
-        self.machine.acquire(prompt, namespace, resumed)
+        self.machine.acquire(prompt, namespace, resumed, whole)
+
+    @precondition(leased)
+    @rule(index=INDEX)
+    def publish_nothing(self, index: int) -> None:
+        self.machine.publish_nothing(self.one_of(index))
 
     @rule(start=INDEX, cut=INDEX, more=TOKENS, chaos=CHAOS, leave=st.booleans())
     def serve(self, start: int, cut: int, more: list[int], chaos: int, leave: bool) -> None:
@@ -187,6 +205,7 @@ def test_the_random_operations_reach_every_corner() -> None:
         "reserve evicts",
         "rollbacks",
         "tables repointed",
+        "whole hits in mid-page",
         "written in flight",
     ]
     assert not [corner for corner in corners if counts[corner] < 3], counts

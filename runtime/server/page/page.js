@@ -191,16 +191,17 @@ function showUsage(answer, { usage, ttft, explanation }) {
   const computed = prompt - cached;
   const numbers = [count(prompt, "prompt token"), `${format.format(cached)} cached`, `${format.format(computed)} computed`].join(", ");
   const first = ttft === undefined ? "" : `, TTFT ${milliseconds(ttft)}`;
-  const misses = explanation ?? [{ start: cached, end: prompt, text: `${count(computed, "token")} computed` }];
-  follow(() => answer.article.append(strip(misses, prompt), make("p", { className: "usage" }, numbers + first)));
+  const unexplained = { start: cached, end: prompt, text: `${count(computed, "token")} computed` };
+  const misses = explanation ?? (computed ? [unexplained] : []);
+  follow(() => answer.article.append(strip(misses, prompt, computed), make("p", { className: "usage" }, numbers + first)));
   $("last-usage").textContent = numbers;
-  $("strip").replaceChildren(strip(misses, prompt));
+  $("strip").replaceChildren(strip(misses, prompt, computed));
   $("reasons").replaceChildren(...misses.map(describeMiss));
 }
 
-/** A prompt from its first token to its last, which is always computed; what else is in none of
+/** A prompt from its first token to its last, which is computed if any is; what else is in none of
  *  `misses` was cached. */
-function strip(misses, length) {
+function strip(misses, length, computed) {
   const parts = make("div", { className: "strip" });
   const add = (name, tokens) => {
     if (tokens <= 0) return;
@@ -214,8 +215,9 @@ function strip(misses, length) {
     add("miss", end - start);
     position = end;
   }
-  add("hit", length - 1 - position);
-  add("miss", Math.min(1, length - position));
+  const last = Math.min(1, computed, length - position);
+  add("hit", length - last - position);
+  add("miss", last);
   return parts;
 }
 

@@ -55,7 +55,12 @@ class BruteForce:
         self.leases: list[Hold] = []
 
     def acquire(
-        self, tokens: np.ndarray, namespace: Hashable = None, *, resumed: bool = False
+        self,
+        tokens: np.ndarray,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        whole: bool = False,
     ) -> Hold:
         lease = Hold()
         self.leases.append(lease)

@@ -23,15 +23,20 @@ def test_memory_is_cut_to_whole_pages_of_every_mode(text, tokens):
     assert memory.tokens(1100, 16, modes) == tokens
 
 
+@pytest.mark.parametrize("by", ["evict", "reserve"])
 @pytest.mark.parametrize(("mode", "left"), [("radix-4", 12), ("aligned-4", 12), ("whole-4", 0)])
-def test_a_leaf_is_trimmed_page_by_page_or_dropped_whole(mode, left):
-    cache = parse_mode(mode).make(64)
+def test_a_leaf_is_trimmed_page_by_page_or_dropped_whole(mode, left, by):
+    cache = parse_mode(mode).make(64 if by == "evict" else 16)
     tokens = np.arange(16, dtype=np.int32)
     lease = cache.acquire(tokens)
     cache.reserve(lease, 16)
     cache.publish(lease, tokens)
     cache.commit()
     cache.release(lease)
-    assert cache.evict(1) == 4 - left // 4
+    if by == "evict":
+        assert cache.evict(1) == 4 - left // 4
+    else:
+        cache.reserve(cache.acquire(tokens[::-1].copy()), 1)
+        assert cache.stats.evicted_pages == 4 - left // 4
     assert cache.match(np.append(tokens, 99)) == left
     cache.check()

@@ -94,6 +94,8 @@ class Run:
         for _ in range(rng.randint(3, 7)):
             own = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 12))]
             prompt = stem[: rng.choice([0, 5, 17, 30])] + own
+            if self.jobs and rng.random() < 0.3:  # its logits may be kept
+                prompt = rng.choice(self.jobs)[0]
             settings: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 14)}
             if rng.random() < 0.3:
                 settings |= {"temperature": 1.0, "seed": rng.randrange(99), "n": rng.choice([1, 2])}

@@ -115,14 +115,13 @@ def test_logits_agree_with_plain_transformers_to_1e_4(
     asked = prompts(min(model.vocab_size, 250))
     engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24, layers=layers)
     seen: list[torch.Tensor] = []
-    forward = model.forward
+    sample = engine._sample
 
-    def spy(*args: Any) -> torch.Tensor:
-        logits = forward(*args)
+    def spy(sequences: list[Sequence], logits: torch.Tensor) -> Any:
         seen.extend(logits)
-        return logits
+        return sample(sequences, logits)
 
-    monkeypatch.setattr(model, "forward", spy)
+    monkeypatch.setattr(engine, "_sample", spy)
     for prompt in asked:  # one after the other, so that row i of `seen` is known
         seen.clear()
         (request,) = run(engine, [prompt], GREEDY)
@@ -170,7 +169,7 @@ def test_n_completions_compute_the_prompt_once(folder: Path) -> None:
     engine = make_engine(model_path(folder, "llama"), page_size=1)
     params = SamplingParams(temperature=1, seed=3, n=5, max_tokens=4)
     (request,) = run(engine, [prompt], params)
-    assert request.prefilled_tokens == len(prompt) + 4  # the others: the last token, for logits
+    assert request.prefilled_tokens == len(prompt)
     completions = generated([request])[0]
     assert len({tuple(tokens) for tokens in completions}) > 1
 

@@ -147,7 +147,7 @@ def test_what_was_scored_is_computed_once(path: Path) -> None:
         *run(engine, [prompt + text(9, random.Random(SEED))], ONLY_SCORE),
     )
     assert first.prefilled_tokens == len(prompt)
-    assert again.prefilled_tokens == 2  # one to score the last token, which no hit includes
+    assert again.prefilled_tokens == 0  # its logits are kept, too
     assert longer.prefilled_tokens == 1 + 9
     for request in (first, again, longer):
         assert_scored(path, request)
@@ -178,7 +178,7 @@ def test_any_count_is_served_from_what_another_count_has_scored(path: Path) -> N
     for count in (0, 20, 7):
         (request,) = run(engine, prompts()[:1], scoring(count, max_tokens=0))
         assert_scored(path, request)
-    assert request.prefilled_tokens == 2
+    assert request.prefilled_tokens == 0
 
 
 def test_scores_are_shared_within_a_namespace_only(path: Path) -> None:
@@ -196,7 +196,7 @@ def test_n_completions_score_the_prompt_once(path: Path) -> None:
     engine = make_engine(path, page_size=1, max_num_batched_tokens=16)
     (request,) = run(engine, [prompt], scoring(n=2))
     assert_scored(path, request)
-    assert request.prefilled_tokens == len(prompt) + 1
+    assert request.prefilled_tokens == len(prompt)
     assert generated([request])[0] == [plain_greedy(path, prompt, NEW_TOKENS)] * 2
     (only,) = run(engine, [prompt], scoring(n=3, max_tokens=0))
     assert_scored(path, only)
@@ -369,7 +369,9 @@ def test_requests_that_ask_for_none_get_logits_for_their_last_token_only(
 
     monkeypatch.setattr(engine.model, "forward", spy)
     requests = run(engine, prompts(), GREEDY)
-    assert sum(rows_of_steps) == sum(len(tokens) for (tokens,) in generated(requests))
+    kept = engine.scheduler.kept
+    assert kept is not None and kept.num_used == 1  # one prompt is there twice
+    assert sum(rows_of_steps) + 1 == sum(len(tokens) for (tokens,) in generated(requests))
 
 
 def test_a_stream_tells_the_scores_as_soon_as_all_are_known() -> None:
@@ -434,7 +436,7 @@ def test_scored_prompts_keep_to_their_size_and_drop_what_was_used_longest_ago() 
         assert len(got) == min(len(tokens), 64)
         assert np.array_equal(got, scores_of(tokens)[:64])
         assert len(known.find(longer, "other namespace")) == 0
-        found += len(known.find(favourite, None)) == len(favourite) - 1
+        found += len(known.find(favourite, None)) == len(favourite)
     assert found > 100  # what is used often stays, where it fits
     assert known.tree.pool.num_pages == 64
 

@@ -223,6 +223,9 @@ def test_the_explanation_says_where_and_why_and_is_no_markup(page: Page):
     segments = "[...document.querySelectorAll('#strip i')]"
     parts = page.run(f"return {segments}.map((part) => [part.className, +part.style.flexGrow])")
     assert parts == [["hit", cached], ["miss", computed - 1], ["miss", 1]]
+    assert numbers(page.edit(0, "What is <b>that</b> about?")) == (prompt, prompt, 0)
+    parts = page.run(f"return {segments}.map((part) => [part.className, +part.style.flexGrow])")
+    assert parts == [["hit", prompt]] and not page.texts("#reasons li")
 
 
 @needs_browser
