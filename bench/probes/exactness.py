@@ -1,6 +1,6 @@
 """What a hit and a batch change: logits and greedy answers, by default and in exact mode.
 
-    python -m radixcache.bench.probes.exactness          # or --time: what exact mode costs
+    python -m radixcache.bench.probes.exactness     # --quick; or --time: what exact mode costs
 
 Every prompt is answered alone with nothing cached, behind a cached prefix, and in a batch with
 others. Figures of the first token's log-probabilities are parts of their standard deviation over
@@ -15,8 +15,6 @@ import argparse
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -102,33 +100,29 @@ def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) ->
 
 def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Namespace) -> None:
     """Print two rows of the table."""
-    with load(folder, dtype, exact, "none") as cold, load(folder, dtype, exact, "radix") as warm:
-        tabletalk = folder == BUNDLED_MODEL
-        count = args.questions if tabletalk else args.prompts
-        prompts = (table_prompts if tabletalk else random_prompts)(cold, count, args.seed)
-        answer = SamplingParams(temperature=0, max_tokens=args.answer)
-        vocabulary = cold.engine.model.vocab_size
-        first = SamplingParams(temperature=0, max_tokens=1, logprobs=vocabulary)
-        answers, few = ask(cold, prompts, answer, "alone"), prompts[: args.rows]
-        logits = np.array(ask(cold, few, first, "alone"))
-        for way, llm in (("hit", warm), ("batch", cold)):
-            other = np.array(ask(llm, few, first, way))
-            error = (other - logits) / logits.std(1, keepdims=True)
-            flips = sum(
-                a != b for a, b in zip(ask(llm, prompts, answer, way), answers, strict=True)
-            )
-            size = f"{abs(error).max():.1e} | {(error**2).mean() ** 0.5:.1e}"
-            print(
-                f"| {name} | {dtype} | {'exact' if exact else 'default'} | {way} | "
-                f"{size if error.any() else '0 | 0'} | {flips:,} of {count:,} |",
-                flush=True,
-            )
-
-
-@contextmanager
-def load(folder: Path, dtype: str, exact: bool, cache: str) -> Iterator[LLM]:
-    with LLM(folder, dtype=dtype, exact=exact, cache=cache, kv_memory="256MiB") as llm:  # type: ignore[arg-type]
-        yield llm
+    tabletalk = folder == BUNDLED_MODEL
+    count = args.questions if tabletalk else args.prompts
+    answers: dict[str, list[Any]] = {}
+    logits: dict[str, NDArray[Any]] = {}
+    # One after the other: two engines would have more threads than cores.
+    for cache, ways in (("none", ("alone", "batch")), ("radix", ("hit",))):
+        with LLM(folder, dtype=dtype, exact=exact, cache=cache, kv_memory="256MiB") as llm:
+            prompts = (table_prompts if tabletalk else random_prompts)(llm, count, args.seed)
+            answer = SamplingParams(temperature=0, max_tokens=args.answer)
+            vocabulary = llm.engine.model.vocab_size
+            first = SamplingParams(temperature=0, max_tokens=1, logprobs=vocabulary)
+            for way in ways:
+                answers[way] = ask(llm, prompts, answer, way)
+                logits[way] = np.array(ask(llm, prompts[: args.rows], first, way))
+    for way in ("hit", "batch"):
+        error = (logits[way] - logits["alone"]) / logits["alone"].std(1, keepdims=True)
+        flips = sum(a != b for a, b in zip(answers[way], answers["alone"], strict=True))
+        size = f"{abs(error).max():.1e} | {(error**2).mean() ** 0.5:.1e}"
+        print(
+            f"| {name} | {dtype} | {'exact' if exact else 'default'} | {way} | "
+            f"{size if error.any() else '0 | 0'} | {flips:,} of {count:,} |",
+            flush=True,
+        )
 
 
 def measure_cost(name: str, folder: Path, dtype: str, args: argparse.Namespace) -> None:
@@ -168,9 +162,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20, help="whose log-probabilities count (20)")
     parser.add_argument("--rounds", type=int, default=5, help="of --time (5)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", nargs="+", default=["tabletalk", "llama", "gemma2"])
+    models = ("tabletalk", "llama", "gemma2")
+    parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="NAME",
+                        help=f"of {', '.join(models)} (all)")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="20 questions, 10 prompts")
     parser.add_argument("--time", action="store_true", help="what exact mode costs instead")
     args = parser.parse_args()
+    if args.quick:
+        args.questions, args.prompts = 20, 10
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, seed {args.seed}")
     if args.time:
         print("| model | dtype | prefill 1,000 | decode 1 at 1,000 | decode 16 at 100 |")
@@ -179,8 +178,9 @@ def main() -> None:
     print("|---" * (5 if args.time else 7) + "|")
     with tempfile.TemporaryDirectory() as place:
         llama, gemma = Path(place, "llama"), Path(place, "gemma2")
-        save_random_llama(llama, args.seed)
-        save_random_gemma(gemma, args.seed)
+        for folder, save in ((llama, save_random_llama), (gemma, save_random_gemma)):
+            if folder.name in args.models:
+                save(folder, args.seed)
         folders = {"tabletalk": BUNDLED_MODEL, "llama": llama, "gemma2": gemma}
         for name in args.models:
             for dtype in DTYPES:
