@@ -131,13 +131,13 @@ class Schedule:
     def __init__(self, model: PagedModel, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         page_size = rng.choice([1, 4, 16])
-        room = rng.choice([95, 120, 1000])
-        pool = PagePool(room // page_size + 3, page_size)
+        room = rng.choice([80, 80, 110, 1000])
+        pool = PagePool(room // page_size + 2, page_size)
         self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
         scheduler = Scheduler(self.cache, rng.choice([3, 7, 24, 300]), rng.choice([1, 3, 16]))
         kv_pool = model.allocate(pool.num_pages, page_size)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
-        self.stems = [self.text(40) for _ in range(2)]
+        self.stems = [self.text(25) for _ in range(2)]
 
     def text(self, length: int) -> list[int]:
         return [self.rng.randrange(VOCAB_SIZE) for _ in range(length)]
@@ -147,9 +147,9 @@ class Schedule:
         rng = self.rng
         before = rng.choice(self.stems)
         if earlier and rng.random() < 0.4:
-            before = rng.choice(earlier).sequences[0].tokens.tolist()[:60]
+            before = rng.choice(earlier).sequences[0].tokens.tolist()[:35]
         prompt = before[: rng.randint(0, len(before))] + self.text(rng.choice([0, 1, 2, 20]))
-        settings: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 2, 9])}
+        settings: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 9, 24])}
         if rng.random() < 0.3:
             settings |= {"temperature": 1.0, "seed": rng.randrange(99), "n": rng.choice([1, 2])}
         if rng.random() < 0.2:

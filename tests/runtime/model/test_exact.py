@@ -186,9 +186,9 @@ def test_no_bit_of_more_schedules_differs(family, dtype) -> None:
     tally = Tally()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        tally += schedules(exact_model(family, dtype), range(100 * number, 100 * number + 100))
+        tally += schedules(exact_model(family, dtype), range(100 * number, 100 * number + 30))
     assert tally.differing == tally.flips == 0
-    assert tally.hit_tokens and tally.evicted and tally.copied and tally.answers > 300
+    assert tally.hit_tokens and tally.evicted and tally.copied and tally.answers > 200
 
 
 @needs_exact
