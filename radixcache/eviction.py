@@ -16,6 +16,9 @@ from radixcache.nodes import Node
 EvictionPolicy = Callable[[Node], Any]
 """The key of an evictable leaf; the smallest goes first, equal ones by age.
 
+Any two keys can be compared, and none is a NaN. If they cannot, or if the function raises, that
+comes out of the change of the cache under way, which is then broken until `PrefixCache.recover`.
+
 Read when a leaf becomes evictable. It may look at these, which are then true of each of the leaf's
 tokens, and which do not change while it is evictable:
 

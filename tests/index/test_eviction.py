@@ -179,6 +179,21 @@ def test_a_policy_may_be_any_function_of_the_leaf() -> None:
     assert cache.match([1, 1, 1, 9]) == 3
 
 
+@pytest.mark.parametrize("key", [lambda word: 1 / (word - 3), lambda word: "3" if word == 3 else 1])
+def test_a_policy_that_fails_leaves_a_cache_that_can_recover(key: Callable[[int], object]) -> None:
+    """It raises, or gives keys that cannot be compared: that comes out, and nothing is lost."""
+    cache = a_cache(lambda leaf: key(leaf.first_token))
+    use(cache, 1)
+    with pytest.raises((ZeroDivisionError, TypeError)):
+        use(cache, 3)
+    assert cache.broken
+    cache.recover()
+    cache.check()
+    use(cache, 1)
+    cache.check()
+    assert cache.match([1, 1, 1, 9]) == 3
+
+
 def test_an_unknown_policy_is_one_sentence() -> None:
     with pytest.raises(InvalidRequest, match="policy must be one of lru, lfu, fifo, priority"):
         a_cache("random")
