@@ -11,6 +11,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <new>
 #include <utility>
 #include <vector>
 #if defined(__x86_64__)
@@ -25,20 +27,27 @@ extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned
 
 namespace {
 
-// Calls f(0) ... f(count - 1) on threads that take the next as they get free.
+// Calls f(0) ... f(count - 1) on threads that take the next as they get free. What one of them lacks
+// memory for, the caller's thread throws.
 template <class F>
 void parallel(int64_t count, int threads, const F& f) {
     struct Shared {
         const F& f;
         int64_t count;
         std::atomic<int64_t> next{0};
+        std::atomic<bool> failed{false};
     } shared{f, count};
     auto work = [](void* data) {
         Shared& s = *static_cast<Shared*>(data);
-        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i);
+        try {
+            for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i);
+        } catch (const std::bad_alloc&) {
+            s.failed = true;
+        }
     };
     if (count > 1 && threads > 1) GOMP_parallel(work, &shared, threads, 0);
     else work(&shared);
+    if (shared.failed) throw std::bad_alloc();
 }
 
 // ---- Vectors of W floats.
@@ -119,7 +128,7 @@ inline vec fma(vec a, vec b, vec c) {  // a compiler fuses a * b + c here, but n
 #endif
 }
 
-// e^x within 2 units of the last place; 0 below -87, and no more than e^88.
+// e^x within 2 units of the last place; 0 below -87, infinite above 88.
 inline vec exp(vec x) {
     vec y = x > 88.0f ? all(88.0f) : x;
     vec n = y * 1.44269504f + 12582912.0f - 12582912.0f;  // the nearest whole power of 2
@@ -130,10 +139,17 @@ inline vec exp(vec x) {
                     5.0000001201e-1f, 1.0f, 1.0f})
         p = fma(p, y, all(c));
     p *= (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+    p = x > 88.0f ? all(std::numeric_limits<float>::infinity()) : p;
     return x < -87.0f ? vec{} : p;
 }
 
-inline vec tanh(vec x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+inline vec tanh(vec x) {  // small ones by their series: as 1 - (1 - x) they would lose their digits
+    vec square = x * x, p = all(-5.70498872745e-3f);
+    for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+        p = fma(p, square, all(c));
+    vec small = fma(p * square, x, x), large = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+    return square < 0.390625f ? small : large;
+}
 
 inline vec shuffle(vec a, vec b, ivec from) {  // lanes of a and b side by side
 #ifdef __clang__
@@ -238,7 +254,7 @@ using State = float*;
 
 // Joins what a row saw of the next keys. If that is nothing, not a bit changes.
 void merge(State seen, const float* next, int width) {
-    if (next[0] == -INFINITY) return;
+    if (next[1] == 0) return;  // not by its top: what is no number has none
     float top = std::max(seen[0], next[0]);
     vec before = exp(all(seen[0] - top)), after = exp(all(next[0] - top));
     seen[0] = top;
@@ -539,12 +555,15 @@ void turn_and_write(const Batch& batch, const Layer& layer, Tokens<T> query, Tok
 }
 
 template <class T>
-void attend(const Batch& batch, const Layer& layer, T* query, int64_t query_stride, T* key,
-            int64_t key_stride, T* value, int64_t value_stride, const float* cos, const float* sin,
-            T* k_pages, T* v_pages, T* out, int threads) {
+int32_t attend(const Batch& batch, const Layer& layer, T* query, int64_t query_stride, T* key,
+               int64_t key_stride, T* value, int64_t value_stride, const float* cos,
+               const float* sin, T* k_pages, T* v_pages, T* out, int threads) try {
     Tokens<T> queries{query, query_stride}, keys{key, key_stride}, values{value, value_stride};
     turn_and_write(batch, layer, queries, keys, values, cos, sin, k_pages, v_pages, threads);
     Attention<T>{batch, layer, queries, k_pages, v_pages, out}.run(threads);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
 }
 
 #define KERNELS(T) (void*)attend<T>, (void*)rms_norm<T>, (void*)gated<T>

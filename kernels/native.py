@@ -25,6 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _NO_WINDOW = 2**31 - 1
 _TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
 _KERNELS = {"attend": "***l*l*l*****i", "rms_norm": "****liffi", "gated": "***lillii"}
+_RETURNS = {"attend": c_int32}
 
 
 class _Batch(ctypes.Structure):
@@ -62,7 +63,9 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         name = str(dtype).replace("torch.", "radixcache_")
         addresses = (c_void_p * len(_KERNELS)).in_dll(library, name)
         kernels[dtype] = {
-            kernel: ctypes.CFUNCTYPE(None, *(_TYPES[letter] for letter in types))(address)
+            kernel: ctypes.CFUNCTYPE(_RETURNS.get(kernel), *(_TYPES[letter] for letter in types))(
+                address
+            )
             for (kernel, types), address in zip(_KERNELS.items(), addresses, strict=True)
         }
     return kernels
@@ -172,6 +175,7 @@ class NativeBackend(AttentionBackend):
 
         Raises:
             ValueError: the tensors do not fit together, or to the plan.
+            MemoryError: the sums of the step's rows do not fit into memory.
         """
         if self._batch is None:
             raise RuntimeError("run() before plan()")
@@ -196,12 +200,14 @@ class NativeBackend(AttentionBackend):
         out = query.new_empty(tokens, heads, value_dim)
         window = min(window or _NO_WINDOW, _NO_WINDOW)
         layer = _layer(heads, kv_heads, dim, value_dim, half, window, scale, softcap)
-        _kernel("attend", query)(
+        done = _kernel("attend", query)(
             *(ctypes.addressof(self._batch), ctypes.addressof(layer)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
             *(value.data_ptr(), value.stride(0), cos, sin),
             *(k_pages.data_ptr(), v_pages.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
+        if not done:
+            raise MemoryError("no memory to attend in")
         return out
 
 

@@ -1,7 +1,8 @@
 """Compiles `native.cpp` where it runs, once for each processor: `python -m ...` does it ahead.
 
 A wheel that travels could not use what this processor has, and needs no compiler as it is: what was
-compiled stands in the user's cache folder, under a name made of the source and the processor.
+compiled stands in the user's cache folder, under a name made of the source, the processor and its
+own bytes: a file that lost some, as by a full disk or a power cut, would crash who loads it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,32 +28,55 @@ def build() -> Path:
     """The shared library for this processor, compiled if it is not there; takes ten seconds.
 
     Raises:
-        OSError: there is no compiler, it fails, or the cache folder cannot be written to.
+        OSError: there is no compiler, it fails, or no cache folder can be written to.
     """
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, _processor())).encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    library = cache / "radixcache" / f"native-{key.hexdigest()[:16]}.so"
-    if not library.exists():
+    folder, name = _cache() / "radixcache", f"native-{key.hexdigest()[:16]}"
+    library = _find(folder, name)
+    if library is None:
         compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
         if compiler is None:
             raise OSError(f"no C++ compiler ({', '.join(_COMPILERS)})")
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with open(library.with_name("lock"), "w") as lock:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds it compiled
-            if not library.exists():
-                _compile(compiler, library)
+            library = _find(folder, name) or _compile(compiler, folder, name)
     return library
 
 
-def _compile(compiler: str, library: Path) -> None:
-    part = library.with_suffix(".part")
-    command = (compiler, *_FLAGS, "-o", part, _SOURCE)
+def _cache() -> Path:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise OSError(f"{compiler} failed: {said[0] if said else error}") from None
-    part.replace(library)
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:  # a user without a home
+        raise OSError(str(error)) from None
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """The library of that name whose bytes are those that were compiled."""
+    for library in folder.glob(f"{name}-*.so"):
+        if library.stem == f"{name}-{_digest(library)}":
+            return library
+    return None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _compile(compiler: str, folder: Path, name: str) -> Path:
+    part = folder / f"{name}.part"
+    command = (compiler, *_FLAGS, "-o", part, _SOURCE)
+    # Into a file: a pipe is also held by what the compiler has started, and that may hang.
+    with tempfile.TemporaryFile() as said:
+        try:
+            subprocess.run(
+                command, check=True, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=300
+            )
+        except subprocess.SubprocessError as error:
+            said.seek(0)
+            first = said.read().decode(errors="replace").strip().partition("\n")[0]
+            raise OSError(f"{compiler} failed: {first or error}") from None
+    return part.replace(folder / f"{name}-{_digest(part)}.so")
 
 
 def _processor() -> list[str]:

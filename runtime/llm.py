@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 from weakref import finalize
 
 from radixcache.base import PrefixCache, TokensLike, as_tokens
-from radixcache.errors import InvalidRequest
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -128,6 +129,7 @@ class LLM:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         path = str(model if model is not None else BUNDLED_MODEL)
         paged = _load(path, dtype, device, exact)
+        self.default_params = _default_params(paged.generation_config)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
         taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
@@ -153,7 +155,6 @@ class LLM:
         self._close = finalize(self, self.worker.close)
         self._history = TokenHistory(self.tokenizer) if self.tokenizer else None
         self.model_name = Path(path).name
-        self.default_params = _default_params(paged.generation_config)
 
     @property
     def cache(self) -> PrefixCache:
@@ -503,7 +504,16 @@ def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
         return load()
     future: Future[PagedModel] = Future()
     thread = threading.Thread(target=answer, args=(future, load), daemon=True)
-    thread.start()
+    try:
+        thread.start()
+        wait([future])  # a `join` that is interrupted takes the thread for ended (Python 3.11)
+    except BaseException:  # as by Ctrl-C: a thread within torch must end before the interpreter
+        if thread.ident is not None:  # it has begun
+            if not future.cancel():
+                stop = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), stop)
+            wait([future])
+        raise
     thread.join()
     return future.result()
 
@@ -521,10 +531,14 @@ def _default_params(config: Any) -> SamplingParams:
         value = getattr(config, name, None)
         return default if value is None or not sampling else value
 
-    return SamplingParams(
-        temperature=float(setting("temperature", 1.0 if sampling else 0.0)),
-        top_p=float(setting("top_p", 1.0)),
-        top_k=int(setting("top_k", 0)),
-        min_p=float(setting("min_p", 0.0)),
-        max_tokens=getattr(config, "max_new_tokens", None) or 16,
-    )
+    try:
+        return SamplingParams(
+            temperature=float(setting("temperature", 1.0 if sampling else 0.0)),
+            top_p=float(setting("top_p", 1.0)),
+            top_k=int(setting("top_k", 0)),
+            min_p=float(setting("min_p", 0.0)),
+            max_tokens=int(getattr(config, "max_new_tokens", None) or 16),
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = first_sentence(error)
+        raise ModelError(f"the model's generation config makes no sense: {reason}") from None

@@ -17,7 +17,7 @@ from radixcache.errors import ModelError
 from radixcache.kernels.attention import LayerKind
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class AttentionCall(NamedTuple):
@@ -70,6 +70,8 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     """
     text = config.get_text_config()
     layers = [call.layer for call in calls]
+    if not layers:
+        raise refusal(config.model_type, "it has no layer with attention")
     if len(set(layers)) < len(layers):
         raise refusal(config.model_type, "it calls attention more than once in a layer")
     if sorted(layers) != list(range(text.num_hidden_layers)):

@@ -61,6 +61,8 @@ def load_model(
     """
     place = resolve_device(device)
     settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
+    if not isinstance(settings, dict):
+        raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
     kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
@@ -100,7 +102,14 @@ def _load_decoder(
             raise Unknown(f"the dtype of its config is {named}")
         dtype = _DTYPES[named]
     with open_checkpoint(name_or_path, device, dtype) as checkpoint, on_device(device):
-        if checkpoint.shapes != architecture.shapes():
+        found, wanted = checkpoint.shapes, architecture.shapes()
+        for name in found.keys() & wanted.keys():  # transformers refuses it, too, but may not end
+            if found[name] != wanted[name]:
+                raise ModelError(
+                    f"the checkpoint of {name_or_path} has {name} as {list(found[name])}, "
+                    f"where its config says {list(wanted[name])}"
+                )
+        if found != wanted:
             raise Unknown("its checkpoint has other weights")
         return Decoder(
             architecture,
@@ -161,6 +170,9 @@ def _generation_config(name_or_path: str | Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(str(name_or_path))
     except OSError:  # it has none
         return GenerationConfig()
+    except Exception as error:  # whatever nonsense raises in transformers
+        reason = f"its generation config does not make sense ({first_sentence(error)})"
+        raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.configuration_utils import GenerationConfig
 
+from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
@@ -65,7 +66,11 @@ class PagedModel(ABC):
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
         eos = eos_token_id if eos is None else eos
-        self.eos_token_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
+        self.eos_token_ids: list[int] = (
+            eos if isinstance(eos, list) else [] if eos is None else [eos]
+        )
+        if any(type(token) is not int for token in self.eos_token_ids):
+            raise ModelError(f"the tokens that end a text cannot be {eos!r}")
 
     @property
     def bytes_per_token(self) -> int:

@@ -160,7 +160,8 @@ class StockModel(PagedModel):
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
             calls.append(call)
-            return query.new_zeros(*query.shape[:2], value.shape[2])
+            fill = torch.nan if query.isnan().any() else 0.0  # as the attention would give
+            return query.new_full((*query.shape[:2], value.shape[2]), fill)
 
         two = torch.arange(2, device=self.device)
         self._model.set_attn_implementation(_NAME)
@@ -172,6 +173,8 @@ class StockModel(PagedModel):
         except Exception as error:  # whatever foreign modelling code raises
             reason = f"a trial run failed ({first_sentence(error)})"
             raise gate.refusal(self.config.model_type, reason) from error
+        if logits.isnan().any():
+            raise gate.refusal(self.config.model_type, "its logits are not numbers")
         return calls, logits.shape[1]
 
 

@@ -229,6 +229,28 @@ def test_the_reference_tells_a_wrong_window_or_scale(fault) -> None:
     assert error(step, run(step, NativeBackend(), **{**options, **fault}), **options) > 1e-3
 
 
+@needs_kernels
+def test_a_key_that_is_no_number_is_not_passed_over() -> None:
+    """It is alone in its block, beside a block of 256 good ones."""
+    step = make_step(8, [(1, 256)])
+    step.key[:] = torch.nan
+    assert run(step, NativeBackend(), scale=0.3).isnan().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("softcap", [1e-3, 1.0, 1e4, 1e7])
+def test_softcaps_of_any_size(softcap) -> None:
+    step, options = make_step(9, [(1, 300), (9, 20)]), {"scale": 0.3, "softcap": softcap}
+    assert error(step, run(step, NativeBackend(), **options), **options) < 3e-5
+
+
+@needs_kernels
+def test_activations_of_the_largest_numbers_are_zero() -> None:
+    x = torch.full((1, 16), -3e38)
+    for kind in ("silu", "gelu_tanh"):
+        assert not native.gated(x, torch.ones(1, 16), kind).any()
+
+
 # What is refused.
 
 
@@ -309,6 +331,54 @@ def test_a_compiler_that_fails_is_the_reason_and_leaves_nothing(bare) -> None:
     with pytest.raises(OSError, match=r"c\+\+ failed: no such flag"):
         native_build.build()
     assert not list((bare / "cache").rglob("*.so"))
+
+
+def test_a_compiler_whose_words_are_no_text_is_a_reason(bare) -> None:
+    (bare / "c++").write_bytes(b"#!/bin/sh\nprintf '\\377bad' >&2\nexit 1\n")
+    (bare / "c++").chmod(0o755)
+    with pytest.raises(OSError, match=r"c\+\+ failed: .bad"):
+        native_build.build()
+
+
+def test_a_user_without_a_home_is_a_reason(bare, monkeypatch) -> None:
+    def no_home(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(OSError, match="home directory"):
+        native_build.build()
+
+
+def test_a_library_that_lost_bytes_is_compiled_anew(bare) -> None:
+    program = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf library > "$2"\n'
+    (bare / "c++").write_text(program)
+    (bare / "c++").chmod(0o755)
+    library = native_build.build()
+    for spoiled in (b"", b"lib", bytes(7)):
+        library.write_bytes(spoiled)
+        assert native_build.build() == library and library.read_bytes() == b"library"
+
+
+@needs_kernels
+def test_want_of_memory_is_an_exception() -> None:
+    """512 queries of 40,000 keys each keep 2 GB of sums, which the process may not have."""
+    code = """if True:
+        import resource, torch
+        from radixcache.kernels.native import NativeBackend
+        from tests.kernels.reference import make_batch
+        backend, pages = NativeBackend(), torch.zeros(1, 40_000, 1, 16)
+        query, new = torch.zeros(512, 128, 16), torch.zeros(512, 1, 16)
+        backend.plan(make_batch([[0]] * 512, [1] * 512, [40_000] * 512, 40_000))
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))
+        try:
+            backend.run(query, new, new, pages, pages, scale=1.0)
+        except MemoryError as error:
+            print(error)
+    """
+    done = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "no memory to attend in\n", done.stderr
 
 
 def test_what_was_compiled_is_used_again_by_the_same_processor_only(bare, monkeypatch) -> None:

@@ -112,6 +112,41 @@ def test_pickled_weights_run_nothing(folder, trace):
         load_model(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "index",
+    ["[]", '"x"', "{}", *(f'{{"weight_map": {names}}}' for names in ('["a"]', '{"a": null}'))],
+)
+def test_an_index_of_nonsense_is_an_error_of_one_sentence(folder, index):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="does not load") as error:
+        load_model(folder, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("file", "fields", "reason"), [
+    ("config.json", {"num_hidden_layers": 0}, "no layer"),
+    ("config.json", {"head_dim": 32}, "where its config says"),
+    ("config.json", {"rms_norm_eps": float("nan")}, "not numbers"),
+    ("config.json", {"rope_parameters": {"rope_type": ["x"], "rope_theta": 1}}, "does not load"),
+    ("config.json", None, "no dictionary"),
+    ("generation_config.json", None, "does not make sense"),
+    ("generation_config.json", {"max_new_tokens": 0}, "does not make sense"),
+    ("generation_config.json", {"eos_token_id": 1.5}, "end a text"),
+    ("generation_config.json", {"eos_token_id": "abc"}, "end a text"),
+    ("generation_config.json", {"do_sample": True, "temperature": "hot"}, "makes no sense"),
+    ("generation_config.json", {"do_sample": True, "top_k": float("nan")}, "makes no sense"),
+])  # fmt: skip
+def test_a_config_of_nonsense_is_an_error_of_one_sentence(folder, file, fields, reason):
+    if fields is None:
+        (folder / file).write_text("[]")
+    else:
+        change(folder / file, **fields)
+    with pytest.raises(ModelError, match=reason) as error:
+        LLM(folder, kv_memory="1MiB")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("value", ["flash_attention_2", "somebody/some-kernel"])
 @pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
 def test_the_attention_that_a_checkpoint_asks_for_is_ignored(folder, field, value, monkeypatch):

@@ -279,6 +279,25 @@ def test_a_model_is_loaded_on_a_thread_that_takes_its_pool_of_threads_with_it(
         LLM(path / "nowhere")
 
 
+def test_an_interrupt_while_a_model_is_loaded_ends_its_thread_first(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon thread within torch as the interpreter ends would abort the process."""
+    loading: list[threading.Thread] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loading.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        for _ in range(3000):
+            time.sleep(0.01)
+
+    monkeypatch.setattr("radixcache.runtime.llm.load_model", load)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(path, kv_memory="1MiB", device="cpu")
+    loading[0].join(5)
+    assert not loading[0].is_alive()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_listener_that_fails_keeps_no_other_from_its_end(path: Path) -> None:
     def fail(news: Any) -> None:
