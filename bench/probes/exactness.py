@@ -105,8 +105,15 @@ def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Nam
     answers: dict[str, list[Any]] = {}
     logits: dict[str, NDArray[Any]] = {}
     # One after the other: two engines would have more threads than cores.
-    for cache, ways in (("none", ("alone", "batch")), ("radix", ("hit",))):
-        with LLM(folder, dtype=dtype, exact=exact, cache=cache, kv_memory="256MiB") as llm:
+    for warm, ways in ((False, ("alone", "batch")), (True, ("hit",))):
+        llm = LLM(
+            folder,
+            dtype=dtype,
+            exact=exact,
+            cache="radix" if warm else "none",
+            kv_memory="256MiB",
+        )
+        with llm:
             prompts = (table_prompts if tabletalk else random_prompts)(llm, count, args.seed)
             answer = SamplingParams(temperature=0, max_tokens=args.answer)
             vocabulary = llm.engine.model.vocab_size
