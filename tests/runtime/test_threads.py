@@ -292,8 +292,12 @@ def test_an_interrupt_while_a_model_is_loaded_ends_its_thread_first(
             time.sleep(0.01)
 
     monkeypatch.setattr("radixcache.runtime.llm.load_model", load)
-    with pytest.raises(KeyboardInterrupt):
-        LLM(path, kv_memory="1MiB", device="cpu")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LLM(path, kv_memory="1MiB", device="cpu")
+    finally:
+        signal.signal(signal.SIGINT, before)
     loading[0].join(5)
     assert not loading[0].is_alive()
 
