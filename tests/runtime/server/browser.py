@@ -97,6 +97,11 @@ class Page:
         self.until(lambda: len(self.all(".assistant .usage")) == index + 1)
         return self.texts(".assistant .usage")[-1]
 
+    def forget(self) -> None:
+        """Let `requests` and the browser's log begin anew."""
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)
+
     @property
     def requests(self) -> list[str]:
         """The address of every request to a host since the last look."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -147,6 +149,8 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 @pytest.fixture
 def page(url: str, window: Page) -> Iterator[Page]:
     """The page, with an empty cache. Afterwards, nothing was wrong and nobody else was asked."""
+    window.driver.get("about:blank")  # a page of another server may still ask that one
+    window.forget()
     http.post(f"{url}/v1/cache/flush")
     window.open(url)
     window.until(lambda: not window.all(".node"))
@@ -256,9 +260,20 @@ def test_what_is_evicted_is_seen_to_go(page: Page, url: str):
 @needs_browser
 def test_nodes_in_use_and_pinned_ones_say_so(page: Page, url: str):
     page.run("window.stall = true")
-    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    with http.stream("POST", f"{url}/v1/completions", json=body, timeout=60):
-        page.until(lambda: page.all(".node.used"))
+    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+    seen = threading.Event()
+
+    def keep_busy() -> None:  # one answer may be over before the page looks
+        while not seen.is_set():
+            http.post(f"{url}/v1/completions", json=body, timeout=60)
+
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(keep_busy)
+        try:
+            page.until(lambda: page.all(".node.used"))
+        finally:
+            seen.set()
+    busy.result()
     page.until(lambda: page.all(".node.idle") and not page.all(".node.used"))
     http.post(f"{url}/v1/prefixes", json={"name": "mine", "prompt": "z " * 40}, timeout=60)
     page.until(lambda: page.all(".node.pinned"))
