@@ -53,6 +53,7 @@ class PagedBatch:
         query_lens: Sequence[int],
         kv_lens: Sequence[int],
         page_size: int,
+        shared: tuple[SharedPrefix, ...] = (),
     ) -> PagedBatch:
         """Sequences that begin in these pages; a table may go on behind a sequence's last token."""
         lens = np.array(kv_lens, np.int32)
@@ -63,6 +64,7 @@ class PagedBatch:
             kv_indices=np.concatenate(used),
             kv_last_page_len=(lens - 1) % page_size + 1,
             page_size=page_size,
+            shared=shared,
         )
 
     @property

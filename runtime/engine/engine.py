@@ -365,15 +365,9 @@ class Engine:
             order, shared = group_by_prefix(tables[:decodes], page_size)
             chunks = [chunks[i] for i in order] + chunks[decodes:]
             tables = [tables[i] for i in order] + tables[decodes:]
-        kv_lens = np.array([chunk.sequence.num_computed for chunk in chunks], np.int32)
-        return chunks, PagedBatch(
-            qo_indptr=np.cumsum([0, *(chunk.num_tokens for chunk in chunks)], dtype=np.int32),
-            kv_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
-            kv_indices=np.concatenate(tables),
-            kv_last_page_len=(kv_lens - 1) % page_size + 1,
-            page_size=page_size,
-            shared=shared,
-        )
+        kv_lens = [chunk.sequence.num_computed for chunk in chunks]
+        query_lens = [chunk.num_tokens for chunk in chunks]
+        return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
 
     def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
         """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
