@@ -113,7 +113,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("radixcache.kernels.cascade", "radixcache.runtime.model.kv_pool", False),
         ("radixcache.runtime.model.kv_pool", "radixcache.runtime.text.tokenizer", False),
         ("radixcache.runtime.engine.sampling", "radixcache.runtime.llm", True),
-        ("radixcache.runtime.llm", "radixcache.runtime.server.protocol", False),
+        ("radixcache.runtime.llm", "radixcache.runtime.server.requests", False),
         ("radixcache.runtime.server.app", "radixcache.runtime.cli", True),
         ("radixcache.runtime.cli", "radixcache.bench.cli", False),
         ("radixcache.bench.workloads.workload", "radixcache.bench.schemes.modes", False),

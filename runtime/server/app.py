@@ -13,6 +13,14 @@ from radixcache import __version__
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.server import cache, chat, completions, errors, prefixes, static
 from radixcache.runtime.server.access import ADMINISTRATOR, Access
+from radixcache.runtime.server.answers import (
+    Detokenized,
+    Error,
+    Health,
+    ModelCard,
+    ModelList,
+    Tokenized,
+)
 from radixcache.runtime.server.backend import (
     Backend,
     BackendDep,
@@ -23,16 +31,7 @@ from radixcache.runtime.server.backend import (
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
-from radixcache.runtime.server.protocol import (
-    Detokenized,
-    DetokenizeRequest,
-    Error,
-    Health,
-    ModelCard,
-    ModelList,
-    Tokenized,
-    TokenizeRequest,
-)
+from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.text.tokenizer import Tokenizer
 
 router = APIRouter()

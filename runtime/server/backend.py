@@ -21,7 +21,7 @@ from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
 from radixcache.runtime.server.metrics import Metrics
-from radixcache.runtime.server.protocol import ChatMessage, GenerationRequest
+from radixcache.runtime.server.requests import ChatMessage, GenerationRequest
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
 

@@ -12,11 +12,7 @@ from fastapi import APIRouter, Header, Query, Response
 
 from radixcache.errors import LeaseError
 from radixcache.runtime.server.access import ADMINISTRATOR
-from radixcache.runtime.server.backend import BackendDep
-from radixcache.runtime.server.errors import ApiError
-from radixcache.runtime.server.metrics import EngineState, Started
-from radixcache.runtime.server.prefixes import describe
-from radixcache.runtime.server.protocol import (
+from radixcache.runtime.server.answers import (
     CacheNamespace,
     CacheNode,
     CachePrefix,
@@ -25,9 +21,13 @@ from radixcache.runtime.server.protocol import (
     CacheView,
     DeletedPrefix,
     Flushed,
-    PrefixName,
     RecentRequest,
 )
+from radixcache.runtime.server.backend import BackendDep
+from radixcache.runtime.server.errors import ApiError
+from radixcache.runtime.server.fields import PrefixName
+from radixcache.runtime.server.metrics import EngineState, Started
+from radixcache.runtime.server.prefixes import describe
 from radixcache.runtime.text.tokenizer import Tokenizer
 from radixcache.snapshot import ROOT, CachedNode
 

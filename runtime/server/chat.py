@@ -9,6 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.server.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatTokenLogprob,
+    TokenLogprob,
+)
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
@@ -22,15 +30,7 @@ from radixcache.runtime.server.generation import (
     usage,
 )
 from radixcache.runtime.server.jobs import Job, PromptDelta
-from radixcache.runtime.server.protocol import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatRequest,
-    ChatTokenLogprob,
-    TokenLogprob,
-)
+from radixcache.runtime.server.requests import ChatRequest
 from radixcache.runtime.text.history import TokenisedText
 
 router = APIRouter()

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.server.answers import Completion, CompletionChoice, CompletionLogprobs
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
 from radixcache.runtime.server.generation import (
     JSON,
@@ -23,12 +24,7 @@ from radixcache.runtime.server.generation import (
     usage,
 )
 from radixcache.runtime.server.jobs import Job, PromptDelta
-from radixcache.runtime.server.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-)
+from radixcache.runtime.server.requests import CompletionRequest
 from radixcache.runtime.text.tokenizer import Tokenizer
 
 router = APIRouter()

@@ -13,16 +13,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.server.answers import Extension, MissedTokens, PromptTokensDetails, Usage
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, PromptDelta
-from radixcache.runtime.server.protocol import (
-    Extension,
-    GenerationRequest,
-    MissedTokens,
-    PromptTokensDetails,
-    Usage,
-)
+from radixcache.runtime.server.requests import GenerationRequest
 
 log = logging.getLogger(__name__)
 

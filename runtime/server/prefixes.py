@@ -9,16 +9,11 @@ from fastapi import APIRouter, Header, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.prefixes import NamedPrefix
+from radixcache.runtime.server.answers import DeletedPrefix, Prefix, PrefixList
 from radixcache.runtime.server.backend import BackendDep, client_of, plain_messages
+from radixcache.runtime.server.fields import HeaderSalt, PrefixName
 from radixcache.runtime.server.generation import finish
-from radixcache.runtime.server.protocol import (
-    DeletedPrefix,
-    HeaderSalt,
-    Prefix,
-    PrefixList,
-    PrefixName,
-    PrefixRequest,
-)
+from radixcache.runtime.server.requests import PrefixRequest
 
 router = APIRouter()
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from radixcache import LLM
-from radixcache.runtime.server.protocol import (
+from radixcache.runtime.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -1,0 +1,286 @@
+"""Answers as OpenAI's API has them, with vLLM's names for what it adds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from radixcache.runtime.engine.explain import Reason
+from radixcache.runtime.server.fields import Body, TokenIds
+
+
+class PromptTokensDetails(Body):
+    """How many of the prompt's tokens were not computed."""
+
+    cached_tokens: int
+
+
+class Usage(Body):
+    """Tokens of a request, over all its prompts and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Body):
+    """Log-probabilities of a plain completion; the first token of an echoed prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Body):
+    """A plain completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class MissedTokens(Body):
+    """Prompt tokens [start, end) that were not cached, why, and that in a sentence."""
+
+    reason: Reason
+    start: int
+    end: int
+    text: str
+
+
+class Extension(Body):
+    """What OpenAI's answers have no field for.
+
+    Attributes:
+        ttft: seconds from the request's arrival to its first token.
+        explanation: of each prompt in turn, if it was asked for.
+    """
+
+    ttft: float | None
+    explanation: list[MissedTokens] | None = None
+
+
+class Completion(Body):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    radixcache: Extension
+
+
+class TokenLogprob(Body):
+    """A token and its log-probability; `bytes` is null where the token alone is no text."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A token of an answer, and the likeliest in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Body):
+    """Log-probabilities of an answer."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(Body):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Body):
+    """One answer of those that were asked for."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Body):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    radixcache: Extension
+
+
+class ModelCard(Body):
+    """A name under which the model is served; `exact` if it was started with `--exact`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["radixcache"] = "radixcache"
+    max_model_len: int
+    exact: bool
+
+
+class ModelList(Body):
+    """The answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Prefix(Body):
+    """A pinned prefix; `expires_in` in seconds, null for never."""
+
+    object: Literal["prefix"] = "prefix"
+    name: str
+    num_tokens: int
+    salted: bool
+    expires_in: float | None
+
+
+class PrefixList(Body):
+    """The pinned prefixes of a salt, oldest first, and the pages that they hold and may hold."""
+
+    object: Literal["list"] = "list"
+    data: list[Prefix]
+    pinned_pages: int
+    budget_pages: int
+
+
+class CachePrefix(Prefix):
+    """A pinned prefix, and which salt's it is, as in `CacheNamespace`."""
+
+    namespace: str | None
+
+
+class CachePrefixList(Body):
+    """The pinned prefixes of all salts, oldest first, and the pages that they hold and may hold."""
+
+    object: Literal["list"] = "list"
+    data: list[CachePrefix]
+    pinned_pages: int
+    budget_pages: int
+
+
+class DeletedPrefix(Body):
+    """The answer to a DELETE of a pinned prefix."""
+
+    name: str
+    object: Literal["prefix"] = "prefix"
+    deleted: Literal[True] = True
+
+
+class CacheNode(Body):
+    """A node of the tree; see `radixcache.snapshot.CachedNode`."""
+
+    id: str
+    start: int
+    num_tokens: int
+    text: str
+    age: int
+    leases: int
+    pins: list[str]
+    pinned: bool
+    num_hidden: int
+    children: list[CacheNode]
+
+
+class CacheNamespace(Body):
+    """The tree of the requests with one salt; `namespace` is a digest of it, keyed by the process,
+    null without a salt."""
+
+    namespace: str | None
+    tree: CacheNode
+
+
+class CacheStatistics(Body):
+    """Counters since the last flush, and pages now."""
+
+    requests: int
+    query_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    evicted_tokens: int
+    evicted_pages: int
+    copied_pages: int
+    pages: int
+    free_pages: int
+    pinned_pages: int
+    page_size: int
+    running: int
+    waiting: int
+
+
+class RecentRequest(Body):
+    """What a request hit, and how long it waited for its first token, in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+
+
+class CacheView(Body):
+    """The answer of GET /v1/cache; `recent` has the last requests, oldest first."""
+
+    kind: str
+    stats: CacheStatistics
+    namespaces: list[CacheNamespace]
+    recent: list[RecentRequest]
+
+
+class Flushed(Body):
+    """The answer of POST /v1/cache/flush."""
+
+    flushed: Literal[True] = True
+
+
+class Tokenized(Body):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: TokenIds
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Body):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Health(Body):
+    """The answer of /health."""
+
+    status: Literal["ok"] = "ok"
+
+
+class ErrorBody(Body):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Body):
+    """The answer to whatever cannot be served."""
+
+    error: ErrorBody

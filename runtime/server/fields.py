@@ -1,0 +1,54 @@
+"""The kinds of values that bodies consist of, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+"""Stop strings of a request, and stop tokens: each is looked for in every step."""
+MAX_STOP_LENGTH = 4096
+"""Characters of all stop strings of a request."""
+
+T = TypeVar("T")
+
+
+def _check_text(text: str) -> str:
+    """JSON can say half of a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not valid Unicode: half of a surrogate pair") from None
+    return text
+
+
+def check_stop(stop: str | list[str] | None) -> str | list[str] | None:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > MAX_STOPS or sum(map(len, strings)) > MAX_STOP_LENGTH:
+        raise ValueError(f"at most {MAX_STOPS} strings of {MAX_STOP_LENGTH} characters together")
+    return stop
+
+
+def _decode_header(text: str) -> str:
+    """A header that is UTF-8, although it was read as Latin-1."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError:
+        raise ValueError("not UTF-8") from None
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+# An error for each item of a large body would take gigabytes, and all clients would wait for it.
+List = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
+Salt = Annotated[Text, Field(min_length=1, max_length=512)]
+HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
+PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+
+
+class Body(BaseModel):
+    """The body of a request or an answer."""
+
+    model_config = ConfigDict(allow_inf_nan=False)

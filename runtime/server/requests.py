@@ -1,0 +1,220 @@
+"""Requests as OpenAI's API has them, with vLLM's names for what it adds.
+
+Unknown fields are ignored. Known ones that would change the answer but are not supported are
+refused, unless they say what is done anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, Field, model_validator
+
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.server.fields import (
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    Body,
+    List,
+    PrefixName,
+    Salt,
+    Text,
+    TokenIds,
+    check_stop,
+)
+
+
+class TextPart(Body):
+    """A part of a message's content; text is the only kind there is."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Body):
+    """A message of a conversation."""
+
+    role: Annotated[Text, Field(min_length=1)]
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    content: Text | List[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates take it; parts are joined by line breaks."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        return {"role": self.role, "content": content}
+
+
+class StreamOptions(Body):
+    """What a stream has besides the text."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer; only free text is supported."""
+
+    type: Literal["text"]
+
+
+class GenerationRequest(Body):
+    """What chat and plain completions have in common. None is the model's own default."""
+
+    model: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[Text | List[Text] | None, AfterValidator(check_stop)] = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+
+    cache_salt: Salt | None = Field(
+        None, description="Cached prefixes are shared only among requests with the same salt."
+    )
+    prefix: PrefixName | None = Field(
+        None, description="Name of a pinned prefix that the prompt goes on from."
+    )
+
+    explain: bool | None = Field(
+        None, description="Say in `radixcache.explanation` why prompt tokens were not cached."
+    )
+
+    frequency_penalty: Literal[0] | None = Field(None, description="Not supported.")
+    presence_penalty: Literal[0] | None = Field(None, description="Not supported.")
+    repetition_penalty: Literal[1] | None = Field(None, description="Not supported.")
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    min_tokens: Literal[0] | None = Field(None, description="Not supported.")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """Sampling as asked for, and else as in `defaults`.
+
+        Raises:
+            InvalidRequest: a value makes no sense.
+        """
+        names = (
+            *("n", "max_tokens", "temperature", "top_p", "seed", "stop"),
+            *("top_k", "min_p", "stop_token_ids", "ignore_eos"),
+        )
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(defaults, **{**given, **more})
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are only for streams: set stream to true")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Text | List[Text] | TokenIds | List[TokenIds]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: Literal[""] | None = Field(None, description="Not supported.")
+    best_of: int | None = Field(None, description="Must equal n.")
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        """The prompts, one at least."""
+        match self.prompt:
+            case [str() | list(), *_] as many:
+                return cast(list[str | TokenIds], many)
+            case one:
+                return [cast(str | TokenIds, one)]
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is not supported: it must equal n")
+        if self.echo and self.prefix is not None:
+            raise ValueError("a prefix cannot be echoed")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, unless the prompt is echoed")
+        return self
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[List[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="Not supported.")
+    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
+        None, description="Not supported."
+    )
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+class PrefixRequest(Body):
+    """POST /v1/prefixes: either `prompt` or `messages`."""
+
+    name: PrefixName
+    prompt: Text | TokenIds | None = None
+    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
+    lifetime: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds until it is unpinned by itself; null is never."
+    )
+    cache_salt: Salt | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PrefixRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("a prefix is either a prompt or messages")
+        return self
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either a prompt or messages are tokenised")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: Text | None = None
+    tokens: TokenIds
