@@ -56,7 +56,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | TokensPrompt
-Message = dict[str, str]
+Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}."""
 
 
