@@ -11,6 +11,7 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
+from radixcache.runtime.engine.edits import Edits
 from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
@@ -21,8 +22,6 @@ from radixcache.runtime.text.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
-
-    from radixcache.runtime.engine.edits import Edits
 
 
 class Sequence:
