@@ -103,11 +103,11 @@ def _token(server: LiveServer, text: str) -> int:
 def _changes_as_embedded(server: LiveServer, path: str, **more: Any) -> None:
     """Another answer than without, and that of the embedded runtime; `test_edits` says which."""
     llm = server.backend.llm
-    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=20, **more)
+    params = SamplingParams(temperature=0, max_tokens=60, min_tokens=60, **more)
     (wanted,) = llm.chat(ask(QUESTION), params) if path == CHAT else llm.generate(PROMPT, params)
-    text = answer(server, path, stop=None, min_tokens=20, **more)
+    text = answer(server, path, stop=None, max_tokens=60, min_tokens=60, **more)
     assert text == wanted.outputs[0].text.removeprefix(" ")
-    assert text != answer(server, path, stop=None, min_tokens=20)
+    assert text != answer(server, path, stop=None, max_tokens=60, min_tokens=60)
 
 
 def presence_penalty(server: LiveServer, path: str) -> None:
