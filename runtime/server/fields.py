@@ -114,8 +114,8 @@ class Asked(Body):
                 if any(data[name] == value for value in off):
                     continue
                 problem = f"not supported: {instead}"
-            elif near := get_close_matches(name, [*cls.model_fields, *cls.refused], 1):
+            elif near := get_close_matches(name[:64], [*cls.model_fields, *cls.refused], 1):
                 problem += f": did you mean {near[0]}?"
             # The first one only: an error for each field of a large body would take gigabytes.
-            _REFUSAL.validate_python({name: problem})
+            _REFUSAL.validate_python({name[:64]: problem})
         return data
