@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 	bench-history bench-exact bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
 
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off

@@ -1,6 +1,58 @@
-"""Where the files of a model are on this machine."""
+"""Where the files of a model are, on this machine or on the hub."""
 
 from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from radixcache.errors import ModelError, first_sentence
+
+_HUB_SECONDS = 10.0
+
+
+@cache  # a model that is there is not asked for twice
+def check_model(name_or_path: str | None) -> None:
+    """Refuse what is no model, quickly and without torch; None is the bundled one.
+
+    Raises:
+        ModelError: a folder without a config, another file, or a name that nobody knows: neither
+            a folder nor, as far as can be told, the hub.
+    """
+    if name_or_path is None:
+        return
+    path = Path(name_or_path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"no model at {name_or_path}: the folder has no config.json")
+    elif path.exists():
+        raise ModelError(
+            f"no model at {name_or_path}: a model is a folder with a config.json and weights"
+        )
+    elif (problem := _problem_of_hub(name_or_path)) is not None:
+        raise ModelError(
+            f"no model at {name_or_path}: no such folder, and no model of that name in reach"
+            f"{problem}"
+        )
+
+
+def _problem_of_hub(name: str) -> str | None:
+    """Why the hub has no such model, asked once: transformers would ask six times."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
+        return ""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+    except RepositoryNotFoundError:
+        return ""
+    except HfHubHTTPError:  # it has answered; whoever loads the model says what
+        return None
+    except Exception as error:  # whatever the network makes of the library that asks
+        return f" ({first_sentence(error)})"
+    return None
 
 
 def find_file(name_or_path: str, file: str) -> str | None:

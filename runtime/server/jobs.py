@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
@@ -118,6 +119,10 @@ class Job(worker.Job):
             self.end(None if failed is None else ApiError.internal(failed))
 
 
+jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
+"""Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
+
+
 class Jobs:
     """The jobs that a server has taken on.
 
@@ -187,6 +192,7 @@ class Jobs:
             raise ApiError.busy("too many completions of this client are running or waiting")
         job = Job(self._metrics, stream, num_sequences, client)
         self._take(job, timeout)
+        jobs_of_task.get([]).append(job)
         try:
             await asyncio.wrap_future(self.worker.submit(job, add, self._tell))
         except BaseException:

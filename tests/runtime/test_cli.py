@@ -88,7 +88,7 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "x", "--top-p", "7"], "top_p must be in (0, 1], not 7.0"),
         (["generate", "--prompt", "x", "--page-size", "0"], "page_size must be at least 1, not 0"),
         (["generate", "--prompt", "x", "--kv-memory", "lots"], "not an amount of memory: 'lots'"),
-        (["generate", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["generate", "--prompt", "x", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt-file", "/no/file"], "cannot read /no/file: No such file"),
         (["generate", "--prompt", "x", "--model", "/no/model"], "no model at /no/model"),
@@ -101,6 +101,7 @@ def test_the_package_is_a_program():
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),
+        (["generate", "--prompt", "x", "--temprature", "1"], "(see radixcache generate --help)"),
     ],
 )
 def test_bad_input_gets_one_sentence(
@@ -188,7 +189,8 @@ def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, 
     kernels = "yes" if problem is None else f"no: {problem}"
     assert f" native kernels {kernels} exact mode {exact.describe()}" in out
     assert problem is None or out.endswith(problem)
-    assert f"torch {torch.__version__}, {torch.get_num_threads()} threads" in out
+    assert f"torch {torch.__version__}, {torch.get_num_threads()} thread" in out
+    assert " 1 threads" not in out
 
 
 # generate.
@@ -228,7 +230,7 @@ def test_generate_reads_json_lines(type_in, capsys: pytest.CaptureFixture[str]):
 
 
 def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[str]):
-    type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/exit\nNo?\n")
+    type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/quit\nNo?\n")
     assert main(["chat", "--max-tokens", "40"]) == 0
     out, err = capsys.readouterr()
     first, second, third = out.splitlines()
@@ -240,7 +242,7 @@ def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[s
     assert TABLE.read_text() in err
     assert err.count(" prefilled, TTFT ") == 3
     assert "2 requests; " in err
-    assert err.count("/exit leaves") == 2
+    assert err.count("/exit or /quit leaves") == 2
 
 
 def test_chat_takes_a_system_message(type_in, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

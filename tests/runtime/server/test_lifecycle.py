@@ -21,7 +21,7 @@ import pytest
 from radixcache import LLM
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
-from radixcache.runtime.server.backend import Options
+from radixcache.runtime.server.settings import Options
 from radixcache.runtime.worker import MAX_FAILED_STEPS
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http
@@ -357,8 +357,11 @@ def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]):
     [
         (["--port", "99999"], "port must be from 0 to 65535, not 99999"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
-        (["--max-queued-requests", "-1"], "must be at least 0, not -1"),
-        (["--request-timeout", "soon"], "invalid float value: 'soon'"),
+        (
+            ["--max-queued-requests", "-1"],
+            "--max-queued-requests: must be greater than or equal to 0, not '-1'",
+        ),
+        (["--request-timeout", "soon"], "--request-timeout: must be a valid number, not 'soon'"),
         (["--model", "/no/model", "--port", "0"], "no model at /no/model"),
     ],
 )
@@ -380,7 +383,8 @@ def test_a_missing_package_is_one_sentence(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve"]) == 2
     assert capsys.readouterr().err == (
-        "radixcache: error: radixcache serve needs uvicorn: pip install 'radixcache[server]'\n"
+        "radixcache: error: radixcache serve needs uvicorn: in a checkout, "
+        "pip install '.[server]'\n"
     )
 
 
