@@ -25,6 +25,22 @@ class Shape(NamedTuple):
     begun: re.Pattern[str]
 
 
+def shape(text: str, ahead: str = "") -> Shape:
+    """The shape of `text`, in which NAME is any name; `ahead` is a pattern of what follows."""
+    whole, begun, after = ahead, "", ""
+    for unit in reversed(re.findall(r"NAME|\S", text)):
+        gap = "" if unit.isalpha() and after.isalpha() else r"\s*"
+        pattern = _NAME if unit == "NAME" else re.escape(unit)
+        whole = pattern + (gap if after else "") + whole
+        begun = f"(?:{pattern}{gap}{begun})?"
+        after = unit
+    return Shape(re.compile(r"\s*" + whole), re.compile(r"\s*" + begun))
+
+
+PARAMETER = shape("<parameter=NAME>")
+"""Before a tagged argument."""
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """How one family of models writes calls.
@@ -32,14 +48,15 @@ class CallFormat:
     A message's calls are `open`, the calls with `between` them, and `close`.
 
     Attributes:
-        sign: what its chat templates hold; the first format that is recognised holds.
+        signs: what its chat templates hold, all of it.
         opener: with this, calls begin.
         call: one call; NAME and VALUE stand for its name and its arguments.
         bare: calls may also begin a message without the opener.
         tagged: the arguments are tags, not JSON.
+        id_length: characters of a call's id; `call_` and 24 more if the template takes any.
     """
 
-    sign: str
+    signs: tuple[str, ...]
     opener: str
     call: str
     open: str = ""
@@ -47,6 +64,7 @@ class CallFormat:
     close: str = ""
     bare: bool = False
     tagged: bool = False
+    id_length: int = 29
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -57,18 +75,22 @@ class CallFormat:
     def heads(self) -> tuple[Shape, Shape, Shape]:
         """Up to the arguments: the first call, a further one, and one that opens a message."""
         head, _ = self.call.split("VALUE")
-        ahead = "" if self.tagged else r"(?=\{)"
-        return tuple(_shape(start + head, ahead) for start in (self.open, self.between, ""))  # type: ignore[return-value]
+        ahead = "" if self.tagged else r"\s*(?=\{)"
+        return (
+            shape(self.open + head, ahead),
+            shape(self.between + head, ahead),
+            shape(head, ahead),
+        )
 
     @cached_property
     def tail(self) -> Shape:
         """What follows the arguments."""
-        return _shape(self.call.split("VALUE")[1])
+        return shape(self.call.split("VALUE")[1])
 
     @cached_property
     def end(self) -> Shape:
         """What follows the last call."""
-        return _shape(self.close)
+        return shape(self.close)
 
     def grammar(
         self,
@@ -113,22 +135,41 @@ def _json(schema: object) -> str:
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'
 _FORMATS = (
-    CallFormat(
-        "<function=",  # Qwen3-Coder, Qwen3.5
+    CallFormat(  # Hermes, Qwen2.5, Qwen3
+        ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
+    ),
+    CallFormat(  # Qwen3-Coder, Qwen3.5
+        ("<tool_call>", "<parameter="),
         "<tool_call>",
         "<tool_call>\n<function=NAME>\nVALUE</function>\n</tool_call>",
         tagged=True,
     ),
-    CallFormat("<tool_call>", "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"),
-    CallFormat("[ARGS]", "[TOOL_CALLS]", "[TOOL_CALLS]NAME[ARGS]VALUE", between=""),
-    CallFormat(
-        "[TOOL_CALLS]", "[TOOL_CALLS]", _OBJECT, open="[TOOL_CALLS][", between=", ", close="]"
+    CallFormat(  # Mistral from its tokenizer's version 11 on
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]NAME[ARGS]VALUE",
+        between="",
+        id_length=9,
     ),
-    CallFormat(
-        '"parameters": ',  # Llama 3: its templates tell the model in words
+    CallFormat(  # Mistral before
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        _OBJECT,
+        open="[TOOL_CALLS][",
+        between=", ",
+        close="]",
+        id_length=9,
+    ),
+    CallFormat(  # Llama 3, whose templates tell the model in words
+        ('{"name": function name, "parameters": ',),
         "<|python_tag|>",
         '{"name": "NAME", "parameters": VALUE}',
         between="; ",
         bare=True,
     ),
 )
+
+
+def find_format(template: str) -> CallFormat | None:
+    """The format that a chat template is for."""
+    return next((known for known in _FORMATS if all(s in template for s in known.signs)), None)
