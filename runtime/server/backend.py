@@ -20,7 +20,8 @@ from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
 from radixcache.runtime.server.metrics import Metrics
-from radixcache.runtime.server.requests import ChatMessage, GenerationRequest
+from radixcache.runtime.server.requests import GenerationRequest
+from radixcache.runtime.server.tool_fields import ChatMessage
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
 from radixcache.runtime.text.tool_calls import Said

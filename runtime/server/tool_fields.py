@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.fields import Body, List, Text
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, for_template
+
+
+def _use_tools(value: Any) -> Any:
+    if value and value not in ("none", "auto"):
+        raise ValueError("not supported: use tools and tool_choice")
+    return value
 
 
 class TextPart(Body):
@@ -34,7 +39,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message of a conversation; `tool_call_id` says what call a message of role "tool" answers."""
+    """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
     role: Annotated[Text, Field(min_length=1)]
     content: Text | List[TextPart] | None = None
@@ -44,12 +49,12 @@ class ChatMessage(Body):
     reasoning: Text | None = None
     reasoning_content: Text | None = None
 
-    def plain(self) -> Message:
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take it; parts are joined by line breaks."""
         content = self.content
         if content is not None and not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        message: Message = {"role": self.role, "content": content}
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.role == "tool":
@@ -116,9 +121,7 @@ class ToolFields(Body):
     """What a request says of tools, thoughts and the chat template."""
 
     tools: List[FunctionTool] | None = None
-    tool_choice: (
-        Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None
-    ) = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="More values for the chat template, such as `enable_thinking`."
@@ -127,8 +130,8 @@ class ToolFields(Body):
     include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    functions: None = None
-    function_call: None = None
+    functions: Annotated[Any, AfterValidator(_use_tools)] = None
+    function_call: Annotated[Any, AfterValidator(_use_tools)] = None
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -155,13 +158,6 @@ class ToolFields(Body):
                 return ToolChoice(allowed.mode, names, parallel=parallel)
             case mode:
                 return ToolChoice(mode or "auto", parallel=parallel)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _tools_not_functions(cls, body: Any) -> Any:
-        if isinstance(body, dict) and (body.get("functions") or body.get("function_call")):
-            raise ValueError("functions and function_call are not supported: use tools")
-        return body
 
     @model_validator(mode="after")
     def _choice_among_tools(self) -> ToolFields:

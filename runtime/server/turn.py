@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
 
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.structured import Structured
 from radixcache.runtime.llm import Message
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import finish
 from radixcache.runtime.server.jobs import Job, PromptDelta
-from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.answer_parser import AnswerParser
+from radixcache.runtime.text.call_formats import THOUGHT, as_rule
+from radixcache.runtime.text.history import TokenisedText
+from radixcache.runtime.text.tokenizer import Tokenizer
 from radixcache.runtime.text.tool_calls import Call, Piece, Tool, ToolChoice
 from radixcache.runtime.text.turns import thoughts_of
 
@@ -94,9 +97,33 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
         ask=turn.ask,
         continue_final=turn.continue_final,
     )
-    params = guide(turn, backend.tokenizer, prompt.text)
+    params = _guided(turn, backend.tokenizer, prompt.text)
     job = await backend.submit([prompt.tokens], params, turn, client)
     return Answers(backend, turn, prompt, job)
+
+
+def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
+    """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
+    tools, choice, wanted = turn.tools, turn.choice, getattr(turn.params, "structured", None)
+    after = THOUGHT if thoughts_of(prompt) else None
+    if wanted and after and not wanted.after:
+        wanted = replace(wanted, after=after)
+    params = replace(turn.params, structured=wanted) if wanted else turn.params
+    if not tools or choice.mode == "none":
+        return params
+    calls = tokenizer.call_format
+    if calls is None:
+        raise ApiError.invalid("this model writes calls in a form that is not known here", "tools")
+    free = choice.mode == "auto" and choice.parallel and not choice.names and not wanted
+    if free and not any(tool.strict for tool in tools):
+        return params
+    answer = as_rule(wanted.kind, wanted.value) if wanted else None
+    if wanted and answer is None:
+        raise ApiError.invalid("a grammar and tools cannot be combined", "tools")
+    thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
+    named = [tool for tool in tools if not choice.names or tool.name in choice.names]
+    grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)
+    return replace(params, structured=Structured.grammar(grammar, after=after))
 
 
 class Answers:
@@ -112,7 +139,7 @@ class Answers:
         self.prompt = prompt
         self.job = job
         self._backend = backend
-        self._parsers = defaultdict(self._make_parser)
+        self._parsers: defaultdict[int, AnswerParser] = defaultdict(self._make_parser)
         """By the completion's index."""
 
     def _make_parser(self) -> AnswerParser:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice
 
 THINK, THOUGHT = "<think>", "</think>"
 """Between these, models reason."""
 
 _NAME = r'(?P<name>[^\s"<>{}\[\]]+)'
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Shape(NamedTuple):
@@ -37,6 +38,7 @@ def shape(text: str, ahead: str = "") -> Shape:
     return Shape(re.compile(r"\s*" + whole), re.compile(r"\s*" + begun))
 
 
+_TAG_END = "\n</parameter>\n"
 PARAMETER = shape("<parameter=NAME>")
 """Before a tagged argument."""
 
@@ -77,7 +79,7 @@ class CallFormat:
         head, _ = self.call.split("VALUE")
         ahead = "" if self.tagged else r"\s*(?=\{)"
         return (
-            shape(self.open + head, ahead),
+            shape((self.opener if self.bare else self.open) + head, ahead),
             shape(self.between + head, ahead),
             shape(head, ahead),
         )
@@ -107,30 +109,73 @@ class CallFormat:
             answer: the Lark of what may be said instead of calling; None is any text.
             thinks: the message may begin with thoughts.
         """
+        head, tail = self.call.split("VALUE")
         rules = {}
         for index, tool in enumerate(tools):
-            head, tail = self.call.split("VALUE")
-            rules[f"call_{index}"] = " ".join(
-                [spell(head.replace("NAME", tool.name)), f"value_{index}", spell(tail)]
-            )
+            before = spell(head.replace("NAME", tool.name))
+            rules[f"call_{index}"] = f"{before} value_{index} {spell(tail)}"
             free = choice.mode == "auto" and not tool.strict
-            schema = {"type": "object"} if free else {**tool.parameters}
-            rules[f"value_{index}"] = _json({**schema, "type": "object"})
+            schema = {"type": "object", **({} if free else tool.parameters)}
+            rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         more = f"({spell(self.between)} call)*" if choice.parallel else ""
-        rules["calls"] = f"{spell(self.open)} call {more} {spell(self.close)}"
+        opening = "" if self.bare else spell(self.open)
+        rules["calls"] = f"{opening} call {more} {spell(self.close)}"
         said = "calls"
-        if choice.mode != "required":
-            said = "TEXT? calls?" if answer is None else "calls | answer"
-            rules["answer"] = answer or "TEXT"
-        rules["start"] = f"thoughts? ({said})"
-        rules["thoughts"] = f"{spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?" if thinks else '""'
-        lines = [f"{name}: {rule}" for name, rule in rules.items()]
-        return "\n".join([*lines, r"TEXT: /(.|\n)+/", r"SPACE: /\s+/"])
+        if choice.mode == "auto":
+            if not _is_token(spell(self.opener)):
+                raise InvalidRequest(
+                    "this model's calls begin with plain text: guide them by tool_choice 'required'"
+                )
+            said = "ANSWER? calls?" if answer is None else "calls | answer"
+        rules["start"] = f"({said})"
+        if thinks and _is_token(spell(THINK)):
+            rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({said})"
+        rules["answer"] = answer or "ANSWER"
+        rules[f"tagged_text[suffix={_quote(_TAG_END)}]"] = r"/(.|\n)*/"
+        first = r"[^{\s]" if self.bare else r"(.|\n)"
+        rules |= {"ANSWER": rf"/{first}(.|\n)*/", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s+/"}
+        return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
-def _json(schema: object) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON})}"  # type: ignore[dict-item]
+def _is_token(lark: str) -> bool:
+    return lark.startswith("<[") and " " not in lark
+
+
+def _tagged(schema: Mapping[str, Any]) -> str:
+    """The Lark of arguments as tags, in the schema's order."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts = []
+    for name, told in schema.get("properties", {}).items():
+        told = told if isinstance(told, dict) else {}
+        value = _json({**told, **shared}) + f" {_quote(_TAG_END)}"
+        if told.get("type") == "string":
+            choices = told.get("enum", [told["const"]] if "const" in told else [])
+            value = " | ".join(_quote(choice + _TAG_END) for choice in choices) or "tagged_text"
+        optional = "" if name in schema.get("required", ()) else "?"
+        parts.append(f"({_quote(f'<parameter={name}>' + chr(10))} ({value})){optional}")
+    return " ".join(parts) or '""'
+
+
+def as_rule(kind: str, value: str) -> str | None:
+    """The Lark of a form of answers, as `Structured` has them; None of a grammar."""
+    match kind:
+        case "json_object" | "json":
+            schema = json.loads(value or '{"type": "object"}')
+            return _json(schema if isinstance(schema, dict) else {})
+        case "regex":
+            return "/" + value.replace("/", r"\/") + "/"
+        case "choice":
+            return " | ".join(map(_quote, json.loads(value)))
+    return None
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACES})}"
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'

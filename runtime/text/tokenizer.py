@@ -181,8 +181,7 @@ class Tokenizer:
         """The special tokens that are no text, if some of them are text."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {index: token.content for index, token in added.items() if token.special}
-        marks = {THINK, THOUGHT} | (self.call_format.marks if self.call_format else set())
-        shown = {index for index, text in special.items() if text in marks}
+        shown = {index for index, text in special.items() if text in self.marks}
         return frozenset(special.keys() - shown) if shown else frozenset()
 
     def chat_template(self, tools: bool = False) -> str:
@@ -199,6 +198,12 @@ class Tokenizer:
         if not getattr(self._tokenizer, "chat_template", None):
             return None
         return find_format(self.chat_template(tools=True))
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """What tells calls and thoughts from content."""
+        calls = self.call_format
+        return frozenset((THINK, THOUGHT)) | (calls.marks if calls else frozenset())
 
     @cached_property
     def reasons(self) -> bool:

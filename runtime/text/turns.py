@@ -93,12 +93,12 @@ class Turns:
         parts, at = [pieces[0]], len(pieces[0])
         if not text.startswith(pieces[0]) or not text.endswith(pieces[-1]):
             return text
-        for i, following in zip(pieces[1::2], pieces[2::2], strict=True):
+        for index, following in zip(pieces[1::2], pieces[2::2], strict=True):
             last = len(parts) + 2 == len(pieces)
             end = len(text) - len(following) if last else text.find(following, at)
             if end < at:
                 return text
-            turn, rendered = known[int(i)], text[at:end]
+            turn, rendered = known[int(index)], text[at:end]
             same = self._read(rendered).meaning == turn.said.meaning
             parts += [turn.raw if same else rendered, following]
             at = end + len(following)
