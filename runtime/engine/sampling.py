@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.structured import Structured
 
 MAX_PROMPT_LOGPROBS = 20
 """Likeliest tokens that can be asked for at each position of a prompt."""
@@ -31,6 +32,7 @@ class SamplingParams:
         prompt_logprobs: report for every prompt token its log-probability and those of this many
             likeliest tokens, 20 at most. Cached tokens that no earlier request had scored are
             computed again, and do not count as cached.
+        structured: the form that the text must have; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -45,6 +47,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
@@ -70,6 +73,12 @@ class SamplingParams:
             "prompt_logprobs",
             f"from 0 to {MAX_PROMPT_LOGPROBS}",
             self.prompt_logprobs,
+        )
+        _require(
+            self.structured is None or isinstance(self.structured, Structured),
+            "structured",
+            "a Structured, as by Structured.json(schema)",
+            self.structured,
         )
         _require(all(self.stop_strings), "stop", "non-empty strings", self.stop)
 
