@@ -57,7 +57,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | TokensPrompt
-Message = dict[str, str]
+Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}."""
 
 
@@ -148,6 +148,7 @@ class LLM:
             Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
             self.tokenizer.decode if self.tokenizer else None,
             seed,
+            partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
             self.guides,
         )
         self.engine.capture_graphs()
@@ -543,6 +544,7 @@ def _default_params(config: Any) -> SamplingParams:
             top_k=int(setting("top_k", 0)),
             min_p=float(setting("min_p", 0.0)),
             max_tokens=int(getattr(config, "max_new_tokens", None) or 16),
+            repetition_penalty=float(getattr(config, "repetition_penalty", None) or 1.0),
         )
     except (TypeError, ValueError, OverflowError) as error:
         reason = first_sentence(error)

@@ -94,6 +94,11 @@ class Guide:
         matcher = self.follow(said)
         return matcher is not None and matcher.is_stopped()
 
+    def may_end(self, said: Tokens) -> bool:
+        """Whether `said` is in the form already."""
+        matcher = self.follow(said)
+        return matcher is not None and matcher.is_accepting()
+
     def forced(self, said: Tokens) -> list[int]:
         """The tokens that must come after `said`, as far as there is no choice."""
         matcher = self.follow(said)

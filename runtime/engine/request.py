@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
+from radixcache.runtime.engine.edits import Edits
 from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
@@ -171,6 +172,8 @@ class Request:
         self.explanation: list[Miss] | None = None
         """Why the first admitted sequence was not cached in full; None before it is known."""
         self.error: str | None = None
+        self.edits: Edits | None = None
+        """What is changed in its logits; None if nothing is."""
         self._arrival = time.perf_counter()
         self._first_token: float | None = None
         self._end: float | None = None
@@ -178,15 +181,19 @@ class Request:
     def add_sequences(
         self,
         max_tokens: int,
-        decode: Callable[[list[int]], str] | None,
+        decode: Callable[..., str] | None,
         make_generator: Callable[[int], torch.Generator],
     ) -> None:
         """Make the `n` sequences."""
-        stop_strings = StopStrings(self.params.stop_strings)
-        for index in range(self.params.n):
+        params, stop_strings = self.params, StopStrings(self.params.stop_strings)
+        if decode is not None and not params.skip_special_tokens:
+            decode = partial(decode, special=True)
+        for index in range(params.n):
             sequence = Sequence(self, index, max_tokens, make_generator(index))
             if decode is not None:
-                sequence.detokenizer = Detokenizer(decode, stop_strings)
+                sequence.detokenizer = Detokenizer(
+                    decode, stop_strings, params.min_tokens, params.include_stop_str_in_output
+                )
             self.sequences.append(sequence)
 
     @cached_property

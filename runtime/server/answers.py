@@ -100,7 +100,7 @@ class AssistantMessage(Body):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
 
 

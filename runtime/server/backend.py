@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -64,6 +64,15 @@ class Options:
                 raise InvalidRequest(f"the {name} key is empty")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise InvalidRequest("the admin key must not be the API key, which all clients have")
+
+
+class Asked(Protocol):
+    """How a request wants its prompts computed."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
 
 
 class Backend:
@@ -166,17 +175,17 @@ class Backend:
         self,
         prompts: Sequence[TokensLike],
         params: SamplingParams,
-        body: GenerationRequest,
+        asked: Asked,
         client: Hashable,
     ) -> Job:
-        """Queue prompts for `body`, which says what else there is to know."""
+        """Queue prompts as `asked` for."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
         return await self.jobs.submit(
-            lambda: self.llm.add_requests(prompts, params, body.cache_salt, client),
+            lambda: self.llm.add_requests(prompts, params, asked.cache_salt, client),
             len(prompts) * params.n,
             client=client,
-            stream=bool(body.stream),
+            stream=bool(asked.stream),
             timeout=self.options.request_timeout,
         )
 

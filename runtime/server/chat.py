@@ -18,20 +18,19 @@ from radixcache.runtime.server.answers import (
     TokenLogprob,
 )
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
-from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
     JSON,
     STREAM_RESPONSE,
     EventStream,
     clamp,
     extension,
-    finish,
     last_chunk,
     usage,
 )
-from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.requests import ChatRequest
-from radixcache.runtime.text.history import TokenisedText
+from radixcache.runtime.server.turn import Answers, Turn, begin
+from radixcache.runtime.text.tool_calls import Piece
 
 router = APIRouter()
 
@@ -44,15 +43,6 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
-    messages = plain_messages(body.messages)
-    if prefix := await backend.find_prefix_for(body):
-        before = backend.prefix_messages.get(prefix)
-        if before is None:
-            raise ApiError.invalid(
-                f"the prefix {body.prefix!r} was pinned as text: it cannot begin a conversation",
-                "prefix",
-            )
-        messages = [*before, *messages]
     params = body.sampling_params(
         backend.chat_defaults,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -60,40 +50,45 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         or body.max_tokens
         or backend.chat_defaults.max_tokens,
     )
-    client = client_of(request, body.cache_salt)
-    prompt = await backend.encode_chat(messages, body.cache_salt, client)
-    job = await backend.submit([prompt.tokens], params, body, client)
+    turn = Turn(
+        plain_messages(body.messages),
+        params,
+        cache_salt=body.cache_salt,
+        prefix=body.prefix,
+        stream=bool(body.stream),
+        explain=bool(body.explain),
+    )
+    answers = await begin(backend, turn, client_of(request, body.cache_salt))
     if body.stream:
-        chunks = _Chunks(body, backend, head, job, prompt)
-        return EventStream(job, chunks.of, chunks.last)
-    (output,) = await finish(job, request)
-    backend.remember(prompt, output)
+        chunks = _Chunks(body, backend, head, answers)
+        return EventStream(answers.job, chunks.of, chunks.last)
     choices = [
         ChatChoice(
-            index=answer.index,
-            message=AssistantMessage(content=answer.text),
-            logprobs=_logprobs(backend, body, answer.token_ids, answer.logprobs),
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
+            index=reply.index,
+            message=AssistantMessage(content=reply.content),
+            logprobs=_logprobs(backend, body, reply.token_ids, reply.logprobs),
+            finish_reason=reply.finish_reason,
+            stop_reason=reply.stop_reason,
         )
-        for answer in output.outputs
+        for reply in await answers.messages(request)
     ]
-    more = extension(backend, job, body)
-    return ChatCompletion(**head, choices=choices, usage=usage([output]), radixcache=more)
+    return ChatCompletion(
+        **head,
+        choices=choices,
+        usage=usage([answers.output]),
+        radixcache=extension(backend, answers.job, body),
+    )
 
 
 class _Chunks:
     """The chunks of one streamed answer."""
 
-    def __init__(
-        self, body: ChatRequest, backend: Backend, head: JSON, job: Job, prompt: TokenisedText
-    ) -> None:
+    def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
         self._body = body
         self._backend = backend
         self._head = {**head, "object": "chat.completion.chunk"}
         self._usage: JSON = {"usage": None} if body.include_usage else {}
-        self._job = job
-        self._prompt = prompt
+        self._answers = answers
         self._begun: set[int] = set()
 
     def of(self, news: PromptDelta) -> Iterator[JSON]:
@@ -102,20 +97,22 @@ class _Chunks:
             self._begun.add(delta.index)
             yield self._chunk(delta.index, {"role": "assistant", "content": ""})
         logprobs = _logprobs(self._backend, self._body, delta.token_ids, delta.logprobs)
-        if delta.text or (logprobs and delta.token_ids):
-            shown = logprobs.model_dump() if logprobs else None
-            yield self._chunk(delta.index, {"content": delta.text}, logprobs=shown)
+        shown = logprobs.model_dump() if logprobs and delta.token_ids else None
+        pieces = self._answers.pieces(news) or [Piece("content", "")] * (shown is not None)
+        for piece in pieces:
+            yield self._chunk(delta.index, {"content": piece.text}, logprobs=shown)
+            shown = None  # all tokens are in the first
         if delta.finish_reason:
             yield self._chunk(
                 delta.index,
                 {},
-                finish_reason=delta.finish_reason,
+                finish_reason=self._answers.finish_reason(delta),
                 stop_reason=delta.stop_reason,
             )
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        self._backend.remember(self._prompt, outputs[0])
-        yield from last_chunk(self._backend, self._body, self._head, self._job, outputs)
+        self._answers.remember(outputs)
+        yield from last_chunk(self._backend, self._body, self._head, self._answers.job, outputs)
 
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -52,3 +62,43 @@ class Body(BaseModel):
     """The body of a request or an answer."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+class Refused(NamedTuple):
+    """A field that is not supported: what to do instead, and values that ask for nothing."""
+
+    instead: str
+    off: tuple[Any, ...] = ()
+
+
+class Asked(Body):
+    """What a client asks for, of which no field is ignored that would change the answer.
+
+    Attributes:
+        harmless: names that are taken, since they change nothing here.
+        refused: names that are refused, unless they ask for nothing; null never does.
+    """
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, Refused]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_field(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name in cls.model_fields or name in cls.harmless or data[name] is None:
+                continue
+            problem = "there is no such field"
+            if name in cls.refused:
+                instead, off = cls.refused[name]
+                if any(data[name] == value for value in off):
+                    continue
+                problem = f"not supported: {instead}"
+            elif near := get_close_matches(name, [*cls.model_fields, *cls.refused], 1):
+                problem += f": did you mean {near[0]}?"
+            # The first one only: an error for each field of a large body would take gigabytes.
+            error = PydanticCustomError("unsupported", "{problem}", {"problem": problem})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [InitErrorDetails(type=error, loc=(name,), input=None)]
+            )
+        return data

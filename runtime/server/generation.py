@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -28,6 +28,15 @@ STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream":
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+
+
+class Asked(Protocol):
+    """What a request wants to know besides the text."""
+
+    @property
+    def explain(self) -> bool | None: ...
+    @property
+    def prefix(self) -> str | None: ...
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
@@ -123,13 +132,13 @@ def last_chunk(
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, body: GenerationRequest) -> Extension:
+def extension(backend: Backend, job: Job, asked: Asked) -> Extension:
     """What the engine has to say about a job that is finished."""
     first = job.requests[0]
     explanation = None
-    if body.explain:
+    if asked.explain:
         tokenizer = backend.llm.tokenizer
-        hidden, named = backend.options.hide_texts, body.prefix is not None
+        hidden, named = backend.options.hide_texts, asked.prefix is not None
         explanation = [
             MissedTokens(
                 reason=miss.reason,
