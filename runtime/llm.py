@@ -22,6 +22,7 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
+from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.kept_logits import KEPT_BYTES
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
@@ -141,6 +142,7 @@ class LLM:
             num_pages = min(num_pages, most)
         prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
         self.tokenizer = Tokenizer.load(path, paged.max_context)
+        self.guides = Guides(self.tokenizer, paged.vocab_size, paged.eos_token_ids)
         self.engine = Engine(
             paged,
             paged.allocate(num_pages, page_size),
@@ -149,6 +151,7 @@ class LLM:
             self.tokenizer.decode if self.tokenizer else None,
             seed,
             partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
+            self.guides,
         )
         self.engine.capture_graphs()
         self.explainer = Explainer(prefix_cache)
@@ -440,6 +443,8 @@ class LLM:
                     raise InvalidRequest(f"sampling_params are SamplingParams, not {kind}")
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
+                if one.structured is not None:
+                    self.guides.compile(one.structured)
                 text = prompt if isinstance(prompt, str) else None
                 inputs.append(_Input(text, self.encode(prompt, special=special), one))
         return inputs

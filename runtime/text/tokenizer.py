@@ -102,6 +102,14 @@ class Tokenizer:
                 raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
             raise
 
+    @property
+    def serialised(self) -> str | None:
+        """What the tokenizers library reads; None if it is not that library that tokenises."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        text: str = self._tokenizer.backend_tokenizer.to_str()
+        return text
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
 
