@@ -209,8 +209,8 @@ class AnswerParser:
             return
         call_id = ""
         if kind == "call":
-            length = self._format.id_length if self._format else 24
-            call_id = f"call_{uuid.uuid4().hex}"[-length:]
+            name = uuid.uuid4().hex
+            call_id = name[:9] if self._format and self._format.short_ids else f"call_{name[:24]}"
         self._pieces.append(Piece(kind, text, len(self._starts) - 1, call_id))
 
 

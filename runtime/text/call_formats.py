@@ -55,7 +55,7 @@ class CallFormat:
         call: one call; NAME and VALUE stand for its name and its arguments.
         bare: calls may also begin a message without the opener.
         tagged: the arguments are tags, not JSON.
-        id_length: characters of a call's id; `call_` and 24 more if the template takes any.
+        short_ids: the template takes no ids of calls but those of 9 letters and digits.
     """
 
     signs: tuple[str, ...]
@@ -66,7 +66,7 @@ class CallFormat:
     close: str = ""
     bare: bool = False
     tagged: bool = False
-    id_length: int = 29
+    short_ids: bool = False
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -194,7 +194,7 @@ _FORMATS = (
         "[TOOL_CALLS]",
         "[TOOL_CALLS]NAME[ARGS]VALUE",
         between="",
-        id_length=9,
+        short_ids=True,
     ),
     CallFormat(  # Mistral before
         ("[TOOL_CALLS]",),
@@ -203,7 +203,7 @@ _FORMATS = (
         open="[TOOL_CALLS][",
         between=", ",
         close="]",
-        id_length=9,
+        short_ids=True,
     ),
     CallFormat(  # Llama 3, whose templates tell the model in words
         ('{"name": function name, "parameters": ',),
