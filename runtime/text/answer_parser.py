@@ -8,7 +8,15 @@ from collections.abc import Generator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
-from radixcache.runtime.text.call_formats import PARAMETER, THINK, THOUGHT, CallFormat, Shape, shape
+from radixcache.runtime.text.call_formats import (
+    PARAMETER,
+    THINK,
+    THOUGHT,
+    CallFormat,
+    Shape,
+    properties,
+    shape,
+)
 from radixcache.runtime.text.tool_calls import Call, Piece, Said
 
 _Reading = Generator[None, None, Any]
@@ -143,7 +151,7 @@ class AnswerParser:
 
     def _parameters(self, function: str) -> _Reading:
         """Tagged arguments, as JSON."""
-        known = self._schemas.get(function, {}).get("properties", {})
+        known = properties(self._schemas.get(function, {}))
         before = "{"
         while found := (yield from self._match(PARAMETER)):
             self._take(found.end())

@@ -146,15 +146,26 @@ def _tagged(schema: Mapping[str, Any]) -> str:
     """The Lark of arguments as tags, in the schema's order."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
-    for name, told in schema.get("properties", {}).items():
-        told = told if isinstance(told, dict) else {}
+    for name, told in properties(schema).items():
         value = _json({**told, **shared}) + f" {_quote(_TAG_END)}"
         if told.get("type") == "string":
             choices = told.get("enum", [told["const"]] if "const" in told else [])
             value = " | ".join(_quote(choice + _TAG_END) for choice in choices) or "tagged_text"
-        optional = "" if name in schema.get("required", ()) else "?"
+        optional = "" if name in (schema.get("required") or ()) else "?"
         parts.append(f"({_quote(f'<parameter={name}>' + chr(10))} ({value})){optional}")
     return " ".join(parts) or '""'
+
+
+def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schema of each argument, if it says anything; what it refers to takes its place."""
+    found, all_told = {}, schema.get("properties")
+    for name, told in all_told.items() if isinstance(all_told, dict) else ():
+        *_, path = str(told.get("$ref", "")).partition("#/") if isinstance(told, dict) else [""]
+        there: Any = schema if path else told
+        for key in path.split("/") if path else ():
+            there = there.get(key, {}) if isinstance(there, dict) else {}
+        found[name] = there if isinstance(there, dict) else {}
+    return found
 
 
 def as_rule(kind: str, value: str) -> str | None:
