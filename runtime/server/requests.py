@@ -23,6 +23,7 @@ from radixcache.runtime.server.fields import (
     TokenIds,
     check_stop,
 )
+from radixcache.runtime.server.structures import StructuredFields
 
 
 class TextPart(Body):
@@ -55,13 +56,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Body):
-    """The form of the answer; only free text is supported."""
-
-    type: Literal["text"]
-
-
-class GenerationRequest(Body):
+class GenerationRequest(StructuredFields):
     """What chat and plain completions have in common. None is the model's own default."""
 
     model: Text | None = None
@@ -114,7 +109,7 @@ class GenerationRequest(Body):
             *("top_k", "min_p", "stop_token_ids", "ignore_eos"),
         )
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(defaults, **{**given, **more})
+        return replace(defaults, structured=self.structured(), **{**given, **more})
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationRequest:
@@ -160,7 +155,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
         None, description="Not supported."
     )
