@@ -185,6 +185,8 @@ class Backend:
         """Queue prompts as `asked` for."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
+        if (structured := params.structured) is not None:
+            await self.tokenize(lambda _: self.llm.guides.compile(structured), client)
         return await self.jobs.submit(
             lambda: self.llm.add_requests(prompts, params, asked.cache_salt, client),
             len(prompts) * params.n,

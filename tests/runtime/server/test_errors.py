@@ -42,7 +42,7 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
         (CHAT, {"messages": ask("?"), "top_logprobs": 2}, "top_logprobs needs logprobs"),
         (CHAT, {"messages": ask("?"), "stream_options": {}}, "only for streams"),
         (CHAT, {"messages": ask("?"), "tools": [{}]}, "tools"),
-        (CHAT, {"messages": ask("?"), "response_format": {"type": "json_object"}}, "format.type"),
+        (CHAT, {"messages": ask("?"), "response_format": {"type": "xml"}}, "format.type"),
         (CHAT, {"messages": ask("?"), "prefix": "no/name"}, "prefix: String should match"),
         (CHAT, {"messages": ask("\ud800")}, "half of a surrogate pair"),
         (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should"),
