@@ -6,7 +6,7 @@ pass costs next to nothing: for tests that need many runs, with an independent a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -20,10 +20,10 @@ from radixcache.kernels.attention import PagedBatch
 VOCAB = 29
 
 
-def logits_after(tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-    """[VOCAB] of the token that comes after all of `tokens`."""
+def logits_after(tokens: NDArray[np.integer], vocab: int = VOCAB) -> NDArray[np.float32]:
+    """[vocab] of the token that comes after all of `tokens`."""
     seed = crc32(np.asarray(tokens, np.int64).tobytes())
-    return (np.random.default_rng(seed).random(VOCAB) * 4).astype(np.float32)
+    return (np.random.default_rng(seed).random(vocab) * 4).astype(np.float32)
 
 
 class HashPool:
@@ -42,10 +42,10 @@ class HashPool:
 class HashModel:
     """As much of `PagedModel` as an engine needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = VOCAB, eos: int = VOCAB - 1) -> None:
         self.device = torch.device("cpu")
-        self.vocab_size, self.max_context = VOCAB, 1 << 20
-        self.eos_token_ids = [VOCAB - 1]
+        self.vocab_size, self.max_context = vocab, 1 << 20
+        self.eos_token_ids = [eos]
         self.attention: Any = SimpleNamespace(max_fixed_rows=0, reads_shared_once=False)
         self.unwritten = 0
         """Slots that were read before anybody had written them."""
@@ -58,15 +58,22 @@ class HashModel:
         pool: HashPool,
     ) -> torch.Tensor:
         pool.slots.reshape(-1)[batch.slots()] = token_ids
-        logits = np.zeros((len(logit_rows), VOCAB), np.float32)
-        owners = np.searchsorted(batch.qo_indptr, logit_rows, side="right") - 1
-        for out, (row, owner) in enumerate(zip(logit_rows, owners, strict=True)):
-            table = batch.kv_indices[batch.kv_indptr[owner] : batch.kv_indptr[owner + 1]]
-            length = int(batch.kv_lens[owner] - (batch.qo_indptr[owner + 1] - 1 - row))
-            tokens = pool.slots[table].reshape(-1)[:length]
+        logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
+        for out, tokens in enumerate(read_rows(batch, logit_rows, pool.slots)):
             self.unwritten += int((tokens < 0).sum())
-            logits[out] = logits_after(tokens)
+            logits[out] = logits_after(tokens, self.vocab_size)
         return torch.from_numpy(logits)
+
+
+def read_rows(
+    batch: PagedBatch, logit_rows: NDArray[np.integer], slots: NDArray[Any]
+) -> Iterator[NDArray[Any]]:
+    """What the pages `slots` [num_pages, page_size] hold for each row: of all tokens up to it."""
+    owners = np.searchsorted(batch.qo_indptr, logit_rows, side="right") - 1
+    for row, owner in zip(logit_rows, owners, strict=True):
+        table = batch.kv_indices[batch.kv_indptr[owner] : batch.kv_indptr[owner + 1]]
+        length = int(batch.kv_lens[owner] - (batch.qo_indptr[owner + 1] - 1 - row))
+        yield slots[table].reshape(-1)[:length]
 
 
 def greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:

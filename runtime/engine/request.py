@@ -23,6 +23,8 @@ from radixcache.runtime.text.stops import StopStrings
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
 
+    from radixcache.runtime.engine.guides import Guide
+
 
 class Sequence:
     """One completion of a request: its tokens, and a lease while it runs.
@@ -41,6 +43,8 @@ class Sequence:
         self.generator = generator
         self.lease: Lease | None = None
         self.num_computed = 0
+        self.prefill_end = 0
+        """Tokens that it had when it was admitted: up to there it prefills, then it decodes."""
         self.cached_tokens = 0
         self.preemptions = 0
         self.resumes = False
@@ -54,6 +58,7 @@ class Sequence:
         self.detokenizer: Detokenizer | None = None
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
+        self.guide: Guide | None = None
         self._num_taken = 0
         self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
@@ -85,7 +90,8 @@ class Sequence:
 
     @property
     def pending(self) -> Tokens:
-        """The tokens without KV; one of them while decoding."""
+        """The tokens without KV; while decoding the last one, and before it those that a guide has
+        forced."""
         return self._tokens[self.num_computed : self._length]
 
     @property
