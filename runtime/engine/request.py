@@ -14,13 +14,14 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.text.detokenizer import Detokenizer
 from radixcache.runtime.text.stops import StopStrings
 
-if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
+if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     import torch
+
+    from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 
 
 PHASES = ("queue", "prefill", "decode")

@@ -392,8 +392,7 @@ def test_a_missing_package_is_one_sentence(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve"]) == 2
     assert capsys.readouterr().err == (
-        "radixcache: error: radixcache serve needs uvicorn: in a checkout, "
-        "pip install '.[server]'\n"
+        "radixcache: error: radixcache serve needs uvicorn: pip install '.[server]' in a checkout\n"
     )
 
 
