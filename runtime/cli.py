@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
+from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.server import flags
@@ -44,6 +45,7 @@ _ENGINE = (
     "max_num_seqs",
     "schedule",
 )
+_RUNTIME = ("torch", "transformers", "tokenizers", "huggingface_hub", "rich", "tqdm")
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -68,6 +70,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except MemoryError as error:  # numpy's says how much it was
         print(f"radixcache: error: out of memory: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _RUNTIME:
+            raise
+        print(
+            f"radixcache: error: {error.name} is missing: pip install '.[runtime]' in a checkout "
+            "(or '.[bench]', to compare caches without a model)",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         return 130
@@ -176,7 +187,7 @@ def _serve(args: argparse.Namespace) -> int:
     for package in ("pydantic_settings", "fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise MissingDependency(
-                f"radixcache serve needs {package}: in a checkout, pip install '.[server]'"
+                f"radixcache serve needs {package}: pip install '.[server]' in a checkout"
             )
     from radixcache.runtime.server.settings import Settings, read_settings
 
@@ -343,7 +354,9 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            name = unknown[0].partition("=")[0].removeprefix("--").replace("-", "_")
+            hint = f": {told}" if (told := vllm_names.instead(name)) else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:

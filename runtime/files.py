@@ -21,22 +21,35 @@ def check_model(name_or_path: str | None) -> None:
     """
     if name_or_path is None:
         return
-    path = Path(name_or_path)
+    source, more = split_gguf(name_or_path)
+    path, file = Path(source), more.get("gguf_file", "config.json")
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"no model at {name_or_path}: the folder has no config.json")
+        if not (path / file).is_file():
+            raise ModelError(f"no model at {name_or_path}: the folder has no {file}")
     elif path.exists():
         raise ModelError(
             f"no model at {name_or_path}: a model is a folder with a config.json and weights"
         )
-    elif (problem := _problem_of_hub(name_or_path)) is not None:
+    elif (problem := _problem_of_hub(source, file)) is not None:
         raise ModelError(
             f"no model at {name_or_path}: no such folder, and no model of that name in reach"
             f"{problem}"
         )
 
 
-def _problem_of_hub(name: str) -> str | None:
+def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
+    """The folder or hub id of a model, and what transformers is told if it is one GGUF file of it.
+
+    >>> split_gguf("org/name/model-q8_0.gguf")
+    ('org/name', {'gguf_file': 'model-q8_0.gguf'})
+    """
+    path = Path(name_or_path)
+    if path.suffix.lower() == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    return name_or_path, {}
+
+
+def _problem_of_hub(name: str, file: str) -> str | None:
     """Why the hub has no such model, asked once: transformers would ask six times."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
         return ""
@@ -44,8 +57,8 @@ def _problem_of_hub(name: str) -> str | None:
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+        if not isinstance(try_to_load_from_cache(name, file), str):
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=_HUB_SECONDS)
     except RepositoryNotFoundError:
         return ""
     except HfHubHTTPError:  # it has answered; whoever loads the model says what

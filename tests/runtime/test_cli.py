@@ -95,13 +95,17 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "x", "--seed", str(2**64)], "seed must be of 64 bits"),
         (["generate", "--prompt", "x", "--top-k", "9" * 400], "top_k must be at least 1"),
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
-        (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "out of memory: Unable to"),
+        (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "GiB of KV memory are more than"),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
         (["serve", "--host", "\udcff", "--port", "0"], "not a host"),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),
         (["generate", "--prompt", "x", "--temprature", "1"], "(see radixcache generate --help)"),
+        (
+            ["chat", "--gpu-memory-utilization=0.5"],
+            "arguments: --gpu-memory-utilization=0.5: say kv_",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence(
@@ -148,6 +152,36 @@ def test_a_question_that_is_not_text_is_refused(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
     assert main(["chat"]) == 2
     assert "radixcache: error: cannot read -: it is not UTF-8" in capsys.readouterr().err
+
+
+def test_memory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    def take(name: str) -> str:
+        raise MemoryError("Unable to allocate 8 EiB")
+
+    monkeypatch.setattr(cli, "_read", take)
+    assert main(["generate", "-"]) == 2
+    assert capsys.readouterr().err == "radixcache: error: out of memory: Unable to allocate 8 EiB\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["bench", "best-of-n:questions=2", "--modes", "radix-1", "--memory", "100%"], 0, "88.2%"),
+        (["bench", "--level", "engine"], 2, "a model needs "),
+        (["info"], 2, "torch is missing: pip install '.[runtime]' in a checkout"),
+        (["generate", "--prompt", "x"], 2, "needs torch: pip install '.[runtime]' in a checkout"),
+    ],
+)
+def test_what_needs_no_torch_runs_without_and_the_rest_says_so(argv, code, text):
+    done = python(f"""
+import sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "pydantic", "llguidance"))
+from radixcache.runtime.cli import main
+sys.exit(main({argv!r}))
+""")
+    assert done.returncode == code, done.stderr
+    assert text in (done.stdout if code == 0 else done.stderr)
+    assert code == 0 or done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):
