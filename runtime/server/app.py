@@ -36,6 +36,9 @@ from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeReques
 from radixcache.runtime.server.settings import Options
 from radixcache.runtime.text.tokenizer import Tokenizer
 
+UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
+"""What probes, Prometheus and the page ask for all the time."""
+
 router = APIRouter()
 
 
@@ -76,6 +79,8 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
             expose_headers=[REQUEST_ID],
         )
     app.add_middleware(RequestLog, access_log=backend.options.access_log)
+    if backend.tracing is not None:
+        backend.tracing.instrument(app, UNTRACED, [REQUEST_ID])
     return app
 
 

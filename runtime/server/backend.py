@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -26,6 +26,9 @@ from radixcache.runtime.server.settings import Options
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from radixcache.runtime.server.tracing import Tracing
+
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 4
@@ -40,9 +43,15 @@ class Backend:
         self.options = options
         self.names = list(options.served_model_name) or [llm.model_name]
         self.created = int(time.time())
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.names[0])
+        self.tracing: Tracing | None = None
+        if options.traces:
+            from radixcache.runtime.server.tracing import Tracing
+
+            self.tracing = Tracing(options.otlp_endpoint, self.names[0])
         slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
-        self.jobs = Jobs(llm.worker, self.metrics, slots + queue, slots + (queue + 1) // 2)
+        capacity, share = slots + queue, slots + (queue + 1) // 2
+        self.jobs = Jobs(llm.worker, self.metrics, self.tracing, capacity, share)
         self.max_model_len: int = llm.engine.model.max_context
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
@@ -60,6 +69,8 @@ class Backend:
         """End what is running, and the threads."""
         await self.jobs.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; 404 for a model that is not served."""

@@ -64,6 +64,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="print a line of JSON for each request that is answered",
     )
     group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="an OpenTelemetry collector for traces, like http://127.0.0.1:4318",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         metavar="S",
         help="seconds for running requests to end on SIGTERM (30)",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -20,11 +21,17 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
 
 _PREFIX = "RADIXCACHE_"
 _OTHER_VARIABLES = {"data"}
 """Variables of that prefix that are for other commands."""
+
+
+_TRACING = tuple(
+    f"opentelemetry-{name}"
+    for name in ("sdk", "exporter-otlp-proto-http", "instrumentation-fastapi")
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Options:
         hide_texts: show nobody the texts of others: no text in the tree, and in explanations none
             but the request's own. For servers whose users must not see each other's prompts.
         access_log: print a line of JSON for each request; see `request_log.py`.
+        otlp_endpoint: the address of an OpenTelemetry collector that takes traces over HTTP.
+            The variables OTEL_EXPORTER_OTLP_ENDPOINT and ..._TRACES_ENDPOINT ask for them, too.
     """
 
     served_model_name: Sequence[str] = ()
@@ -57,6 +66,7 @@ class Options:
     max_body_size: int = 16 << 20
     hide_texts: bool = False
     access_log: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name, key in (("API", self.api_key), ("admin", self.admin_key)):
@@ -64,6 +74,19 @@ class Options:
                 raise InvalidRequest(f"the {name} key is empty")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise InvalidRequest("the admin key must not be the API key, which all clients have")
+        for package in _TRACING if self.traces else ():
+            try:
+                version(package)
+            except PackageNotFoundError:
+                raise MissingDependency(
+                    f"traces need {package}: in a checkout, pip install '.[otel]'"
+                ) from None
+
+    @property
+    def traces(self) -> bool:
+        """Whether traces are asked for."""
+        variables = (f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_"))
+        return self.otlp_endpoint is not None or any(map(os.environ.get, variables))
 
 
 def _split(value: object) -> object:
@@ -84,9 +107,16 @@ def _origin(text: str) -> str:
     return text
 
 
+def _collector(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("an address like http://127.0.0.1:4318")
+    return text
+
+
 _SPLIT = BeforeValidator(_split)
 _HostName = Annotated[str, AfterValidator(_host_name)]
 _Origin = Annotated[str, AfterValidator(_origin)]
+_Collector = Annotated[str, AfterValidator(_collector)]
 
 
 class Settings(BaseSettings):
@@ -122,6 +152,7 @@ class Settings(BaseSettings):
     max_body_size: Annotated[int, Field(ge=1)] | None = None
     hide_texts: bool | None = None
     access_log: bool | None = None
+    otlp_endpoint: _Collector | None = None
     shutdown_timeout: Annotated[float, Field(ge=0)] = 30.0
 
     def options(self) -> Options:
