@@ -11,7 +11,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.server import cache, chat, completions, errors, prefixes, static
+from radixcache.runtime.server import (
+    cache,
+    chat,
+    completions,
+    errors,
+    prefixes,
+    responses,
+    static,
+)
 from radixcache.runtime.server.access import ADMINISTRATOR, Access
 from radixcache.runtime.server.answers import (
     Detokenized,
@@ -31,6 +39,7 @@ from radixcache.runtime.server.backend import (
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
+from radixcache.runtime.server.past import Pasts
 from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.text.tokenizer import Tokenizer
 
@@ -58,9 +67,9 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend = backend
+    app.state.backend, app.state.pasts = backend, Pasts()
     app.include_router(router)
-    for module in (chat, completions, prefixes, cache, static):
+    for module in (chat, completions, responses, prefixes, cache, static):
         app.include_router(module.router)
     errors.install(app)
     app.add_middleware(BodyDeadline)

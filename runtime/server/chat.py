@@ -43,21 +43,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
-    params = body.sampling_params(
-        backend.chat_defaults,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        max_tokens=body.max_completion_tokens
-        or body.max_tokens
-        or backend.chat_defaults.max_tokens,
-    )
-    turn = Turn(
-        plain_messages(body.messages),
-        params,
-        cache_salt=body.cache_salt,
-        prefix=body.prefix,
-        stream=bool(body.stream),
-        explain=bool(body.explain),
-    )
+    turn = turn_of(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     if body.stream:
         chunks = _Chunks(body, backend, head, answers)
@@ -77,6 +63,25 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         choices=choices,
         usage=usage([answers.output]),
         radixcache=extension(backend, answers.job, body),
+    )
+
+
+def turn_of(body: ChatRequest, backend: Backend) -> Turn:
+    """What a request asks for."""
+    params = body.sampling_params(
+        backend.chat_defaults,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        max_tokens=body.max_completion_tokens
+        or body.max_tokens
+        or backend.chat_defaults.max_tokens,
+    )
+    return Turn(
+        plain_messages(body.messages),
+        params,
+        cache_salt=body.cache_salt,
+        prefix=body.prefix,
+        stream=bool(body.stream),
+        explain=bool(body.explain),
     )
 
 

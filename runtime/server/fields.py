@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -52,3 +53,23 @@ class Body(BaseModel):
     """The body of a request or an answer."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+class Strict(Body):
+    """A body none of whose fields is ignored, but for some that change nothing here."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Names that are known and change nothing."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Names that are known and would change something, and what to do instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignores_nothing(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name in cls.model_fields or name in cls.harmless or not given[name]:
+                continue
+            if name in cls.refused:
+                raise ValueError(f"{name} is not supported: {cls.refused[name]}")
+            raise ValueError(f"there is no field {name!r}")
+        return given

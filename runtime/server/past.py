@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
+
+from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.generation import JSON
 from radixcache.runtime.server.turn import Turn
 
-Change = Literal["tools", "system", "settings", "messages"]
+Change = Literal["tools", "settings", "system", "messages"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,21 +23,14 @@ class Past:
 
     Attributes:
         prompt: [n] its tokens.
-        conversation: its messages, without instructions that were for this turn only, and the
-            answer.
+        conversation: its messages but for instructions that only it had, and the answer.
         response: what the client was given, if it may ask for it again.
     """
 
     turn: Turn
     prompt: Tokens
     conversation: list[Message] = field(default_factory=list)
-    response: JSON | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """About the memory that it takes. O(text)."""
-        texts = [self.turn.messages, self.conversation, self.response, [*_tools(self.turn)]]
-        return self.prompt.nbytes + len(json.dumps(texts))
+    response: dict[str, Any] | None = None
 
 
 class Pasts:
@@ -53,60 +46,67 @@ class Pasts:
         self._num_bytes: Counter[str | None] = Counter()
 
     def keep(self, name: str, past: Past) -> None:
-        """Remember a turn under an id that cannot be guessed."""
-        salt, size = past.turn.cache_salt, past.num_bytes
+        """Remember a turn under an id that cannot be guessed. O(its text)."""
+        texts = (past.turn.messages, past.conversation, past.response, past.turn.tools)
+        size = past.prompt.nbytes + len(json.dumps(texts, default=vars))
+        salt = past.turn.cache_salt
         self._pasts[salt][name] = past, size
         self._num_bytes[salt] += size
         while self._num_bytes.total() > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._pasts[most])), most)
 
-    def find(self, name: str, salt: str | None) -> Past | None:
+    def find(self, name: str | None, salt: str | None) -> Past | None:
         """The salt's turn with this id, if it is remembered."""
-        past, _ = self._pasts.get(salt, {}).get(name, (None, 0))
+        past, _ = self._pasts.get(salt, {}).get(name or "", (None, 0))
         return past
 
     def drop(self, name: str, salt: str | None) -> None:
         """Forget a turn that `find` finds."""
-        _, size = self._pasts[salt].pop(name)
-        self._num_bytes[salt] -= size
+        self._num_bytes[salt] -= self._pasts[salt].pop(name)[1]
         if not self._pasts[salt]:
             del self._pasts[salt], self._num_bytes[salt]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How a prompt relates to an earlier one.
+def _pasts_of(request: Request) -> Pasts:
+    return cast(Pasts, request.app.state.pasts)
 
-    Attributes:
-        is_hit: all that both have in common was cached, and nothing that the client changed cost
-            anything.
-        change: what the client changed first; None if it only went on.
-        num_known: tokens of the earlier prompt.
-        num_reused: leading tokens of the prompt that are the earlier one's, or were cached.
+
+PastsDep = Annotated[Pasts, Depends(_pasts_of)]
+"""The turns that the app of a route remembers."""
+
+
+def compare(
+    past: Past, turn: Turn, prompt: Tokens, cached: int, granularity: int
+) -> tuple[Change | Literal["nothing", "unknown"], int]:
+    """What a client changed since an earlier turn, so that less of its prompt was cached.
+
+    "nothing": all of the earlier prompt was cached, or as far as this one goes on from it.
+    "unknown": it is not for the client's changes that it was not; see the explanation.
+
+    Args:
+        cached: leading tokens of `prompt` that were, in a cache that hits in multiples of
+            `granularity`.
+
+    Returns:
+        The change, and how many leading tokens of the earlier prompt were of use.
     """
-
-    is_hit: bool
-    change: Change | None
-    num_known: int
-    num_reused: int
-
-    @classmethod
-    def of(cls, past: Past, turn: Turn, prompt: Tokens, cached: int) -> Comparison:
-        """Compare a turn, `cached` tokens of whose prompt were cached."""
-        shared, change = common_length(past.prompt, prompt), _change(past.turn, turn)
-        due = shared if change is None else min(len(past.prompt), len(prompt))
-        # The last token is computed for its logits.
-        is_hit = cached >= due - 1
-        return cls(is_hit, change, len(past.prompt), max(shared, cached))
+    length = min(len(past.prompt), len(prompt))
+    shared = common_length(past.prompt[:length], prompt[:length])
+    change = _change(past.turn, turn) if shared < len(past.prompt) else None
+    reused = min(max(shared, cached), len(past.prompt))
+    # The last token of a prompt is computed in any case.
+    if cached >= (length if change else shared) - max(1, granularity):
+        return "nothing", reused
+    return change or "unknown", reused
 
 
 def _change(old: Turn, new: Turn) -> Change | None:
-    if [*_tools(old)] != [*_tools(new)]:
+    before, now = _split(old.messages), _split(new.messages)
+    if old.tools != new.tools:
         return "tools"
     if old.template_kwargs != new.template_kwargs:
         return "settings"
-    before, now = _split(old.messages), _split(new.messages)
     if before[0] != now[0]:
         return "system"
     return None if now[1][: len(before[1])] == before[1] else "messages"
@@ -116,7 +116,3 @@ def _split(messages: list[Message]) -> tuple[list[Message], list[Message]]:
     """System messages at the top, and the others."""
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     return messages[:count], messages[count:]
-
-
-def _tools(turn: Turn) -> Iterable[Any]:
-    return (tool.as_template() for tool in turn.tools)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
@@ -218,3 +219,11 @@ class DetokenizeRequest(Body):
 
     model: Text | None = None
     tokens: TokenIds
+
+
+def as_chat_request(body: dict[str, Any]) -> ChatRequest:
+    """The body of a chat completion that another API asks for; `RequestValidationError` if none."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
