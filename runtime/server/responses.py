@@ -151,8 +151,8 @@ class _Exchange:
         items = enumerate(zip(parts, ends, strict=False))
         response["output"] = [self._item(i, part, end) for i, (part, end) in items]
         response["usage"] = self._usage(output)
-        if name := body.prompt_cache_options and body.prompt_cache_options.comparison_response_id:
-            past = self.pasts.find(name, body.cache_salt)
+        if body.compared is not None:
+            past = self.pasts.find(body.compared, body.cache_salt)
             response["prompt_cache_diagnostics"] = self._diagnose(past, output)
         more = extension(self.backend, answers.job, answers.turn)
         response["radixcache"] = more.model_dump()

@@ -151,6 +151,11 @@ class ResponsesRequest(Strict):
     cache_salt: Salt | None = None
     explain: bool | None = None
 
+    @property
+    def compared(self) -> str | None:
+        """The response that this one is to be compared with."""
+        return self.prompt_cache_options and self.prompt_cache_options.comparison_response_id
+
     def messages(self) -> list[Message]:
         """What is new in the conversation."""
         if isinstance(self.input, str):
@@ -159,8 +164,9 @@ class ResponsesRequest(Strict):
 
     def as_chat(self, messages: list[Message]) -> JSON:
         """The body of the same request for a chat completion."""
-        same = ("temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt", "explain")
+        same = ("temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt")
         asked: JSON = {name: getattr(self, name) for name in same}
+        asked["explain"] = self.explain or self.compared is not None
         asked["max_completion_tokens"] = self.max_output_tokens
         asked["reasoning_effort"] = self.reasoning and self.reasoning.effort
         if self.instructions:
