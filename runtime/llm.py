@@ -146,6 +146,7 @@ class LLM:
             Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
             self.tokenizer.decode if self.tokenizer else None,
             seed,
+            partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
         )
         self.engine.capture_graphs()
         self.explainer = Explainer(prefix_cache)
@@ -541,6 +542,7 @@ def _default_params(config: Any) -> SamplingParams:
             top_k=int(setting("top_k", 0)),
             min_p=float(setting("min_p", 0.0)),
             max_tokens=int(getattr(config, "max_new_tokens", None) or 16),
+            repetition_penalty=float(getattr(config, "repetition_penalty", None) or 1.0),
         )
     except (TypeError, ValueError, OverflowError) as error:
         reason = first_sentence(error)

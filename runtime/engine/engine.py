@@ -18,6 +18,7 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
+from radixcache.runtime.engine.edits import NOTHING_LEFT, Editor, Edits
 from radixcache.runtime.engine.kept_logits import KeptLogits, prompt_key
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
@@ -37,6 +38,7 @@ class _Launched(NamedTuple):
     fetched: Fetch  # the tokens
     asking: list[int]  # rows whose log-probabilities are reported
     top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
+    stuck: Fetch | None  # whether no token is left to a row, if any has edits
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,7 +75,9 @@ class Engine:
     It is for one thread at a time: another may take over when there is no work.
 
     Args:
-        decode: token ids to text; None leaves the outputs without text.
+        decode: token ids to text, with `special` that of special tokens too; None leaves the
+            outputs without text.
+        encode: text to token ids, without special tokens; None refuses bad words.
         seed: of the noise for requests without a seed of their own.
     """
 
@@ -83,8 +87,9 @@ class Engine:
         kv_pool: KVPool,
         cache: PrefixCache,
         scheduler: Scheduler,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Callable[..., str] | None = None,
         seed: int = 0,
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -98,6 +103,8 @@ class Engine:
             )
             self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
+        self._encode = encode
+        self._editor = Editor()
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
         if cache.hits_whole_prompts:
@@ -160,6 +167,7 @@ class Engine:
         """Bring everything back to between two steps; may be cut off, and called again."""
         self._cut_off = True
         self._ahead = None
+        self._editor.forget()
         self.failed_step = self.scheduler.recover() or self.failed_step
         if self._adding is not None:
             for sequence in self._adding.sequences:
@@ -184,14 +192,16 @@ class Engine:
         """Queue a request of a client; clients share the engine fairly (see `scheduler`).
 
         Raises:
-            InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
-                not fit the context (`ContextExceeded`) or, beside what is pinned now, the KV pool;
-                the engine is as it was.
+            InvalidRequest: the prompt is empty, it or the parameters have tokens that the model
+                does not know, or it does not fit the context (`ContextExceeded`) or, beside what is
+                pinned now, the KV pool; the engine is as it was.
             WrongThread: another thread has work in the engine.
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params, namespace)
+        edits = Edits(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
         request = Request(self._next_id, prompt, tokens, params, namespace, client)
+        request.edits = edits if edits.any else None
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
         if params.prompt_logprobs is not None:  # the first sequence scores it for all
             cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
@@ -334,7 +344,7 @@ class Engine:
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
-        if not going_on:
+        if not going_on or any(s.request.edits and s.request.edits.reads_tokens for s in going_on):
             return None
         try:
             for sequence in going_on:
@@ -349,7 +359,7 @@ class Engine:
         same = rows == list(range(len(step.sequences)))
         tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
         logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
-        return self._sample([chunk.sequence for chunk in chunks], logits)
+        return self._sample([chunk.sequence for chunk in chunks], logits, tokens)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch."""
@@ -436,7 +446,10 @@ class Engine:
                 kept.keep(chunk.sequence.request.prompt_key, logits[row])
         return torch.cat([logits, *rows]) if rows else logits
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
+    def _sample(
+        self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None = None
+    ) -> _Launched:
+        """Choose a token for each row; `latest` [R] are those before, if only the device knows."""
         params = [sequence.request.params for sequence in sequences]
         for sequence, one in zip(sequences, params, strict=True):
             if one.seed is not None and one.temperature > 0:
@@ -445,7 +458,12 @@ class Engine:
                 noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
                 sequence.generator.manual_seed(noise)
         generators = [sequence.generator for sequence in sequences]
-        tokens = sample(logits, params, generators, self._keep_likeliest)
+        stuck, edited = None, self._editor.edit(sequences, logits, latest)
+        if edited is not logits:
+            nothing = edited.amax(-1) == -torch.inf
+            edited.masked_fill_(nothing[:, None], 0)
+            stuck = Fetch(nothing)
+        tokens = sample(edited, params, generators, self._keep_likeliest)
         fetched = Fetch(tokens)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[Fetch, ...] = ()
@@ -453,11 +471,12 @@ class Engine:
             rows = send([*counts], logits.device)
             found = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
             top = tuple(Fetch(numbers) for numbers in found)
-        return _Launched(sequences, tokens, fetched, [*counts], top)
+        return _Launched(sequences, tokens, fetched, [*counts], top, stuck)
 
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
         top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
+        stuck = step.stuck.tolist() if step.stuck else [False] * len(step.sequences)
         for row, (sequence, token) in enumerate(
             zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
@@ -467,6 +486,9 @@ class Engine:
             if not sequence.max_tokens:  # the prompt was all
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
+                continue
+            if stuck[row]:
+                self.scheduler.fail(sequence, NOTHING_LEFT)
                 continue
             told = None
             if row in top:
@@ -500,7 +522,7 @@ class Engine:
         elif len(sequence.generated) >= sequence.max_tokens:
             reason = "length"
         if detokenizer is not None:
-            if reason != "stop":
+            if reason != "stop" or params.include_stop_str_in_output:
                 detokenizer.append(token, len(sequence.generated) - 1)
             if reason:
                 detokenizer.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,8 @@ from radixcache.runtime.text.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
+
+    from radixcache.runtime.engine.edits import Edits
 
 
 class Sequence:
@@ -165,6 +167,8 @@ class Request:
         self.explanation: list[Miss] | None = None
         """Why the first admitted sequence was not cached in full; None before it is known."""
         self.error: str | None = None
+        self.edits: Edits | None = None
+        """What is changed in its logits; None if nothing is."""
         self._arrival = time.perf_counter()
         self._first_token: float | None = None
         self._end: float | None = None
@@ -172,15 +176,19 @@ class Request:
     def add_sequences(
         self,
         max_tokens: int,
-        decode: Callable[[list[int]], str] | None,
+        decode: Callable[..., str] | None,
         make_generator: Callable[[int], torch.Generator],
     ) -> None:
         """Make the `n` sequences."""
-        stop_strings = StopStrings(self.params.stop_strings)
-        for index in range(self.params.n):
+        params, stop_strings = self.params, StopStrings(self.params.stop_strings)
+        if decode is not None and not params.skip_special_tokens:
+            decode = partial(decode, special=True)
+        for index in range(params.n):
             sequence = Sequence(self, index, max_tokens, make_generator(index))
             if decode is not None:
-                sequence.detokenizer = Detokenizer(decode, stop_strings)
+                sequence.detokenizer = Detokenizer(
+                    decode, stop_strings, params.min_tokens, params.include_stop_str_in_output
+                )
             self.sequences.append(sequence)
 
     @cached_property

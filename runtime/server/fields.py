@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -55,21 +64,41 @@ class Body(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-class Strict(Body):
-    """A body none of whose fields is ignored, but for some that change nothing here."""
+class Refused(NamedTuple):
+    """A field that is not supported: what to do instead, and values that ask for nothing."""
+
+    instead: str
+    off: tuple[Any, ...] = ()
+
+
+class Asked(Body):
+    """What a client asks for, of which no field is ignored that would change the answer.
+
+    Attributes:
+        harmless: names that are taken, since they change nothing here.
+        refused: names that are refused, unless they ask for nothing; null never does.
+    """
 
     harmless: ClassVar[frozenset[str]] = frozenset()
-    """Names that are known and change nothing."""
-    refused: ClassVar[Mapping[str, str]] = {}
-    """Names that are known and would change something, and what to do instead."""
+    refused: ClassVar[Mapping[str, Refused]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _ignores_nothing(cls, given: Any) -> Any:
-        for name in given if isinstance(given, dict) else ():
-            if name in cls.model_fields or name in cls.harmless or not given[name]:
+    def _knows_every_field(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name in cls.model_fields or name in cls.harmless or data[name] is None:
                 continue
+            problem = "there is no such field"
             if name in cls.refused:
-                raise ValueError(f"{name} is not supported: {cls.refused[name]}")
-            raise ValueError(f"there is no field {name!r}")
-        return given
+                instead, off = cls.refused[name]
+                if any(data[name] == value for value in off):
+                    continue
+                problem = f"not supported: {instead}"
+            elif near := get_close_matches(name, [*cls.model_fields, *cls.refused], 1):
+                problem += f": did you mean {near[0]}?"
+            # The first one only: an error for each field of a large body would take gigabytes.
+            error = PydanticCustomError("unsupported", "{problem}", {"problem": problem})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [InitErrorDetails(type=error, loc=(name,), input=None)]
+            )
+        return data

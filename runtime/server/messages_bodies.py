@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import List, Salt, Strict, Text
+from radixcache.runtime.server.fields import Asked, List, Refused, Salt, Text
 from radixcache.runtime.server.responses_bodies import merge_system
 
 JSON = dict[str, Any]
@@ -20,7 +20,7 @@ _BILLING = "x-anthropic-billing-header"
 found in the cache."""
 
 
-class CacheControl(Strict):
+class CacheControl(Asked):
     """The prompt up to here will be sent again within `ttl`."""
 
     type: Literal["ephemeral"]
@@ -32,7 +32,7 @@ class CacheControl(Strict):
         return 3600.0 if self.ttl == "1h" else 300.0
 
 
-class Block(Strict):
+class Block(Asked):
     """A piece of a message."""
 
     harmless: ClassVar = frozenset({"citations", "signature", "data", "caller"})
@@ -69,7 +69,7 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-class ChatTurn(Strict):
+class ChatTurn(Asked):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -109,11 +109,11 @@ class ChatTurn(Strict):
         return results if results and not texts else [*results, message]
 
 
-class ClientTool(Strict):
+class ClientTool(Asked):
     """A function that the model may call."""
 
     harmless: ClassVar = frozenset({"eager_input_streaming"})
-    refused: ClassVar = {"input_examples": "put them into the description"}
+    refused: ClassVar = {"input_examples": Refused("put them into the description", ([],))}
 
     type: Literal["custom"] | None = None
     name: Text
@@ -123,7 +123,7 @@ class ClientTool(Strict):
     cache_control: CacheControl | None = None
 
 
-class ToolChoice(Strict):
+class ToolChoice(Asked):
     """Which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -131,7 +131,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class Thinking(Asked):
     """Whether the model thinks; how much is not limited, but by `max_tokens`."""
 
     harmless: ClassVar = frozenset({"budget_tokens", "display"})
@@ -139,23 +139,26 @@ class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputConfig(Strict):
+class OutputConfig(Asked):
     """The form of the answer."""
 
     effort: Text | None = None
     format: JSON | None = None
 
 
-class Diagnostics(Strict):
+class Diagnostics(Asked):
     """Why less of the prompt was cached than of an earlier one; null begins with this one."""
 
     previous_message_id: Text | None = None
 
 
-class CountRequest(Strict):
+class CountRequest(Asked):
     """POST /v1/messages/count_tokens."""
 
-    refused: ClassVar = {"container": "run the tools yourself", "mcp_servers": "call them yourself"}
+    refused: ClassVar = {
+        "container": Refused("run the tools yourself"),
+        "mcp_servers": Refused("call them yourself", ([],)),
+    }
     harmless: ClassVar = frozenset({"speed"})
 
     model: Text | None = None

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Body, List, Salt, Strict, Text
+from radixcache.runtime.server.fields import Asked, Body, List, Refused, Salt, Text
 
 JSON = dict[str, Any]
 
 
-class ItemText(Strict):
+class ItemText(Asked):
     """A text within an item: what was said, answered or thought."""
 
     harmless: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
@@ -21,7 +21,7 @@ class ItemText(Strict):
     text: Text
 
 
-class Item(Strict):
+class Item(Asked):
     """What a conversation consists of; answers may be sent back as they came."""
 
     harmless: ClassVar = frozenset({"id", "status", "phase", "encrypted_content"})
@@ -66,7 +66,7 @@ class Item(Strict):
                 return {"role": role, "content": _join(self.content)}
 
 
-class FunctionTool(Strict):
+class FunctionTool(Asked):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -85,15 +85,15 @@ class ToolChoice(Body):
     tools: List[JSON] | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(Asked):
     """How the text is written."""
 
-    refused: ClassVar = {"verbosity": "say it in the instructions"}
+    refused: ClassVar = {"verbosity": Refused("say it in the instructions", ("medium",))}
 
     format: JSON | None = Field(None, description="As `response_format` of chat, but flat.")
 
 
-class Reasoning(Strict):
+class Reasoning(Asked):
     """How much the model thinks. What it thinks is always shown, and as it is."""
 
     harmless: ClassVar = frozenset({"summary", "generate_summary"})
@@ -101,19 +101,21 @@ class Reasoning(Strict):
     effort: Text | None = None
 
 
-class CacheOptions(Strict):
+class CacheOptions(Asked):
     """Everything is cached anyway, and to the token; what is left to ask is why something was not.
 
     That is said in `prompt_cache_diagnostics` and in `radixcache.explanation`.
     """
 
     harmless: ClassVar = frozenset({"mode", "ttl"})
-    refused: ClassVar = {"prewarm": "POST /v1/prefixes computes a prefix and pins it"}
+    refused: ClassVar = {
+        "prewarm": Refused("POST /v1/prefixes computes a prefix and pins it", (False,))
+    }
 
     comparison_response_id: Text | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Asked):
     """POST /v1/responses."""
 
     harmless: ClassVar = frozenset(
@@ -121,11 +123,11 @@ class ResponsesRequest(Strict):
         "stream_options max_tool_calls".split()
     )
     refused: ClassVar = {
-        "background": "keep the connection open, or stream",
-        "conversation": "send previous_response_id, or all items",
-        "context_management": "leave items out yourself",
-        "prompt": "send its text as instructions and input",
-        "top_logprobs": "/v1/chat/completions has log-probabilities",
+        "background": Refused("keep the connection open, or stream", (False,)),
+        "conversation": Refused("send previous_response_id, or all items"),
+        "context_management": Refused("leave items out yourself", ([],)),
+        "prompt": Refused("send its text as instructions and input"),
+        "top_logprobs": Refused("/v1/chat/completions has log-probabilities", (0,)),
     }
 
     input: Text | Annotated[List[Item], Field(min_length=1)]
