@@ -199,6 +199,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
+        self.call(self.prefixes.drop_yielding)
         self.call(self.engine.reset_cache)
 
     def generate(

@@ -102,19 +102,24 @@ class NamedPrefixes:
         """
         tokens, expires = as_tokens(tokens), self._now() + lifetime
         name = f"cache_control.{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}"
-        for old in self.list():
-            begins = old.cache_salt == cache_salt and len(old.tokens) <= len(tokens)
-            if begins and old.yields and (old.tokens == tokens[: len(old.tokens)]).all():
-                if old.name == name:
-                    expires = max(expires, old.expires or 0)
-                if old.expires is not None and old.expires <= expires:
+        self.drop_expired()
+        same = self._prefixes.get((cache_salt, name))
+        if same is None:
+            try:
+                self._engine.cache.pin(name, tokens, cache_salt)
+            except PinError:
+                return
+        elif same.expires is not None:
+            expires = max(expires, same.expires)
+        self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires, True)
+        for old in [*self._prefixes.values()]:
+            length = len(old.tokens)
+            if old.yields and old.cache_salt == cache_salt and length < len(tokens):
+                outlived = old.expires is not None and old.expires <= expires
+                if outlived and np.array_equal(old.tokens, tokens[:length]):
                     self._drop(old)
-        with suppress(PinError):
-            self._engine.cache.pin(name, tokens, cache_salt)
-            prefix = NamedPrefix(name, tokens, cache_salt, expires, yields=True)
-            self._prefixes[cache_salt, name] = prefix
-            open_sequences = self._engine.scheduler.open
-            self.make_room(max((sequence.max_length for sequence in open_sequences), default=0))
+        open_sequences = self._engine.scheduler.open
+        self.make_room(max((sequence.max_length for sequence in open_sequences), default=0))
 
     def make_room(self, num_tokens: int) -> None:
         """Drop all that yields if a sequence of so many tokens might not fit beside what is pinned.

@@ -126,7 +126,7 @@ class _Exchange:
         """The events of a delta."""
         if not self.has_begun:
             self.has_begun = True
-            yield {"type": "message_start", "message": self._message(self.answers.output)}
+            yield {"type": "message_start", "message": self._message(len(news.delta.token_ids))}
         for step in self.parts.add(self.answers.pieces(news)):
             yield self._event_of(step)
 
@@ -147,7 +147,8 @@ class _Exchange:
 
     def finish(self, output: RequestOutput) -> JSON:
         """The whole message; what is marked stays cached, if it can, and is remembered."""
-        message, end = self._message(output), output.outputs[0]
+        end = output.outputs[0]
+        message = self._message(len(end.token_ids))
         reasons = {"length": "max_tokens", "abort": None}
         message["stop_reason"] = reasons.get(end.finish_reason or "", "end_turn")
         if self.parts.has_calls:
@@ -171,9 +172,9 @@ class _Exchange:
             if length:
                 self.backend.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)
 
-    def _message(self, output: RequestOutput) -> JSON:
-        """The message so far, without its content."""
-        cached, prompt = output.num_cached_tokens, len(output.prompt_token_ids)
+    def _message(self, num_tokens: int) -> JSON:
+        """The message when it has so many tokens, without its content and end."""
+        cached = self.answers.job.requests[0].sequences[0].cached_tokens
         marked = max((length for length, _ in self.prefixes), default=0)
         caches = self.backend.llm.cache.granularity > 0
         written = max(0, marked - cached) * caches
@@ -186,10 +187,10 @@ class _Exchange:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {
-                "input_tokens": prompt - cached - written,
+                "input_tokens": len(self.answers.prompt.tokens) - cached - written,
                 "cache_read_input_tokens": cached,
                 "cache_creation_input_tokens": written,
-                "output_tokens": len(output.outputs[0].token_ids),
+                "output_tokens": num_tokens,
             },
         }
         if self.body.diagnostics and self.body.diagnostics.previous_message_id:
