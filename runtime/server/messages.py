@@ -199,10 +199,8 @@ class _Exchange:
 
     def _diagnose(self, cached: int) -> JSON | None:
         """Why less was cached than of the earlier message's prompt; None if it was not less."""
-        diagnostics = self.body.diagnostics
-        past = self.pasts.find(
-            diagnostics and diagnostics.previous_message_id, self.body.cache_salt
-        )
+        asked = self.body.diagnostics
+        past = asked and self.pasts.find(asked.previous_message_id, self.body.cache_salt)
         if past is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
         tokens, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
@@ -216,7 +214,7 @@ class _Exchange:
         return {"cache_miss_reason": reason}
 
     def _event_of(self, step: Step) -> JSON:
-        event: JSON = {"type": f"content_block_{_EVENTS[step.kind]}", "index": step.index}
+        event: JSON = {"type": f"content_block_{_EVENTS[step.kind]}", "index": step.place}
         if step.kind == "open":
             event["content_block"] = _block(replace(step.part, text=""))
         elif step.kind == "more":

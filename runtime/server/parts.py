@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """A part begins, gains `text`, or ends."""
 
     kind: Literal["open", "more", "close"]
-    index: int
+    place: int
     part: Part
     text: str = ""
 

@@ -58,8 +58,8 @@ class Pasts:
 
     def find(self, name: str | None, salt: str | None) -> Past | None:
         """The salt's turn with this id, if it is remembered."""
-        past, _ = self._pasts.get(salt, {}).get(name or "", (None, 0))
-        return past
+        kept = self._pasts[salt].get(name or "") if salt in self._pasts else None
+        return kept and kept[0]
 
     def drop(self, name: str, salt: str | None) -> None:
         """Forget a turn that `find` finds."""

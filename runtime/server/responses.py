@@ -173,7 +173,7 @@ class _Exchange:
         return {"type": f"response.{kind}", "sequence_number": self.num_events - 1, **more}
 
     def _events_of(self, step: Step) -> Iterator[JSON]:
-        index, part = step.index, step.part
+        index, part = step.place, step.part
         item = self._item(index, part, "in_progress" if step.kind == "open" else "completed")
         place: JSON = {"output_index": index, "item_id": item["id"]}
         if part.kind != "call":

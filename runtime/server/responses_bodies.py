@@ -156,7 +156,8 @@ class ResponsesRequest(Asked):
     @property
     def compared(self) -> str | None:
         """The response that this one is to be compared with."""
-        return self.prompt_cache_options and self.prompt_cache_options.comparison_response_id
+        options = self.prompt_cache_options
+        return None if options is None else options.comparison_response_id
 
     def messages(self) -> list[Message]:
         """What is new in the conversation."""
@@ -181,10 +182,10 @@ class ResponsesRequest(Asked):
             asked["tool_choice"] = {"type": self.tool_choice.type, self.tool_choice.type: flat}
         else:
             asked["tool_choice"] = self.tool_choice
-        if flat := self.text and self.text.format:
-            rest = {name: value for name, value in flat.items() if name != "type"}
-            more = {"json_schema": rest} if flat.get("type") == "json_schema" else rest
-            asked["response_format"] = {"type": flat.get("type"), **more}
+        if form := self.text and self.text.format:
+            rest = {name: value for name, value in form.items() if name != "type"}
+            more = {"json_schema": rest} if form.get("type") == "json_schema" else rest
+            asked["response_format"] = {"type": form.get("type"), **more}
         asked = {name: value for name, value in asked.items() if value is not None}
         return {**asked, "messages": merge_system(messages)}
 

@@ -52,6 +52,7 @@ def test_a_message_says_what_a_chat_completion_says(messages: Any, client: opena
         messages=[{"role": "system", "content": SYSTEM[0]["text"]}, FIRST],  # type: ignore[list-item]
         temperature=0,
     )
+    assert said.usage is not None
     message = ask(messages)
     assert message.content[0].text == said.choices[0].message.content
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
@@ -225,7 +226,7 @@ def test_what_is_not_there_is_refused_in_one_sentence(
 
 
 def test_keys_and_errors_are_anthropics_at_its_paths() -> None:
-    body = {"max_tokens": 1, "messages": [FIRST]}
+    body: Any = {"max_tokens": 1, "messages": [FIRST]}
     with live(LLM(kv_memory="8MiB"), api_key="the key", max_body_size=1000) as server:
 
         def send(body: Any, path: str = "/v1/messages", **headers: str) -> tuple[int, Any]:
