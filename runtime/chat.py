@@ -80,8 +80,7 @@ class Chat:
 
     def _stream(self, text: str, params: SamplingParams) -> Generator[RequestOutput, None, None]:
         messages = [*self.messages, {"role": "user", "content": text}]
-        history = self.llm.history
-        prompt = history.encode(history.tokenizer.render_chat(messages), self.cache_salt)
+        prompt = self.llm.turns.encode(messages, self.cache_salt)
         output = None
         for output in self.llm.stream(
             {"prompt_token_ids": prompt.tokens}, params, cache_salt=self.cache_salt
@@ -92,4 +91,4 @@ class Chat:
         if answer.finish_reason == "error":
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        history.remember(prompt, answer.token_ids)
+        self.llm.turns.remember(prompt, answer.token_ids)

@@ -11,6 +11,7 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
+from radixcache.runtime.engine.edits import Edits
 from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
@@ -22,7 +23,7 @@ from radixcache.runtime.text.stops import StopStrings
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
 
-    from radixcache.runtime.engine.edits import Edits
+    from radixcache.runtime.engine.guides import Guide
 
 
 class Sequence:
@@ -42,6 +43,8 @@ class Sequence:
         self.generator = generator
         self.lease: Lease | None = None
         self.num_computed = 0
+        self.prefill_end = 0
+        """Tokens that it had when it was admitted: up to there it prefills, then it decodes."""
         self.cached_tokens = 0
         self.preemptions = 0
         self.resumes = False
@@ -55,6 +58,7 @@ class Sequence:
         self.detokenizer: Detokenizer | None = None
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
+        self.guide: Guide | None = None
         self._num_taken = 0
         self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
@@ -86,7 +90,8 @@ class Sequence:
 
     @property
     def pending(self) -> Tokens:
-        """The tokens without KV; one of them while decoding."""
+        """The tokens without KV; while decoding the last one, and before it those that a guide has
+        forced."""
         return self._tokens[self.num_computed : self._length]
 
     @property

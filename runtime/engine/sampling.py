@@ -8,6 +8,7 @@ from math import inf
 from numbers import Integral
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.structured import Structured
 
 MAX_PROMPT_LOGPROBS = 20
 """Likeliest tokens that can be asked for at each position of a prompt."""
@@ -46,6 +47,7 @@ class SamplingParams:
         min_tokens: so many tokens come before an end token, a stop token or a stop string counts.
         include_stop_str_in_output: the text ends with what stopped it, not before.
         skip_special_tokens: the text is without them.
+        structured: the form that the text must have; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -69,6 +71,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
@@ -94,6 +97,12 @@ class SamplingParams:
             "prompt_logprobs",
             f"from 0 to {MAX_PROMPT_LOGPROBS}",
             self.prompt_logprobs,
+        )
+        _require(
+            self.structured is None or isinstance(self.structured, Structured),
+            "structured",
+            "a Structured, as by Structured.json(schema)",
+            self.structured,
         )
         _require(all(self.stop_strings), "stop", "non-empty strings", self.stop)
         for name in ("presence_penalty", "frequency_penalty"):

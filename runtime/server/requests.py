@@ -24,30 +24,7 @@ from radixcache.runtime.server.fields import (
     TokenIds,
     check_stop,
 )
-
-
-class TextPart(Body):
-    """A part of a message's content; text is the only kind there is."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(Body):
-    """A message of a conversation."""
-
-    role: Annotated[Text, Field(min_length=1)]
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    content: Text | List[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it; parts are joined by line breaks."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        return {"role": self.role, "content": content}
+from radixcache.runtime.server.tool_fields import ChatMessage, ToolFields
 
 
 class StreamOptions(Body):
@@ -153,7 +130,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[List[ChatMessage], Field(min_length=1)]
@@ -162,16 +139,6 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Not supported.")
-    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
