@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,6 +28,8 @@ from radixcache.runtime.server.requests import as_chat_request
 from radixcache.runtime.server.turn import Answers, Turn, begin
 from radixcache.runtime.text.history import TokenisedText, common_prefix
 from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tool_calls import Call, for_template
+from radixcache.runtime.text.turns import Turns
 
 router = APIRouter()
 
@@ -46,17 +47,16 @@ async def create_message(
         turn_of(as_chat_request(body.as_chat()), backend),
         client_of(request, body.cache_salt),
     )
-    marked = [(_plain(messages, backend), control) for messages, control in body.breakpoints()]
     answers = await begin(backend, turn, client)
 
     def ends(tokenizer: Tokenizer) -> list[tuple[int, float]]:
         return [
-            (_length(tokenizer, turn, messages, answers.prompt), control.seconds)
-            for messages, control in marked
+            (_length(backend.llm.turns, turn, messages, answers.prompt), control.seconds)
+            for messages, control in body.breakpoints()
         ]
 
     try:
-        prefixes = await backend.tokenize(ends, client) if marked else []
+        prefixes = await backend.tokenize(ends, client)
     except BaseException:
         answers.job.end()
         raise
@@ -73,33 +73,33 @@ async def count_tokens(body: CountRequest, request: Request, backend: BackendDep
     backend.check_model(body.model)
     turn = turn_of(as_chat_request(body.as_chat()), backend)
     tokens = await backend.tokenize(
-        lambda t: t.encode(_render(t, turn, turn.messages, ask=True), special=False),
+        lambda t: t.encode(t.render_chat(turn.messages, **_how(turn)), special=False),
         client_of(request, body.cache_salt),
     )
     return {"input_tokens": len(tokens)}
 
 
-def _plain(messages: list[Message], backend: Backend) -> list[Message]:
-    """Messages as chat templates take them."""
-    return turn_of(as_chat_request({"messages": messages}), backend).messages if messages else []
+def _how(turn: Turn) -> JSON:
+    """How its messages are rendered."""
+    return {
+        "tools": [tool.as_template() for tool in turn.tools],
+        "template_kwargs": turn.template_kwargs,
+        "ask": turn.ask,
+        "continue_final": turn.continue_final,
+    }
 
 
-def _render(tokenizer: Tokenizer, turn: Turn, messages: list[Message], *, ask: bool) -> str:
-    return tokenizer.render_chat(messages, ask=ask)
-
-
-def _length(
-    tokenizer: Tokenizer, turn: Turn, messages: list[Message], prompt: TokenisedText
-) -> int:
+def _length(turns: Turns, turn: Turn, messages: list[Message], prompt: TokenisedText) -> int:
     """How many tokens of a prompt its first messages are; 0 if the template does not take them."""
     try:
-        text = _render(tokenizer, turn, messages, ask=False)
+        how = {**_how(turn), "ask": False, "continue_final": False}
+        text = turns.render([*map(for_template, messages)], **how)
     except InvalidRequest:
         return 0
     end = common_prefix(text, prompt.text)
     cut = int(np.searchsorted(prompt.cuts[:, 0], end, side="right"))
     start, token = prompt.cuts[cut - 1].tolist() if cut else (0, 0)
-    rest = as_tokens(tokenizer.encode(prompt.text[start:end], special=False))
+    rest = as_tokens(turns.history.tokenizer.encode(prompt.text[start:end], special=False))
     rest = rest[: len(prompt.tokens) - token]
     return token + (common_length(rest, prompt.tokens[token:][: len(rest)]) if len(rest) else 0)
 
@@ -149,12 +149,12 @@ class _Exchange:
         """The whole message; what is marked stays cached, if it can, and is remembered."""
         end = output.outputs[0]
         message = self._message(len(end.token_ids))
-        reasons = {"length": "max_tokens", "abort": None}
-        message["stop_reason"] = reasons.get(end.finish_reason or "", "end_turn")
-        if self.parts.has_calls:
-            message["stop_reason"] = "tool_use"
+        if end.finish_reason == "length":
+            message["stop_reason"] = "max_tokens"
         elif isinstance(end.stop_reason, str):
             message |= {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+        else:
+            message["stop_reason"] = "tool_use" if self.parts.has_calls else "end_turn"
         message["content"] = [_block(part) for part in self.parts.parts]
         more = extension(self.backend, self.answers.job, self.answers.turn)
         message["radixcache"] = more.model_dump()
@@ -233,8 +233,10 @@ _DELTAS = {
 
 def _block(part: Part) -> JSON:
     if part.kind == "call":
-        given = json.loads(part.text or "{}")
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": given}
+        values = {} if not part.text else Call(part.call_id, part.name, part.text).values
+        if values is None:  # it was cut, or is no JSON
+            values = {"INVALID_JSON": part.text}
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": values}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, Body, List, Refused, Salt, Text
+from radixcache.runtime.server.fields import Asked, List, Refused, Salt, Text
 
 JSON = dict[str, Any]
 
@@ -76,13 +76,23 @@ class FunctionTool(Asked):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
-    """One function, or some."""
+class NamedTool(Asked):
+    """One function."""
 
-    type: Literal["function", "allowed_tools"]
-    name: Text | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: List[JSON] | None = None
+    type: Literal["function"]
+    name: Text
+
+    def as_chat(self) -> JSON:
+        """The same in a chat completion."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Asked):
+    """Some functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: List[NamedTool]
 
 
 class TextOptions(Asked):
@@ -140,7 +150,7 @@ class ResponsesRequest(Asked):
     temperature: float | None = None
     top_p: float | None = None
     tools: List[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -177,11 +187,14 @@ class ResponsesRequest(Asked):
         if self.tools is not None:
             tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
             asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
-        if isinstance(self.tool_choice, ToolChoice):
-            flat = self.tool_choice.model_dump(exclude={"type"}, exclude_none=True)
-            asked["tool_choice"] = {"type": self.tool_choice.type, self.tool_choice.type: flat}
-        else:
-            asked["tool_choice"] = self.tool_choice
+        match self.tool_choice:
+            case NamedTool() as tool:
+                asked["tool_choice"] = tool.as_chat()
+            case AllowedTools(mode=mode, tools=allowed):
+                chosen = {"mode": mode, "tools": [tool.as_chat() for tool in allowed]}
+                asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": chosen}
+            case mode:
+                asked["tool_choice"] = mode
         if form := self.text and self.text.format:
             rest = {name: value for name, value in form.items() if name != "type"}
             more = {"json_schema": rest} if form.get("type") == "json_schema" else rest
