@@ -1,7 +1,7 @@
 """What the model of these tests says: a function of the prompt, the same for every client.
 
-It does what it is asked without being guided, but for two things that it would rather not: give
-JSON where it could chat about it, and call a tool of which the user said nothing.
+It does what it is told without being guided, but for two things that it would rather not: give
+JSON of which it was told nothing, and call a tool of which the user said nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def answer(prompt: str) -> str | list[str]:
         calls = [call("get_weather", city=city) for city in cities[0] if city]
         return "\n".join(calls) if "get_weather" in tools else "I have no window."
     if "Nora" in text:
-        return _nora(tools)
+        return _nora(tools, "JSON" in prompt)
     if "colour" in text:
         return ["It might be red.", "red"]
     if "2 + 2" in text:
@@ -44,12 +44,12 @@ def _walk(results: list[str]) -> str:
     return call("room", number=int(number)) if number else "There is no further room."
 
 
-def _nora(tools: dict[str, Any]) -> list[str]:
+def _nora(tools: dict[str, Any], told_json: bool) -> list[str]:
     fitting = [name for name, properties in tools.items() if NORA.keys() <= properties.keys()]
-    rather = "Nora Lund is 30 years old."
     if fitting:
-        return [call(fitting[0], **NORA), rather]
-    return [rather, json.dumps(NORA)]
+        return [call(fitting[0], **NORA)]
+    ways = ["Nora Lund is 30 years old.", json.dumps(NORA)]
+    return ways[::-1] if told_json else ways
 
 
 def _tools(prompt: str) -> dict[str, Any]:

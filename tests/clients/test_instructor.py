@@ -26,7 +26,7 @@ class GetWeather(BaseModel):
     city: str
 
 
-NORA = Person(name="Nora Lund", age=30)
+NORA = {"name": "Nora Lund", "age": 30}  # as a subclass of Person, perhaps
 ASKED: Any = {"model": "scripted", "messages": [{"role": "user", "content": "Who is Nora?"}]}
 MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "MD_JSON"]
 
@@ -39,14 +39,15 @@ def api(url: str) -> openai.OpenAI:
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_as_a_class(api: Any, mode: str):
     client = instructor.from_openai(api, mode=instructor.Mode[mode])
-    assert client.chat.completions.create(response_model=Person, max_retries=0, **ASKED) == NORA
+    told = client.chat.completions.create(response_model=Person, max_retries=0, **ASKED)
+    assert told.model_dump() == NORA
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_parts_of_an_answer_streamed(api: Any, mode: str):
     client = instructor.from_openai(api, mode=instructor.Mode[mode])
     parts = [*client.chat.completions.create_partial(response_model=Person, **ASKED)]
-    assert parts[-1].model_dump() == NORA.model_dump() and len(parts) > 2
+    assert parts[-1].model_dump() == NORA and len(parts) > 2
 
 
 def test_several_tools_in_parallel(api: Any):
@@ -55,7 +56,7 @@ def test_several_tools_in_parallel(api: Any):
     told = client.chat.completions.create(
         model="scripted", messages=[question], response_model=Iterable[Person | GetWeather]
     )
-    assert [*told] == [NORA]
+    assert [one.model_dump() for one in told] == [NORA]
 
 
 def test_an_answer_as_a_class_async(url: str):
@@ -64,17 +65,18 @@ def test_an_answer_as_a_class_async(url: str):
             client = instructor.from_openai(api, mode=instructor.Mode.TOOLS)
             return await client.chat.completions.create(response_model=Person, **ASKED)
 
-    assert asyncio.run(talk()) == NORA
+    assert asyncio.run(talk()).model_dump() == NORA
 
 
 def test_responses(api: Any):
     client = instructor.from_openai(api, mode=instructor.Mode.RESPONSES_TOOLS)
     told = client.responses.create(model="scripted", input="Who is Nora?", response_model=Person)
-    assert told == NORA
+    assert told.model_dump() == NORA
 
 
 def test_anthropics_api(url: str):
     anthropic = pytest.importorskip("anthropic")
     api = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     client = instructor.from_anthropic(api, mode=instructor.Mode.ANTHROPIC_TOOLS)
-    assert client.messages.create(response_model=Person, max_tokens=500, **ASKED) == NORA
+    told = client.messages.create(response_model=Person, max_tokens=500, **ASKED)
+    assert told.model_dump() == NORA

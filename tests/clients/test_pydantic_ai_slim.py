@@ -22,6 +22,8 @@ anthropic_provider: Any = pytest.importorskip("pydantic_ai.providers.anthropic")
 HELLO = "You are the user, and said: Hello!"
 QUESTION = "How is the weather in Oslo and Rome?"
 
+_PROFILE: Any = {"supports_json_schema_output": True}  # it goes by the names of Anthropic's models
+
 
 class Person(BaseModel):
     name: str
@@ -46,7 +48,7 @@ def responses(url: str) -> Any:
 def messages(url: str) -> Any:
     api = anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
     provider = anthropic_provider.AnthropicProvider(anthropic_client=api)
-    return anthropic_models.AnthropicModel("scripted", provider=provider)
+    return anthropic_models.AnthropicModel("scripted", provider=provider, profile=_PROFILE)
 
 
 @pytest.fixture(params=[chat, responses, messages])
