@@ -455,8 +455,8 @@ MUTANTS = [
     Mutant(
         "exact: small products as torch has them",
         "runtime/model/native_operations.py",
-        "pack_small = True",
-        "pack_small = False",
+        "if weight.dtype == torch.float32:\n            return SmallProduct(weight, bias)",
+        "if weight.dtype == torch.float32:\n            return super().small_product(weight, bias)",
         EXACT,
     ),
     Mutant(
