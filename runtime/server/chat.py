@@ -64,7 +64,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
     return ChatCompletion(
         **head,
         choices=choices,
-        usage=usage([answers.output]),
+        usage=usage(backend, [answers.output]),
         radixcache=extension(backend, answers.job, body),
     )
 

@@ -111,7 +111,7 @@ def _event(chunk: JSON) -> str:
     return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
 
 
-def usage(outputs: Sequence[RequestOutput]) -> Usage:
+def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> Usage:
     """Tokens over all prompts and completions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
@@ -121,7 +121,7 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=cached, cache_write_tokens=prompt - cached
+            cached_tokens=cached, cache_write_tokens=(prompt - cached) * backend.caches
         ),
     )
 
@@ -136,7 +136,7 @@ def last_chunk(
     """What a stream ends with, if more was asked for than text."""
     more: JSON = {}
     if body.include_usage:
-        more["usage"] = usage(outputs).model_dump()
+        more["usage"] = usage(backend, outputs).model_dump()
     if body.explain or body.include_usage:
         more["radixcache"] = extension(backend, job, body).model_dump()
         yield {**head, "choices": [], **more}

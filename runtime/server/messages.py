@@ -176,8 +176,7 @@ class _Exchange:
         """The message when it has so many tokens, without its content and end."""
         cached = self.answers.job.requests[0].sequences[0].cached_tokens
         marked = max((length for length, _ in self.prefixes), default=0)
-        caches = self.backend.llm.cache.granularity > 0
-        written = max(0, marked - cached) * caches
+        written = max(0, marked - cached) * self.backend.caches
         message: JSON = {
             "id": self.name,
             "type": "message",

@@ -217,7 +217,7 @@ class _Exchange:
             "input_tokens": prompt,
             "input_tokens_details": {
                 "cached_tokens": cached,
-                "cache_write_tokens": (prompt - cached) * (self.backend.llm.cache.granularity > 0),
+                "cache_write_tokens": (prompt - cached) * self.backend.caches,
             },
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": len(reasoning)},
