@@ -113,7 +113,11 @@ class ClientTool(Asked):
     """A function that the model may call."""
 
     harmless: ClassVar = frozenset({"eager_input_streaming"})
-    refused: ClassVar = {"input_examples": Refused("put them into the description", ([],))}
+    refused: ClassVar = {
+        "input_examples": Refused("put them into the description", ([],)),
+        "defer_loading": Refused("send the tools that may be called", (False,)),
+        "allowed_callers": Refused("only the model calls tools", (["direct"],)),
+    }
 
     type: Literal["custom"] | None = None
     name: Text
@@ -157,6 +161,7 @@ class CountRequest(Asked):
 
     refused: ClassVar = {
         "container": Refused("run the tools yourself"),
+        "context_management": Refused("leave out what is old", ({"edits": []},)),
         "mcp_servers": Refused("call them yourself", ([],)),
     }
     harmless: ClassVar = frozenset({"speed"})

@@ -44,6 +44,7 @@ class Pasts:
         self._pasts: defaultdict[str | None, OrderedDict[str, tuple[Past, int]]]
         self._pasts = defaultdict(OrderedDict)
         self._num_bytes: Counter[str | None] = Counter()
+        self.num_bytes = 0
 
     def keep(self, name: str, past: Past) -> None:
         """Remember a turn under an id that cannot be guessed. O(its text)."""
@@ -52,7 +53,8 @@ class Pasts:
         salt = past.turn.cache_salt
         self._pasts[salt][name] = past, size
         self._num_bytes[salt] += size
-        while self._num_bytes.total() > self.max_bytes:
+        self.num_bytes += size
+        while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._pasts[most])), most)
 
@@ -63,7 +65,9 @@ class Pasts:
 
     def drop(self, name: str, salt: str | None) -> None:
         """Forget a turn that `find` finds."""
-        self._num_bytes[salt] -= self._pasts[salt].pop(name)[1]
+        _, size = self._pasts[salt].pop(name)
+        self._num_bytes[salt] -= size
+        self.num_bytes -= size
         if not self._pasts[salt]:
             del self._pasts[salt], self._num_bytes[salt]
 

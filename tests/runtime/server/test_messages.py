@@ -84,6 +84,18 @@ def test_a_stream_is_what_the_client_puts_together(messages: Any, server: LiveSe
     assert final.stop_reason == "end_turn"
 
 
+def test_a_stream_that_fails_says_so_in_an_event(messages: Any, server: LiveServer):
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the model is broken")
+
+    server.call(lambda: setattr(server.engine, "step", fail))
+    try:
+        with pytest.raises(anthropic.APIStatusError, match="the engine failed: RuntimeError"):
+            [*ask(messages, stream=True)]
+    finally:
+        server.call(lambda: delattr(server.engine, "step"))
+
+
 def test_why_it_ends(messages: Any):
     cut = ask(messages, max_tokens=3)
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
