@@ -41,6 +41,18 @@ def check_stop(stop: str | list[str] | None) -> str | list[str] | None:
     return stop
 
 
+def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
+    """JSON's keys are strings. Only the first that is wrong is told."""
+    checked: dict[int, float] = {}
+    for token, value in bias.items():
+        if not token.isdecimal() or len(token) > 9:
+            raise ValueError(f"its keys are token ids, and {token[:20]!r} is none")
+        if not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"a bias is a number in [-100, 100], and that of {token} is not")
+        checked[int(token)] = value
+    return checked
+
+
 def _decode_header(text: str) -> str:
     """A header that is UTF-8, although it was read as Latin-1."""
     try:
@@ -53,6 +65,7 @@ Text = Annotated[str, AfterValidator(_check_text)]
 # An error for each item of a large body would take gigabytes, and all clients would wait for it.
 List = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
+LogitBias = Annotated[dict[str, Any], AfterValidator(_check_bias)]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
 HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from radixcache.runtime.server.fields import Body, List, Text
+from radixcache.runtime.server.fields import Asked, Body, List, Refused, Text
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, for_template
-
-
-def _use_tools(value: Any) -> Any:
-    if value and value not in ("none", "auto"):
-        raise ValueError("not supported: use tools and tool_choice")
-    return value
 
 
 class TextPart(Body):
@@ -38,8 +33,14 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class ChatMessage(Body):
+class ChatMessage(Asked):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
+
+    harmless = frozenset({"refusal", "annotations"})
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "function_call": Refused("send tool_calls"),
+        "audio": Refused("send text"),
+    }
 
     role: Annotated[Text, Field(min_length=1)]
     content: Text | List[TextPart] | None = None
@@ -74,7 +75,7 @@ class ChatMessage(Body):
         return self
 
 
-class Function(Body):
+class Function(Asked):
     """A function that the model may call; `parameters` is a JSON schema of an object."""
 
     name: Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
@@ -83,7 +84,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(Asked):
     """A tool; functions are the only kind there is."""
 
     type: Literal["function"]
@@ -130,8 +131,6 @@ class ToolFields(Body):
     include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    functions: Annotated[Any, AfterValidator(_use_tools)] = None
-    function_call: Annotated[Any, AfterValidator(_use_tools)] = None
 
     @property
     def offered(self) -> tuple[Tool, ...]:

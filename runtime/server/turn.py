@@ -104,11 +104,11 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
 
 def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
     """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
-    tools, choice, wanted = turn.tools, turn.choice, getattr(turn.params, "structured", None)
+    tools, choice, wanted = turn.tools, turn.choice, turn.params.structured
     after = THOUGHT if thoughts_of(prompt) else None
     if wanted and after and not wanted.after:
         wanted = replace(wanted, after=after)
-    params = replace(turn.params, structured=wanted) if wanted else turn.params
+    params = replace(turn.params, structured=wanted)
     if not tools or choice.mode == "none":
         return params
     calls = tokenizer.call_format

@@ -8,7 +8,15 @@ from collections.abc import Generator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
-from radixcache.runtime.text.call_formats import PARAMETER, THINK, THOUGHT, CallFormat, Shape, shape
+from radixcache.runtime.text.call_formats import (
+    PARAMETER,
+    THINK,
+    THOUGHT,
+    CallFormat,
+    Shape,
+    properties,
+    shape,
+)
 from radixcache.runtime.text.tool_calls import Call, Piece, Said
 
 _Reading = Generator[None, None, Any]
@@ -143,7 +151,7 @@ class AnswerParser:
 
     def _parameters(self, function: str) -> _Reading:
         """Tagged arguments, as JSON."""
-        known = self._schemas.get(function, {}).get("properties", {})
+        known = properties(self._schemas.get(function, {}))
         before = "{"
         while found := (yield from self._match(PARAMETER)):
             self._take(found.end())
@@ -209,8 +217,8 @@ class AnswerParser:
             return
         call_id = ""
         if kind == "call":
-            length = self._format.id_length if self._format else 24
-            call_id = f"call_{uuid.uuid4().hex}"[-length:]
+            name = uuid.uuid4().hex
+            call_id = name[:9] if self._format and self._format.short_ids else f"call_{name[:24]}"
         self._pieces.append(Piece(kind, text, len(self._starts) - 1, call_id))
 
 

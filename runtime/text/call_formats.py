@@ -55,7 +55,7 @@ class CallFormat:
         call: one call; NAME and VALUE stand for its name and its arguments.
         bare: calls may also begin a message without the opener.
         tagged: the arguments are tags, not JSON.
-        id_length: characters of a call's id; `call_` and 24 more if the template takes any.
+        short_ids: the template takes no ids of calls but those of 9 letters and digits.
     """
 
     signs: tuple[str, ...]
@@ -66,7 +66,7 @@ class CallFormat:
     close: str = ""
     bare: bool = False
     tagged: bool = False
-    id_length: int = 29
+    short_ids: bool = False
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -146,15 +146,26 @@ def _tagged(schema: Mapping[str, Any]) -> str:
     """The Lark of arguments as tags, in the schema's order."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
-    for name, told in schema.get("properties", {}).items():
-        told = told if isinstance(told, dict) else {}
+    for name, told in properties(schema).items():
         value = _json({**told, **shared}) + f" {_quote(_TAG_END)}"
         if told.get("type") == "string":
             choices = told.get("enum", [told["const"]] if "const" in told else [])
             value = " | ".join(_quote(choice + _TAG_END) for choice in choices) or "tagged_text"
-        optional = "" if name in schema.get("required", ()) else "?"
+        optional = "" if name in (schema.get("required") or ()) else "?"
         parts.append(f"({_quote(f'<parameter={name}>' + chr(10))} ({value})){optional}")
     return " ".join(parts) or '""'
+
+
+def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schema of each argument, if it says anything; what it refers to takes its place."""
+    found, all_told = {}, schema.get("properties")
+    for name, told in all_told.items() if isinstance(all_told, dict) else ():
+        *_, path = str(told.get("$ref", "")).partition("#/") if isinstance(told, dict) else [""]
+        there: Any = schema if path else told
+        for key in path.split("/") if path else ():
+            there = there.get(key, {}) if isinstance(there, dict) else {}
+        found[name] = there if isinstance(there, dict) else {}
+    return found
 
 
 def as_rule(kind: str, value: str) -> str | None:
@@ -194,7 +205,7 @@ _FORMATS = (
         "[TOOL_CALLS]",
         "[TOOL_CALLS]NAME[ARGS]VALUE",
         between="",
-        id_length=9,
+        short_ids=True,
     ),
     CallFormat(  # Mistral before
         ("[TOOL_CALLS]",),
@@ -203,7 +214,7 @@ _FORMATS = (
         open="[TOOL_CALLS][",
         between=", ",
         close="]",
-        id_length=9,
+        short_ids=True,
     ),
     CallFormat(  # Llama 3, whose templates tell the model in words
         ('{"name": function name, "parameters": ',),

@@ -194,18 +194,21 @@ class Tokenizer:
 
     def chat_template(self, tools: bool = False) -> str:
         """The template of conversations, which may be another one for those with tools."""
-        try:
-            template: str = self._tokenizer.get_chat_template(tools=tools or None)
-        except ValueError:
-            raise InvalidRequest("the model has no chat template: use generate, not chat") from None
+        if not self._templates:
+            raise InvalidRequest("the model has no chat template: use generate, not chat")
+        template: str = self._tokenizer.get_chat_template(tools=tools or None)
         return template
+
+    @property
+    def _templates(self) -> str:
+        """All chat templates; "" if there are none."""
+        templates = getattr(self._tokenizer, "chat_template", None) or ""
+        return templates if isinstance(templates, str) else "\n".join(templates.values())
 
     @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes calls, if that can be told from its chat template."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            return None
-        return find_format(self.chat_template(tools=True))
+        return find_format(self._templates)
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -216,7 +219,7 @@ class Tokenizer:
     @cached_property
     def reasons(self) -> bool:
         """Whether the model thinks before it speaks."""
-        return THOUGHT in (getattr(self._tokenizer, "chat_template", None) or "")
+        return THOUGHT in self._templates
 
     def spell(self, text: str) -> str:
         """`text` in Lark, for llguidance: what is an added token is that token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 
 import pytest
 
@@ -21,7 +22,7 @@ SCHEMAS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "object"}
 TRICKY = {"a": 'He said: "</tool_call>}" \\', "b": {"c": [1, {"d": "\n"}]}}
 
 
-def written(template: str, name: str, arguments: dict[str, object]) -> str:
+def written(template: str, name: str, arguments: Mapping[str, object]) -> str:
     """A call as the models of each family write it, from their documentation."""
     told = json.dumps(arguments)
     match template:
