@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, List, Refused, Salt, Text
+from radixcache.runtime.server.fields import Asked, List, OneOf, Refused, Salt, Text
 from radixcache.runtime.server.responses_bodies import merge_system
 
 JSON = dict[str, Any]
@@ -32,11 +32,11 @@ class CacheControl(Asked):
         return 3600.0 if self.ttl == "1h" else 300.0
 
 
-class Block(Asked):
+class Block(OneOf):
     """A piece of a message."""
 
     harmless: ClassVar = frozenset({"citations", "signature", "data", "caller"})
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+    needs: ClassVar = {
         "text": ("text",),
         "thinking": ("thinking",),
         "redacted_thinking": (),
@@ -54,13 +54,6 @@ class Block(Asked):
     content: Text | List[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
-
-    @model_validator(mode="after")
-    def _has_what_its_type_needs(self) -> Block:
-        for name in self.needs[self.type]:
-            if getattr(self, name) is None:
-                raise ValueError(f"a {self.type} block has a {name!r}")
-        return self
 
 
 class TextBlock(Block):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, List, Refused, Salt, Text
+from radixcache.runtime.server.fields import Asked, List, OneOf, Refused, Salt, Text
 
 JSON = dict[str, Any]
 
@@ -21,11 +21,11 @@ class ItemText(Asked):
     text: Text
 
 
-class Item(Asked):
+class Item(OneOf):
     """What a conversation consists of; answers may be sent back as they came."""
 
     harmless: ClassVar = frozenset({"id", "status", "phase", "encrypted_content"})
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+    needs: ClassVar = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
@@ -40,13 +40,6 @@ class Item(Asked):
     arguments: Text | None = None
     output: Text | List[ItemText] | None = None
     summary: List[ItemText] | None = None
-
-    @model_validator(mode="after")
-    def _has_what_its_type_needs(self) -> Item:
-        for name in self.needs[self.type]:
-            if getattr(self, name) is None:
-                raise ValueError(f"a {self.type} has a {name!r}")
-        return self
 
     def as_message(self) -> Message:
         """The item as a message, or as a part of an assistant's."""

@@ -217,7 +217,7 @@ def test_what_is_marked_is_pinned_and_a_flush_asks_nobody(messages: Any, server:
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role: Input should be"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content.0.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has a 'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a text has a 'text'"),
         ({"messages": [marked(FIRST)] * 5}, "4 places at most"),
         ({"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
         ({"thinking": {"type": "hard"}}, "thinking.type: Input should be"),
