@@ -199,7 +199,8 @@ class _Exchange:
     def _diagnose(self, cached: int) -> JSON | None:
         """Why less was cached than of the earlier message's prompt; None if it was not less."""
         asked = self.body.diagnostics
-        past = asked and self.pasts.find(asked.previous_message_id, self.body.cache_salt)
+        name = None if asked is None else asked.previous_message_id
+        past = self.pasts.find(name, self.body.cache_salt)
         if past is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
         tokens, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
