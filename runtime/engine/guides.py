@@ -178,7 +178,7 @@ class Guides:
             )
         matcher = _compile(structured, vocabulary)
         with self._making:
-            self._compiled[key] = matcher
+            matcher = self._compiled.setdefault(key, matcher)  # or another thread's
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         return matcher

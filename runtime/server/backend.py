@@ -65,6 +65,10 @@ class Options:
                 raise InvalidRequest(f"the {name} key is empty")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise InvalidRequest("the admin key must not be the API key, which all clients have")
+        if not self.request_timeout > 0:
+            raise InvalidRequest(
+                f"request_timeout must be above 0 seconds, not {self.request_timeout:g}"
+            )
 
 
 class Asked(Protocol):
@@ -190,6 +194,8 @@ class Backend:
         """Queue prompts as `asked` for."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
+        if (structured := params.structured) is not None:
+            await self.tokenize(lambda _: self.llm.guides.compile(structured), client)
         return await self.jobs.submit(
             lambda: self.llm.add_requests(prompts, params, asked.cache_salt, client),
             len(prompts) * params.n,

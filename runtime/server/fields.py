@@ -11,10 +11,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
+    TypeAdapter,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -77,6 +76,14 @@ class Body(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
+def _refuse(problem: str) -> str:
+    raise ValueError(problem)
+
+
+_REFUSAL = TypeAdapter(dict[str, Annotated[str, AfterValidator(_refuse)]])
+"""Given {field: problem}, raises the error that a field of that name would raise."""
+
+
 class Refused(NamedTuple):
     """A field that is not supported: what to do instead, and values that ask for nothing."""
 
@@ -107,13 +114,10 @@ class Asked(Body):
                 if any(data[name] == value for value in off):
                     continue
                 problem = f"not supported: {instead}"
-            elif near := get_close_matches(name, [*cls.model_fields, *cls.refused], 1):
+            elif near := get_close_matches(name[:64], [*cls.model_fields, *cls.refused], 1):
                 problem += f": did you mean {near[0]}?"
             # The first one only: an error for each field of a large body would take gigabytes.
-            error = PydanticCustomError("unsupported", "{problem}", {"problem": problem})
-            raise ValidationError.from_exception_data(
-                cls.__name__, [InitErrorDetails(type=error, loc=(name,), input=None)]
-            )
+            _REFUSAL.validate_python({name[:64]: problem})
         return data
 
 

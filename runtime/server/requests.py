@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, Field, ValidationError, model_validator
@@ -18,7 +18,6 @@ from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
     MAX_STOPS,
     Asked,
-    Body,
     List,
     LogitBias,
     PrefixName,
@@ -28,6 +27,7 @@ from radixcache.runtime.server.fields import (
     TokenIds,
     check_stop,
 )
+from radixcache.runtime.server.structures import StructuredFields
 from radixcache.runtime.server.tool_fields import ChatMessage, ToolFields
 from radixcache.runtime.server.unsupported import (
     HARMLESS,
@@ -46,12 +46,6 @@ class StreamOptions(Asked):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Body):
-    """The form of the answer; only free text is supported."""
-
-    type: Literal["text"]
-
-
 _SAMPLING = (
     *("n", "max_tokens", "temperature", "top_p", "seed", "stop", "top_k", "min_p"),
     *("stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"),
@@ -61,7 +55,7 @@ _SAMPLING = (
 """What fields and `SamplingParams` call alike."""
 
 
-class GenerationRequest(Asked):
+class GenerationRequest(StructuredFields, Asked):
     """What chat and plain completions have in common. None is the model's own default."""
 
     harmless: ClassVar[frozenset[str]] = HARMLESS
@@ -117,7 +111,7 @@ class GenerationRequest(Asked):
             InvalidRequest: a value makes no sense.
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return replace(defaults, **{**given, **more})
+        return replace(defaults, structured=self.structured(), **{**given, **more})
 
     @model_validator(mode="after")
     def _streams_have_their_own(self) -> GenerationRequest:
@@ -175,7 +169,6 @@ class ChatRequest(ToolFields, GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:

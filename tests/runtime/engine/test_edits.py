@@ -120,7 +120,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
     sequences = [
         make_sequence(prompt, one, vocab, ends) for prompt, one in zip(prompts, params, strict=True)
     ]
-    editor, before = Editor(), []
+    editor, before = Editor(), list[Sequence]()
     with pretend_gpu() as gpu:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
@@ -197,7 +197,7 @@ def make_engine(path: Path, *, ahead: bool = False, **options: Any) -> Engine:
 def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """Two requests that go on to the end of what they may say, and others."""
     stem = rng.choices(range(90, 100), k=20)
-    long = {"n": 3, "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
+    long: dict[str, Any] = {"n": 3, "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
     asked = [
         ([*stem, i], SamplingParams(presence_penalty=i, seed=i, bad_words=["ab"], **long))
         for i in (1, 2)
@@ -281,10 +281,13 @@ def test_greedy_tokens_are_the_likeliest_by_the_definitions_over_transformers_lo
 
 
 def test_log_probabilities_are_those_before_the_edits(path) -> None:
-    engine = make_engine(path)
+    engine, bias = make_engine(path), {7: 100.0}
     plain, biased = (
-        engine.add_request([1, 2, 3], SamplingParams(temperature=0, logprobs=3, **options))
-        for options in ({"max_tokens": 1}, {"max_tokens": 1, "logit_bias": {7: 100}})
+        engine.add_request(
+            [1, 2, 3],
+            SamplingParams(temperature=0, logprobs=3, max_tokens=1, logit_bias=asked),
+        )
+        for asked in (None, bias)
     )
     finish(engine)
     ((mine,), (yours,)) = (r.sequences[0].logprobs for r in (plain, biased))
@@ -323,11 +326,9 @@ def test_steps_with_penalties_run_ahead_and_those_that_read_tokens_do_not(path) 
 
 def test_ends_come_after_min_tokens_only(path) -> None:
     engine = make_engine(path)
-    bias = {"logit_bias": {EOS: 100}}
     for min_tokens in (0, 1, 7):
-        (request,) = engines.run(
-            engine, [[5, 6]], SamplingParams(temperature=0, min_tokens=min_tokens, **bias)
-        )
+        params = SamplingParams(temperature=0, min_tokens=min_tokens, logit_bias={EOS: 100})
+        (request,) = engines.run(engine, [[5, 6]], params)
         assert len(request.sequences[0].generated) == min_tokens + 1
         assert request.sequences[0].finish_reason == "stop"
 

@@ -214,7 +214,9 @@ def test_strict_arguments_follow_their_schema(server: LiveServer):
 
 def test_beside_tools_an_answer_may_have_a_form(server: LiveServer):
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [12]}}}
-    answer = ask(server, user("Hello"), tools=[STEP], response_format=form, max_tokens=99)
+    answer = ask(
+        server, user("Hello"), tools=[STEP], response_format=form, max_tokens=99, **NO_THOUGHTS
+    )
     assert answer["choices"][0]["message"]["content"] == "12" or called(answer)
 
 
