@@ -179,6 +179,19 @@ def test_a_call_that_must_come_does(responses: Any, messages: Any, choice: str, 
     assert message.stop_reason == "tool_use"
 
 
+def test_an_answer_follows_a_schema(responses: Any, messages: Any):
+    format_ = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
+    response = respond(responses, False, "Hi", tools=[], text={"format": format_})
+    assert {*json.loads(response.output_text)} == {"city"}
+    message = messages.create(
+        model="scripted",
+        max_tokens=200,
+        messages=[{"role": "user", "content": "Hi"}],
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+    )
+    assert {*json.loads(message.content[0].text)} == {"city"}
+
+
 def test_changed_tools_are_why_a_prompt_was_not_cached(responses: Any, messages: Any):
     first = respond(responses, False, "Hi")
     other = {"type": "function", **FLAT, "description": "Rain or shine."}
