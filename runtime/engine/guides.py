@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from threading import Lock
+from concurrent.futures import Future
+from threading import Lock, Thread, stack_size
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,8 +28,11 @@ if TYPE_CHECKING:  # nobody imports it before somebody asks for a structure
 MAX_GRAMMARS = 256
 """Compiled ones that are kept, the least recently used dropped."""
 
-MAX_TEXT = 1 << 17
+MAX_TEXT = 1 << 16
 """Characters of a schema or a grammar."""
+
+COMPILER_STACK = 1 << 29
+"""Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
 
 MAX_LEXER_STATES = 25_000
 """Of each matcher; a state takes one or two kilobytes."""
@@ -127,8 +131,10 @@ def mask(
     for place, tokens in enumerate(forbidden):
         if tokens:
             refused[place, [*tokens]] = 1
-    where = send([row for row, _ in rows], logits.device)
     refusals = send(refused.view(np.bool_), logits.device)
+    if len(rows) == len(logits):
+        return logits.masked_fill(refusals, -torch.inf)
+    where = send([row for row, _ in rows], logits.device)
     return logits.index_copy(0, where, logits[where].masked_fill_(refusals, -torch.inf))
 
 
@@ -176,12 +182,29 @@ class Guides:
             raise InvalidRequest(
                 f"{structured.kind} of {len(structured.value)} characters: {MAX_TEXT} at most"
             )
-        matcher = _compile(structured, vocabulary)
+        matcher = self._on_large_stack(lambda: _compile(structured, vocabulary))
         with self._making:
             matcher = self._compiled.setdefault(key, matcher)  # or another thread's
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _on_large_stack(self, function: Callable[[], LLMatcher]) -> LLMatcher:
+        future: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._making:
+            before = stack_size(COMPILER_STACK)
+            try:
+                Thread(target=run, name="compiler", daemon=True).start()
+            finally:
+                stack_size(before)
+        return future.result()
 
     def _read_vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
