@@ -27,10 +27,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve test test-exhaustive stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
-	bench-history bench-exact bench-serve conformance gpu-check check clean
+	bench-history bench-exact bench-structured bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
 
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
@@ -56,6 +56,9 @@ bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 
 bench-threads: $(VENV)/.stamp-runtime  ## threads that share one LLM, against one call
 	@$(BIN)/python -m radixcache.bench.probes.threads $(ARGS)
+
+bench-structured: $(VENV)/.stamp-runtime  ## tokens per second with a schema, against without (1 minute)
+	@$(BIN)/python -m radixcache.bench.probes.structured $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
@@ -100,7 +103,7 @@ bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
 $(VENV)/.stamp-server: EXTRAS := server
-$(VENV)/.stamp-dev: EXTRAS := server,dev
+$(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'

@@ -1,4 +1,5 @@
-// The CPU kernels: attention over KV pages, RoPE and KV write, RMSNorm, gated activations.
+// The CPU kernels: attention over KV pages, RoPE and KV write, RMSNorm, gated activations, products
+// with small weights.
 //
 // A row's bits depend on that row alone, not on the rows beside it, threads, chunks, or what was
 // cached: each output is one chain of operations, written once, along one lane of a vector; ends of
@@ -523,6 +524,26 @@ void gated(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t 
     });
 }
 
+// out = silu?(x weight^T + bias), by weight^T in panels [columns / N][depth][N] filled up with zeros.
+void multiply(const float* x, const float* panels, const float* bias, float* out, int64_t rows,
+              int depth, int columns, int silu, int threads) {
+    int64_t strips = (columns + N - 1) / N, wide = (rows + ROWS - 1) / ROWS;
+    if (rows * depth * columns < 1 << 19) threads = 1;  // less than it takes to wake another
+    parallel(strips * wide, threads, [&](int64_t i) {
+        int64_t row = i / strips * ROWS, column = i % strips * N;
+        int count = std::min<int64_t>(ROWS, rows - row);
+        float sums[ROWS * N];
+        product(count, x + row * depth, depth, panels + column * depth, depth, sums, N);
+        for (int r = 0; r < count; r++)
+            for (int d = 0; d < N && column + d < columns; d += W) {
+                int n = columns - column - d;
+                vec y = load(sums + r * N + d) + (bias ? load(bias + column + d, n) : vec{});
+                if (silu) y /= 1.0f + exp(-y);
+                store(out + (row + r) * columns + column + d, y, n);
+            }
+    });
+}
+
 // Turns element d and half + d of a head by the angle of d; what is beyond 2 * half stays.
 template <class T>
 void rotate(const T* from, T* to, const float* cos, const float* sin, int half, int dim) {
@@ -571,6 +592,7 @@ int32_t attend(const Batch& batch, const Layer& layer, T* query, int64_t query_s
 }  // namespace
 
 extern "C" {
-void* radixcache_float32[] = {KERNELS(float)};
-void* radixcache_bfloat16[] = {KERNELS(bf16)};
+void* radixcache_float32[] = {KERNELS(float), (void*)multiply};
+void* radixcache_bfloat16[] = {KERNELS(bf16), nullptr};
+int32_t radixcache_panel = N;
 }

@@ -117,9 +117,12 @@ class Scheduler:
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
+        self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
         """Nobody could be admitted for want of pages, and nobody has come or ended since."""
+        self._ahead = DECODE_AHEAD
+        """Fewer, since a reservation has failed, until somebody leaves."""
         self._failed: list[Request] = []
         self._served: Counter[Hashable] = Counter()
         """Tokens computed for each client that is there; decoded ones count when they leave."""
@@ -245,6 +248,7 @@ class Scheduler:
                     weight = 1
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            sequence.request.note_admission()
             chunks.append(chunk)
             ending |= self._ending([chunk])
             budget = max(0, budget - chunk.cost)
@@ -338,14 +342,18 @@ class Scheduler:
         assert lease is not None
         if end > lease.capacity:
             try:
-                self.cache.reserve(lease, min(end + DECODE_AHEAD - 1, sequence.max_length))
+                self.cache.reserve(lease, min(end + self._ahead - 1, sequence.max_length))
             except OutOfPages:
-                self.cache.reserve(lease, end)
+                if self._ahead == 1:
+                    raise
+                self._ahead = max(1, self._ahead // 8)
+                self.reserve_decode(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
         self._leave(sequence)
         sequence.preemptions += 1
+        self.num_preemptions += 1
         sequence.resumes = True
         self.waiting.appendleft(sequence)
 
@@ -374,6 +382,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
+        self._ahead = DECODE_AHEAD
         sequence.lease = None
         sequence.num_computed = 0
 

@@ -5,7 +5,8 @@ alone, in one chunk, with nothing cached: a row's arithmetic depends on its own 
 gives that:
 
 - attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
-- products on packed weights, whatever their size, whose rows are equal in any number from two on;
+- products on packed weights, whose rows are equal in any number from two on, and of small weights
+  in float32 by a native kernel;
 - steps and logits of one row are filled up to two (`PagedModel.forward`);
 - in transformers' layers, activations that no row shares a vector in (`exact_layers.py`).
 

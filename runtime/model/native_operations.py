@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.native import NativeBackend, rms_norm
+from radixcache.kernels.native import NativeBackend, SmallProduct, rms_norm
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.operations import Layer, Operations, Pages, Product
 
@@ -59,4 +59,7 @@ class NativeOperations(Operations):
 class ExactOperations(NativeOperations):
     """Those whose rows have the same bits in any company, if a step has two or more."""
 
-    pack_small = True
+    def small_product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        if weight.dtype == torch.float32:
+            return SmallProduct(weight, bias)
+        return self._pack(weight, bias)

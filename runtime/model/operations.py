@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.kernels.native import SmallProduct
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.huge_pages import use_huge_pages
 from radixcache.runtime.model.packed_linear import PackedProduct, packs
@@ -38,7 +39,7 @@ class PlainProduct:
         return F.silu(self(x), inplace=True)
 
 
-Product = PlainProduct | PackedProduct
+Product = PlainProduct | PackedProduct | SmallProduct
 
 
 class Layer(NamedTuple):
@@ -62,8 +63,6 @@ class Operations:
     """What the loop does with the T rows of a step; hidden states are [T, hidden_size]."""
 
     name = f"torch {torch.__version__}"
-    pack_small = False
-    """Whether products are packed that this does not make faster, too."""
 
     def __init__(
         self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
@@ -79,8 +78,15 @@ class Operations:
         """At load: one product of the rows of all parts, which it takes."""
         weight = join([weight for weight, _ in parts])
         bias = None if parts[0][1] is None else join([b for _, b in parts if b is not None])
-        if not packs(weight, small=self.pack_small):
-            return PlainProduct(weight, bias)
+        if not packs(weight):
+            return self.small_product(weight, bias)
+        return self._pack(weight, bias)
+
+    def small_product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """At load: one that packing would make slower."""
+        return PlainProduct(weight, bias)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
         self._packed.append(PackedProduct(weight, bias))
         return self._packed[-1]
 

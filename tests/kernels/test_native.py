@@ -185,6 +185,30 @@ def test_gated_activations(dtype) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("shape", [(1, 5, 3), (3, 64, 60), (33, 100, 77), (40, 128, 512)])
+def test_small_products(shape) -> None:
+    rows, depth, columns = shape
+    x, weight = randn(1, rows, depth), randn(2, columns, depth)
+    for bias in (None, randn(3, columns)):
+        expected = x.double() @ weight.double().mT + (0 if bias is None else bias.double())
+        product = native.SmallProduct(weight, bias)
+        assert_close(product(x), expected)
+        assert_close(product.silu(x), torch.nn.functional.silu(expected))
+
+
+@needs_kernels
+def test_small_products_of_what_does_not_fit_are_refused() -> None:
+    product = native.SmallProduct(torch.ones(4, 8))
+    for x in (torch.ones(2, 7), torch.ones(2, 8).double(), torch.ones(8, 2).mT):
+        with pytest.raises(ValueError, match=r"expected|contiguous"):
+            product(x)
+    with pytest.raises(ValueError, match="expected"):
+        native.SmallProduct(torch.ones(4, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="expected"):
+        native.SmallProduct(torch.ones(4, 8), torch.ones(5))
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (16, 8), (40, 12), (80, 40)])
 def test_rope_then_write_then_attend(dtype, dim, half) -> None:

@@ -33,7 +33,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 from tests.models import VOCAB_SIZE, tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 1536},  # a product of one row with 1,408 or more has other bits
+    "llama": {"intermediate_size": 4224},  # products that are packed: one row has other bits
     "qwen3": {"intermediate_size": 60, "head_dim": 24},
     "mistral": {"intermediate_size": 100, "attention_bias": None},
     "gemma2": {"intermediate_size": 100},

@@ -26,6 +26,7 @@ from radixcache.runtime.model.architecture import understand
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.native_operations import ExactOperations
+from radixcache.runtime.model.operations import Operations
 from radixcache.runtime.model.packed_linear import PackedProduct, can_pack
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.models import tiny_model
@@ -100,6 +101,17 @@ def test_a_row_of_a_packed_product_has_the_same_bits_among_two_rows_or_more(
         row, one = make_row(width, dtype), make_product(width, outer, dtype, bias=width == 100)
         for function in (one, one.silu):
             assert differing_rows(function, row, counts) == 0, (width, outer)
+
+
+@needs_exact
+@companies
+def test_a_row_of_a_small_product_has_the_same_bits_alone_and_among_others(counts, number) -> None:
+    torch.set_num_threads(number)
+    for width, outer in ((5, 3), (64, 60), (100, 77), (256, 512)):
+        row, weight = make_row(width, F32), make_row(width * outer, F32).view(outer, width)
+        one = native.SmallProduct(weight, make_row(outer, F32) if width == 100 else None)
+        for function in (one, one.silu):
+            assert differing_rows(function, row, [1, *counts]) == 0, (width, outer)
 
 
 def rotate(positions: torch.Tensor) -> torch.Tensor:
@@ -225,12 +237,13 @@ def one_row_alone(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def small_products_unpacked(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ExactOperations, "pack_small", False)
+    monkeypatch.setattr(ExactOperations, "small_product", Operations.small_product)
     return "llama"
 
 
 def silu_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(PackedProduct, "silu", lambda self, x: F.silu(self(x)))
+    for kind in (PackedProduct, native.SmallProduct):
+        monkeypatch.setattr(kind, "silu", lambda self, x: F.silu(self(x)))
     return "qwen3"
 
 
@@ -355,6 +368,7 @@ def test_an_llm_says_that_it_is_exact_and_answers_as_by_default() -> None:
 def test_the_default_packs_no_small_product_and_fills_up_no_step(family, monkeypatch) -> None:
     monkeypatch.setattr("radixcache.runtime.model.paged_model._fill_up", None)
     model = load_model(exact_schedules.folder(family), device="cpu")
-    assert isinstance(model, Decoder) and not model.exact and not model._operations._packed
+    assert isinstance(model, Decoder) and not model.exact
+    assert bool(model._operations._packed) == (family == "llama")  # which has big ones
     logits, _ = exact_schedules.run_alone(model, np.arange(1))
     assert logits.shape == (1, model.vocab_size)
