@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.upload import send
-from radixcache.runtime.engine.edits import Edits
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.sampling import SamplingParams
 
@@ -44,25 +43,21 @@ class Editor:
             logits: [R, vocab] float32.
             latest: [R] each sequence's last token, on the device; None if the host knows them.
         """
-        rows = [row for row, sequence in enumerate(sequences) if sequence.request.edits]
-        if not rows:
+        asking = {row: own for row, s in enumerate(sequences) if (own := s.request.edits)}
+        if not asking:
             if self._counted:
                 self.forget()
             return logits
-        where = send(rows, logits.device)
-        part, asking = logits[where], [sequences[row] for row in rows]
-        _allow(part, asking)
-        _add_biases(part, asking)
-        penalised = [row for row, s in enumerate(asking) if _edits(s).penalises]
-        if penalised:
-            some = send(penalised, logits.device)
-            last = None if latest is None else latest[where[some]]
-            counts = self._count([asking[row] for row in penalised], last, part)
-            penalised_part = _penalise(
-                part[some], counts, [_edits(asking[row]).params for row in penalised]
-            )
-            part.index_copy_(0, some, penalised_part)
-        return logits.index_copy(0, where, part)
+        rows, edits = send([*asking], logits.device), [*asking.values()]
+        part, some = logits[rows], [sequences[row] for row in asking]
+        _allow(part, [one.allowed for one in edits])
+        counts = [s.num_computed - len(s.request.prompt_token_ids) for s in some]
+        said = zip(edits, some, counts, strict=True)
+        _add(part, [one.biases(s.generated, count) for one, s, count in said])
+        if any(one.penalises for one in edits):
+            table = self._count(some, None if latest is None else latest[rows], part)
+            part = _penalise(part, table, [one.params for one in edits])
+        return logits.index_copy(0, rows, part)
 
     def _count(
         self, sequences: list[Sequence], latest: torch.Tensor | None, like: torch.Tensor
@@ -72,13 +67,9 @@ class Editor:
         row = {s: i for i, (s, n) in enumerate(self._counted.items()) if n + 1 == s.num_computed}
         table = self._table
         if table is None or [*row] != sequences or len(row) < len(self._counted):
+            kept = {s: table[i] for s, i in row.items()} if table is not None else {}
             table = torch.stack(
-                [
-                    send(_count_on_host(s, vocab), device)
-                    if table is None or s not in row
-                    else table[row[s]]
-                    for s in sequences
-                ]
+                [kept[s] if s in kept else send(_on_host(s, vocab), device) for s in sequences]
             )
         if latest is None:
             latest = send([s.tokens.item(s.num_computed - 1) for s in sequences], device)
@@ -88,12 +79,8 @@ class Editor:
         return table
 
 
-def _edits(sequence: Sequence) -> Edits:
-    assert sequence.request.edits is not None
-    return sequence.request.edits
-
-
-def _count_on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
+def _on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
+    """A row of `_count`."""
     prompt = sequence.request.prompt_token_ids
     said = sequence.tokens[len(prompt) : sequence.num_computed]
     counts = 2 * np.bincount(said, minlength=vocab).astype(np.int32)
@@ -101,38 +88,29 @@ def _count_on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
     return counts
 
 
-def _allow(part: torch.Tensor, sequences: list[Sequence]) -> None:
+def _allow(part: torch.Tensor, ids: list[NDArray[np.int64]]) -> None:
     """Forbid, in place, all but the allowed tokens of rows that name some."""
-    allowed = {row: ids for row, s in enumerate(sequences) if len(ids := _edits(s).allowed)}
-    if allowed:
-        at = _places(allowed, part.device)
+    named = [row for row, some in enumerate(ids) if len(some)]
+    if named:
+        at = _places(ids, part.device)
         kept = part[at]
-        part.index_fill_(0, send([*allowed], part.device), -torch.inf).index_put_(at, kept)
+        part.index_fill_(0, send(named, part.device), -torch.inf).index_put_(at, kept)
 
 
-def _add_biases(part: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Add each row's biases in place; what is forbidden now has that of minus infinity."""
-    biased: dict[int, NDArray[np.int64]] = {}
-    values = []
-    for row, sequence in enumerate(sequences):
-        edits, start = _edits(sequence), len(sequence.request.prompt_token_ids)
-        end = sequence.num_computed
-        forbidden = edits.forbidden(sequence.tokens[start:end], end - start)
-        ids, biases = edits.bias
-        if len(ids) or forbidden:
-            biased[row] = np.append(ids, np.array(forbidden, np.int64))
-            values += [biases, np.full(len(forbidden), -np.inf, np.float32)]
-    if biased:
-        bias = send(np.concatenate(values), part.device, part.dtype)
-        part.index_put_(_places(biased, part.device), bias, accumulate=True)
+def _add(part: torch.Tensor, biases: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
+    """Add each row's biases in place."""
+    values = np.concatenate([values for _, values in biases])
+    if len(values):
+        at = _places([ids for ids, _ in biases], part.device)
+        part.index_put_(at, send(values, part.device), accumulate=True)
 
 
 def _places(
-    ids: dict[int, NDArray[np.int64]], device: torch.device
+    ids: list[NDArray[np.int64]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of token ids by row, the rows and columns in the logits."""
-    rows = np.repeat([*ids], [len(some) for some in ids.values()])
-    rows, columns = send(np.stack((rows, np.concatenate([*ids.values()]))), device)
+    """The rows and columns of the logits of these token ids, by row."""
+    rows = np.repeat(range(len(ids)), [len(some) for some in ids])
+    rows, columns = send(np.stack((rows, np.concatenate(ids))), device)
     return rows, columns
 
 

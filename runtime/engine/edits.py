@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
@@ -45,30 +46,36 @@ class Edits:
                 raise InvalidRequest(
                     f"{name} has token ids outside the vocabulary [0, {vocab_size})"
                 )
-        self.bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+        self._bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
         self.allowed = np.array([*(params.allowed_token_ids or ())], np.int64)
         ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_tokens)}
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._bad_words = _sequences(params.bad_words or (), vocab_size, encode)
-        self.reads_tokens = any(len(word) > 1 for word in self._bad_words)
+        self._longest = max(map(len, self._bad_words), default=1)
+        self.reads_tokens = self._longest > 1
         """What is forbidden depends on the tokens so far: the host must know them."""
         self.any = bool(
             self.penalises or bias or len(self.allowed) or self._bad_words or params.min_tokens
         )
 
-    def forbidden(self, said: Tokens, count: int) -> list[int]:
-        """The tokens that must not come next, ends and bad words.
+    def biases(self, said: Tokens, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Token ids, and what is added to their logits: minus infinity to what must not come next.
 
         Args:
             said: what was generated, `count` tokens; the last may lack, if not `reads_tokens`.
         """
-        tail = said[-max(map(len, self._bad_words), default=1) :].tolist()
-        bad = [
+        tail = said[-self._longest :].tolist()
+        forbidden = [
             last
             for *before, last in self._bad_words
             if not before or before == tail[-len(before) :]
         ]
-        return bad + self._ends if count < self.params.min_tokens else bad
+        if count < self.params.min_tokens:
+            forbidden += self._ends
+        ids, values = self._bias
+        return np.append(ids, np.array(forbidden, np.int64)), np.append(
+            values, np.full(len(forbidden), -np.inf, np.float32)
+        )
 
 
 def _sequences(

@@ -113,6 +113,10 @@ class Backend:
             text = self._token_texts[token] = self.tokenizer.decode([token], special=True)
         return text
 
+    def token_name(self, token: int, body: GenerationRequest) -> str:
+        """What logprobs call a token: its text, or its id if that was asked for."""
+        return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
+
     def now(self) -> int:
         """Unix time, for `created`."""
         return int(time.time())

@@ -25,6 +25,7 @@ from radixcache.runtime.server.generation import (
     clamp,
     extension,
     last_chunk,
+    prompt_logprobs,
     usage,
 )
 from radixcache.runtime.server.jobs import PromptDelta
@@ -69,14 +70,18 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
             logprobs=_logprobs(backend, body, reply.token_ids, reply.logprobs),
             finish_reason=reply.finish_reason,
             stop_reason=reply.stop_reason,
+            token_ids=reply.token_ids if body.return_token_ids else None,
         )
         for reply in await answers.messages(request)
     ]
+    output = answers.output
     return ChatCompletion(
         **head,
         choices=choices,
-        usage=usage([answers.output]),
+        usage=usage([output]),
         radixcache=extension(backend, answers.job, body),
+        prompt_logprobs=prompt_logprobs(backend, body, output),
+        prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
     )
 
 
@@ -95,13 +100,17 @@ class _Chunks:
         delta = news.delta
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+            first = self._chunk(delta.index, {"role": "assistant", "content": ""})
+            if self._body.return_token_ids:
+                first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
+            yield first
         logprobs = _logprobs(self._backend, self._body, delta.token_ids, delta.logprobs)
-        shown = logprobs.model_dump() if logprobs and delta.token_ids else None
-        pieces = self._answers.pieces(news) or [Piece("content", "")] * (shown is not None)
-        for piece in pieces:
-            yield self._chunk(delta.index, {"content": piece.text}, logprobs=shown)
-            shown = None  # all tokens are in the first
+        shown: JSON = {"logprobs": logprobs.model_dump()} if logprobs and delta.token_ids else {}
+        if self._body.return_token_ids and delta.token_ids:
+            shown["token_ids"] = delta.token_ids
+        for piece in self._answers.pieces(news) or [Piece("content", "")] * bool(shown):
+            yield self._chunk(delta.index, {"content": piece.text}, **shown)
+            shown = {}  # all tokens are in the first
         if delta.finish_reason:
             yield self._chunk(
                 delta.index,
@@ -133,7 +142,7 @@ def _logprobs(
         text = backend.token_text(token)
         partial = "\ufffd" in text
         return {
-            "token": text,
+            "token": backend.token_name(token, body),
             "logprob": clamp(logprob),
             "bytes": None if partial else [*text.encode()],
         }

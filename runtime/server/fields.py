@@ -11,10 +11,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
+    TypeAdapter,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -41,6 +40,18 @@ def check_stop(stop: str | list[str] | None) -> str | list[str] | None:
     return stop
 
 
+def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
+    """JSON's keys are strings. Only the first that is wrong is told."""
+    checked: dict[int, float] = {}
+    for token, value in bias.items():
+        if not token.isdecimal() or len(token) > 9:
+            raise ValueError(f"its keys are token ids, and {token[:20]!r} is none")
+        if not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"a bias is a number in [-100, 100], and that of {token} is not")
+        checked[int(token)] = value
+    return checked
+
+
 def _decode_header(text: str) -> str:
     """A header that is UTF-8, although it was read as Latin-1."""
     try:
@@ -53,6 +64,7 @@ Text = Annotated[str, AfterValidator(_check_text)]
 # An error for each item of a large body would take gigabytes, and all clients would wait for it.
 List = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
+LogitBias = Annotated[dict[str, Any], AfterValidator(_check_bias)]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
 HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -62,6 +74,14 @@ class Body(BaseModel):
     """The body of a request or an answer."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _refuse(problem: str) -> str:
+    raise ValueError(problem)
+
+
+_REFUSAL = TypeAdapter(dict[str, Annotated[str, AfterValidator(_refuse)]])
+"""Given {field: problem}, raises the error that a field of that name would raise."""
 
 
 class Refused(NamedTuple):
@@ -94,11 +114,8 @@ class Asked(Body):
                 if any(data[name] == value for value in off):
                     continue
                 problem = f"not supported: {instead}"
-            elif near := get_close_matches(name, [*cls.model_fields, *cls.refused], 1):
+            elif near := get_close_matches(name[:64], [*cls.model_fields, *cls.refused], 1):
                 problem += f": did you mean {near[0]}?"
             # The first one only: an error for each field of a large body would take gigabytes.
-            error = PydanticCustomError("unsupported", "{problem}", {"problem": problem})
-            raise ValidationError.from_exception_data(
-                cls.__name__, [InitErrorDetails(type=error, loc=(name,), input=None)]
-            )
+            _REFUSAL.validate_python({name[:64]: problem})
         return data

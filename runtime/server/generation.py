@@ -13,7 +13,14 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.answers import Extension, MissedTokens, PromptTokensDetails, Usage
+from radixcache.runtime.server.answers import (
+    Extension,
+    MissedTokens,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, PromptDelta
@@ -152,6 +159,32 @@ def extension(backend: Backend, job: Job, asked: Asked) -> Extension:
             for miss in request.explanation or ()
         ]
     return Extension(ttft=first.ttft, explanation=explanation)
+
+
+def prompt_logprobs(
+    backend: Backend, body: GenerationRequest, output: RequestOutput
+) -> PromptLogprobs | None:
+    """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
+    if body.prompt_logprobs is None:
+        return None
+    told: PromptLogprobs = []
+    for top in output.prompt_logprobs or []:
+        if top is None:
+            told.append(None)
+            continue
+        likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
+        ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
+        told.append(
+            {
+                token: PromptLogprob(
+                    logprob=clamp(logprob),
+                    rank=ranks.get(token),
+                    decoded_token=backend.token_text(token),
+                )
+                for token, logprob in top.items()
+            }
+        )
+    return told
 
 
 def clamp(logprob: float) -> float:

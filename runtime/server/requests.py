@@ -1,13 +1,14 @@
 """Requests as OpenAI's API has them, with vLLM's names for what it adds.
 
-Unknown fields are ignored. Known ones that would change the answer but are not supported are
-refused, unless they say what is done anyway.
+No field is ignored that would change the answer: what is not supported is refused (see
+`unsupported.py`), and so is what nobody knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,15 +16,24 @@ from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
     MAX_STOPS,
+    Asked,
     Body,
     List,
+    LogitBias,
     PrefixName,
+    Refused,
     Salt,
     Text,
     TokenIds,
     check_stop,
 )
 from radixcache.runtime.server.structures import StructuredFields
+from radixcache.runtime.server.unsupported import (
+    HARMLESS,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_STREAM_OPTIONS,
+)
 
 
 class TextPart(Body):
@@ -50,14 +60,28 @@ class ChatMessage(Body):
         return {"role": self.role, "content": content}
 
 
-class StreamOptions(Body):
+class StreamOptions(Asked):
     """What a stream has besides the text."""
+
+    harmless = frozenset({"include_obfuscation"})
+    refused = REFUSED_IN_STREAM_OPTIONS
 
     include_usage: bool | None = None
 
 
-class GenerationRequest(StructuredFields):
+_SAMPLING = (
+    *("n", "max_tokens", "temperature", "top_p", "seed", "stop", "top_k", "min_p"),
+    *("stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+)
+"""What fields and `SamplingParams` call alike."""
+
+
+class GenerationRequest(StructuredFields, Asked):
     """What chat and plain completions have in common. None is the model's own default."""
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS
 
     model: Text | None = None
     stream: bool | None = None
@@ -74,6 +98,19 @@ class GenerationRequest(StructuredFields):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
 
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: Annotated[List[Text], AfterValidator(check_stop)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
     cache_salt: Salt | None = Field(
         None, description="Cached prefixes are shared only among requests with the same salt."
     )
@@ -84,14 +121,6 @@ class GenerationRequest(StructuredFields):
     explain: bool | None = Field(
         None, description="Say in `radixcache.explanation` why prompt tokens were not cached."
     )
-
-    frequency_penalty: Literal[0] | None = Field(None, description="Not supported.")
-    presence_penalty: Literal[0] | None = Field(None, description="Not supported.")
-    repetition_penalty: Literal[1] | None = Field(None, description="Not supported.")
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    min_tokens: Literal[0] | None = Field(None, description="Not supported.")
 
     @property
     def include_usage(self) -> bool:
@@ -104,27 +133,29 @@ class GenerationRequest(StructuredFields):
         Raises:
             InvalidRequest: a value makes no sense.
         """
-        names = (
-            *("n", "max_tokens", "temperature", "top_p", "seed", "stop"),
-            *("top_k", "min_p", "stop_token_ids", "ignore_eos"),
-        )
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return replace(defaults, structured=self.structured(), **{**given, **more})
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> GenerationRequest:
+    def _streams_have_their_own(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are only for streams: set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not streamed: set stream to false")
         return self
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_COMPLETIONS
+
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Literal[""] | None = Field(None, description="Not supported.")
+    add_special_tokens: bool | None = Field(
+        None, description="False leaves out what the model wants around a text, such as BOS."
+    )
     best_of: int | None = Field(None, description="Must equal n.")
 
     @property
@@ -139,16 +170,22 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is not supported: it must equal n")
+            raise ValueError("best_of is not supported: ask for n answers and choose")
         if self.echo and self.prefix is not None:
             raise ValueError("a prefix cannot be echoed")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1, unless the prompt is echoed")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("echo with logprobs has the prompt's: leave prompt_logprobs out")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError(
+                "max_tokens must be at least 1, unless there is echo or prompt_logprobs"
+            )
         return self
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
 
     messages: Annotated[List[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -159,9 +196,6 @@ class ChatRequest(GenerationRequest):
         None, description="Not supported."
     )
     tool_choice: Literal["none", "auto"] | None = Field(None, description="Not supported.")
-    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
         None, description="Not supported."
     )
@@ -173,7 +207,7 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class PrefixRequest(Body):
+class PrefixRequest(Asked):
     """POST /v1/prefixes: either `prompt` or `messages`."""
 
     name: PrefixName
@@ -191,7 +225,7 @@ class PrefixRequest(Body):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Asked):
     """POST /tokenize: either `prompt` or `messages`."""
 
     model: Text | None = None
@@ -207,7 +241,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Asked):
     """POST /detokenize."""
 
     model: Text | None = None

@@ -74,6 +74,10 @@ class Options:
                 raise InvalidRequest(f"the {name} key is empty")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise InvalidRequest("the admin key must not be the API key, which all clients have")
+        if not self.request_timeout > 0:
+            raise InvalidRequest(
+                f"request_timeout must be above 0 seconds, not {self.request_timeout:g}"
+            )
         for package in _TRACING if self.traces else ():
             try:
                 version(package)
@@ -148,7 +152,7 @@ class Settings(BaseSettings):
     allow_origin: Annotated[list[_Origin], NoDecode, _SPLIT] = []
     served_model_name: Annotated[list[str], NoDecode, _SPLIT] = []
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
-    request_timeout: Annotated[float, Field(ge=0)] | None = None
+    request_timeout: Annotated[float, Field(gt=0)] | None = None
     max_body_size: Annotated[int, Field(ge=1)] | None = None
     hide_texts: bool | None = None
     access_log: bool | None = None

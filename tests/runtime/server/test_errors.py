@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from radixcache import LLM
+from radixcache import LLM, InvalidRequest
 from radixcache.runtime.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     PrefixRequest,
 )
+from radixcache.runtime.server.settings import Options
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 
@@ -71,9 +72,31 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "x", "seed": 2**63}, "seed: Input should be less than"),
         (COMPLETIONS, {"prompt": "x", "top_k": 10**400}, "top_k"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs: Input should be less than"),
-        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix: Input should be ''"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix: not supported: write both sides"),
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 100}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias: a bias is a number"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "logit_bias": {"a": 1}},
+            "logit_bias: its keys are token ids",
+        ),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"9999": 1}}, "outside the vocabulary"),
+        (COMPLETIONS, {"prompt": "x", "min_tokens": 99}, "at most max_tokens (64)"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": [" "]}, "bad_words must have tokens"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["x"] * 65}, "bad_words: at most 64 strings"),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "are not streamed"),
+        (COMPLETIONS, {"prompt": "x", "temprature": 1}, "did you mean temperature?"),
+        (COMPLETIONS, {"prompt": "x", "colour": "red"}, "colour: there is no such field"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats: not supported: set include_usage",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "allowed_token_ids": [1], "min_tokens": 3},
+            "no token is left to go on with",
+        ),
         (COMPLETIONS, {"prompt": "x", "echo": True, "prefix": "p"}, "a prefix cannot be echoed"),
         ("/tokenize", {}, "either a prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
@@ -120,6 +143,7 @@ def test_a_body_that_is_no_proper_json_is_refused(
         (CompletionRequest, {"prompt": "x", "stop": [7] * 1000}),
         (CompletionRequest, {"prompt": "x", "stop_token_ids": [""] * 1000}),
         (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "" for i in range(1000)}}),
+        (CompletionRequest, {"prompt": "x", **{f"field{i}": 1 for i in range(1000)}}),
         (ChatRequest, {"messages": [7] * 1000}),
         (ChatRequest, {"messages": [{"role": "user", "content": [7] * 1000}]}),
         (PrefixRequest, {"name": "x", "messages": [{}] * 1000}),
@@ -150,11 +174,6 @@ def test_paths_and_methods_that_do_not_exist(server: LiveServer):
     )
 
 
-def test_unknown_fields_are_ignored(server: LiveServer):
-    body = {"prompt": "x", "max_tokens": 1, "user": "me", "store": True, "presence_penalty": 0}
-    assert server.post(COMPLETIONS, body).status_code == 200
-
-
 def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
     path = tiny_model("llama", tmp_path_factory.mktemp("bare"), tokenizer=False)
     with live(LLM(path, kv_memory="1MiB")) as server:
@@ -173,3 +192,9 @@ def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
             assert_error(server.post(path_, body), 400, "no tokenizer")
         assert server.get("/v1/cache").status_code == 200
         server.assert_idle()
+
+
+def test_a_timeout_of_no_time_is_refused():
+    for seconds in (0, -1, float("nan")):
+        with pytest.raises(InvalidRequest, match="request_timeout must be above 0 seconds"):
+            Options(request_timeout=seconds)
