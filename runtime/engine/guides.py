@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from threading import Lock, Thread, stack_size
+from concurrent.futures import Future, wait
+from threading import Lock, Semaphore, Thread, stack_size
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +30,12 @@ MAX_GRAMMARS = 256
 
 MAX_TEXT = 1 << 16
 """Characters of a schema or a grammar."""
+
+COMPILE_SECONDS = 10.0
+"""For which a request waits; intersections of patterns may take exponential time."""
+
+MAX_COMPILERS = 2
+"""Threads that compile at the same time."""
 
 COMPILER_STACK = 1 << 29
 """Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
@@ -156,6 +162,7 @@ class Guides:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._making = Lock()
+        self._compilers = Semaphore(MAX_COMPILERS)
 
     def guide(self, structured: Structured) -> Guide:
         """A guide for one sequence; compiles what is not compiled yet."""
@@ -182,28 +189,40 @@ class Guides:
             raise InvalidRequest(
                 f"{structured.kind} of {len(structured.value)} characters: {MAX_TEXT} at most"
             )
-        matcher = self._on_large_stack(lambda: _compile(structured, vocabulary))
+        matcher = self._compile_aside(structured, vocabulary)
         with self._making:
             matcher = self._compiled.setdefault(key, matcher)  # or another thread's
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         return matcher
 
-    def _on_large_stack(self, function: Callable[[], LLMatcher]) -> LLMatcher:
+    def _compile_aside(self, structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
+        """`_compile` on a thread with a large stack, which goes on alone if it takes too long."""
         future: Future[LLMatcher] = Future()
 
         def run() -> None:
             try:
-                future.set_result(function())
+                future.set_result(_compile(structured, vocabulary))
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                self._compilers.release()
 
+        if not self._compilers.acquire(timeout=COMPILE_SECONDS):
+            raise InvalidRequest("other structures take too long to compile: try again later")
         with self._making:
             before = stack_size(COMPILER_STACK)
             try:
                 Thread(target=run, name="compiler", daemon=True).start()
+            except BaseException:
+                self._compilers.release()
+                raise
             finally:
                 stack_size(before)
+        if wait([future], COMPILE_SECONDS).not_done:
+            raise InvalidRequest(
+                f"{structured.kind} takes more than {COMPILE_SECONDS:g} seconds to compile"
+            )
         return future.result()
 
     def _read_vocabulary(self) -> LLTokenizer:
