@@ -6,7 +6,7 @@ pass costs next to nothing: for tests that need many runs, with an independent a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -59,14 +59,21 @@ class HashModel:
     ) -> torch.Tensor:
         pool.slots.reshape(-1)[batch.slots()] = token_ids
         logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
-        owners = np.searchsorted(batch.qo_indptr, logit_rows, side="right") - 1
-        for out, (row, owner) in enumerate(zip(logit_rows, owners, strict=True)):
-            table = batch.kv_indices[batch.kv_indptr[owner] : batch.kv_indptr[owner + 1]]
-            length = int(batch.kv_lens[owner] - (batch.qo_indptr[owner + 1] - 1 - row))
-            tokens = pool.slots[table].reshape(-1)[:length]
+        for out, tokens in enumerate(read_rows(batch, logit_rows, pool.slots)):
             self.unwritten += int((tokens < 0).sum())
             logits[out] = logits_after(tokens, self.vocab_size)
         return torch.from_numpy(logits)
+
+
+def read_rows(
+    batch: PagedBatch, logit_rows: NDArray[np.integer], slots: NDArray[Any]
+) -> Iterator[NDArray[Any]]:
+    """What the pages `slots` [num_pages, page_size] hold for each row: of all tokens up to it."""
+    owners = np.searchsorted(batch.qo_indptr, logit_rows, side="right") - 1
+    for row, owner in zip(logit_rows, owners, strict=True):
+        table = batch.kv_indices[batch.kv_indptr[owner] : batch.kv_indptr[owner + 1]]
+        length = int(batch.kv_lens[owner] - (batch.qo_indptr[owner + 1] - 1 - row))
+        yield slots[table].reshape(-1)[:length]
 
 
 def greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -111,11 +111,29 @@ class ChatLogprobs(Body):
     refusal: None = None
 
 
+class CalledFunction(Body):
+    """What is called; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(Body):
-    """The answer."""
+    """The answer; its reasoning is there by both names that clients look for."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
 
 

@@ -7,24 +7,25 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
-from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.llm import LLM, Message
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
 from radixcache.runtime.server.metrics import Metrics
-from radixcache.runtime.server.requests import ChatMessage, GenerationRequest
+from radixcache.runtime.server.requests import GenerationRequest
 from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.tool_fields import ChatMessage
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tool_calls import Said
 
 if TYPE_CHECKING:
     from radixcache.runtime.server.tracing import Tracing
@@ -122,22 +123,21 @@ class Backend:
         return int(time.time())
 
     async def encode_chat(
-        self, messages: list[Message], cache_salt: str | None, client: Hashable
+        self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any
     ) -> TokenisedText:
         """The prompt that asks for the answer to `messages`, in tokens as stable as can be."""
         if self._remembering:
             await asyncio.wait([*self._remembering])
         return await self.tokenize(
-            lambda t: self.llm.history.encode(t.render_chat(messages), cache_salt), client
+            lambda _: self.llm.turns.encode(messages, cache_salt, **how), client
         )
 
-    def remember(self, prompt: TokenisedText, output: RequestOutput) -> None:
-        """Let conversations go on from these answers, before any other is tokenised."""
-        loop, remember = asyncio.get_running_loop(), self.llm.history.remember
-        for completion in output.outputs:
-            done = loop.run_in_executor(self._tokenizing, remember, prompt, completion.token_ids)
-            self._remembering.add(done)
-            done.add_done_callback(self._remembering.discard)
+    def remember(self, prompt: TokenisedText, generated: list[int], said: Said) -> None:
+        """Let conversations go on from an answer, before any other is tokenised."""
+        loop, remember = asyncio.get_running_loop(), self.llm.turns.remember
+        done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, said)
+        self._remembering.add(done)
+        done.add_done_callback(self._remembering.discard)
 
     async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
         """The salt's prefix of that name; 404 if there is none."""

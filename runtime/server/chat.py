@@ -11,13 +11,16 @@ from fastapi import APIRouter, Request
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.answers import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatTokenLogprob,
     TokenLogprob,
+    ToolCall,
 )
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
+from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
     JSON,
     STREAM_RESPONSE,
@@ -30,7 +33,7 @@ from radixcache.runtime.server.generation import (
 )
 from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.requests import ChatRequest
-from radixcache.runtime.server.turn import Answers, Turn, begin
+from radixcache.runtime.server.turn import Answers, Reply, Turn, begin
 from radixcache.runtime.text.tool_calls import Piece
 
 router = APIRouter()
@@ -44,21 +47,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
-    params = body.sampling_params(
-        backend.chat_defaults,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        max_tokens=body.max_completion_tokens
-        or body.max_tokens
-        or backend.chat_defaults.max_tokens,
-    )
-    turn = Turn(
-        plain_messages(body.messages),
-        params,
-        cache_salt=body.cache_salt,
-        prefix=body.prefix,
-        stream=bool(body.stream),
-        explain=bool(body.explain),
-    )
+    turn = turn_of(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     if body.stream:
         chunks = _Chunks(body, backend, head, answers)
@@ -66,7 +55,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
     choices = [
         ChatChoice(
             index=reply.index,
-            message=AssistantMessage(content=reply.content),
+            message=_message(reply, body),
             logprobs=_logprobs(backend, body, reply.token_ids, reply.logprobs),
             finish_reason=reply.finish_reason,
             stop_reason=reply.stop_reason,
@@ -82,6 +71,63 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         radixcache=extension(backend, answers.job, body),
         prompt_logprobs=prompt_logprobs(backend, body, output),
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+    )
+
+
+def turn_of(body: ChatRequest, backend: Backend) -> Turn:
+    """What a request asks for.
+
+    Raises:
+        InvalidRequest: a value makes no sense.
+    """
+    params = body.sampling_params(
+        backend.chat_defaults,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        max_tokens=body.max_completion_tokens
+        or body.max_tokens
+        or backend.chat_defaults.max_tokens,
+    )
+    return Turn(
+        plain_messages(body.messages),
+        params,
+        tools=body.offered,
+        choice=body.choice,
+        template_kwargs=_template_kwargs(body, backend),
+        continue_final=bool(body.continue_final_message),
+        ask=body.add_generation_prompt is not False,
+        cache_salt=body.cache_salt,
+        prefix=body.prefix,
+        stream=bool(body.stream),
+        explain=bool(body.explain),
+    )
+
+
+def _template_kwargs(body: ChatRequest, backend: Backend) -> JSON:
+    """Values for the chat template: how much to think is one of them, if anything."""
+    values, effort = {**(body.chat_template_kwargs or {})}, body.reasoning_effort
+    if effort is None:
+        return values
+    template = backend.tokenizer.chat_template()
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **values}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **values}
+    if effort == "none" and not backend.tokenizer.reasons:
+        return values
+    raise ApiError.invalid("one cannot tell this model how much to think", "reasoning_effort")
+
+
+def _message(reply: Reply, body: ChatRequest) -> AssistantMessage:
+    reasoning = None if body.include_reasoning is False else reply.reasoning
+    return AssistantMessage(
+        content=reply.content,
+        tool_calls=[
+            ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments))
+            for call_id, name, arguments in reply.calls
+        ]
+        or None,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
     )
 
 
@@ -108,8 +154,11 @@ class _Chunks:
         shown: JSON = {"logprobs": logprobs.model_dump()} if logprobs and delta.token_ids else {}
         if self._body.return_token_ids and delta.token_ids:
             shown["token_ids"] = delta.token_ids
-        for piece in self._answers.pieces(news) or [Piece("content", "")] * bool(shown):
-            yield self._chunk(delta.index, {"content": piece.text}, **shown)
+        pieces = self._answers.pieces(news)
+        if self._body.include_reasoning is False:
+            pieces = [piece for piece in pieces if piece.kind != "reasoning"]
+        for piece in pieces or [Piece("content", "")] * bool(shown):
+            yield self._chunk(delta.index, _delta(piece), **shown)
             shown = {}  # all tokens are in the first
         if delta.finish_reason:
             yield self._chunk(
@@ -126,6 +175,21 @@ class _Chunks:
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return {**self._head, "choices": [choice], **self._usage}
+
+
+def _delta(piece: Piece) -> JSON:
+    """What a message gains by a piece."""
+    match piece.kind:
+        case "content":
+            return {"content": piece.text}
+        case "reasoning":
+            return {"reasoning": piece.text, "reasoning_content": piece.text}
+        case "call":
+            function = {"name": piece.text, "arguments": ""}
+            more = {"id": piece.call_id, "type": "function", "function": function}
+        case "arguments":
+            more = {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": piece.call, **more}]}
 
 
 def _logprobs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -17,7 +17,6 @@ from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
     MAX_STOPS,
     Asked,
-    Body,
     List,
     LogitBias,
     PrefixName,
@@ -28,36 +27,13 @@ from radixcache.runtime.server.fields import (
     check_stop,
 )
 from radixcache.runtime.server.structures import StructuredFields
+from radixcache.runtime.server.tool_fields import ChatMessage, ToolFields
 from radixcache.runtime.server.unsupported import (
     HARMLESS,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_STREAM_OPTIONS,
 )
-
-
-class TextPart(Body):
-    """A part of a message's content; text is the only kind there is."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(Body):
-    """A message of a conversation."""
-
-    role: Annotated[Text, Field(min_length=1)]
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    content: Text | List[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it; parts are joined by line breaks."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        return {"role": self.role, "content": content}
 
 
 class StreamOptions(Asked):
@@ -182,7 +158,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
@@ -192,13 +168,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Not supported.")
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:

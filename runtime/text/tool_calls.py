@@ -1,10 +1,13 @@
-"""Functions that a model may call, and the calls in what it writes."""
+"""Functions that a model may call, and what it says: content, thoughts and calls."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from radixcache.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
@@ -17,15 +20,14 @@ class Tool:
     """
 
     name: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     description: str | None = None
     strict: bool = False
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""
-        function = {"name": self.name, "parameters": dict(self.parameters)}
-        if self.description is not None:
-            function["description"] = self.description
+        told = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **told, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
@@ -53,6 +55,20 @@ class Call(NamedTuple):
     name: str
     arguments: str
 
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """The arguments; None if they are no JSON object."""
+        try:
+            values = json.loads(self.arguments)
+        except ValueError:
+            return None
+        return values if isinstance(values, dict) else None
+
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "arguments": self.values}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class Piece(NamedTuple):
     """What an answer gained.
@@ -67,3 +83,45 @@ class Piece(NamedTuple):
     text: str
     call: int = 0
     call_id: str = ""
+
+
+class Said(NamedTuple):
+    """What an answer says as a whole; "" for nothing."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """What two answers have in common that differ in spelling and ids only."""
+        return self.content, self.reasoning, [(call.name, call.values) for call in self.calls]
+
+
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: `content` a string, arguments of calls a dict.
+
+    Raises:
+        InvalidRequest: there is no content, or arguments are no JSON object.
+    """
+    message = {key: value for key, value in message.items() if value is not None}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [*map(_call_for_template, calls)]
+        message.setdefault("content", "")
+    if not {"role", "content"} <= message.keys():
+        raise InvalidRequest("a chat message has a 'role' and a 'content'")
+    return message
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (LookupError, TypeError, ValueError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(
+            "a tool call has a 'function' with a 'name' and 'arguments': an object as JSON text"
+        )
+    return {**call, "function": {"name": name, "arguments": arguments}}

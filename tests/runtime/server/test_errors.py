@@ -38,7 +38,7 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
         (CHAT, {}, "messages: Field required"),
         (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
         (CHAT, {"messages": "hello"}, "messages: Input should be a valid list"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0: only an assistant's message may"),
         (CHAT, {"messages": ask("?"), "temperature": "hot"}, "temperature: Input should be"),
         (CHAT, {"messages": ask("?"), "top_logprobs": 2}, "top_logprobs needs logprobs"),
         (CHAT, {"messages": ask("?"), "stream_options": {}}, "only for streams"),
@@ -55,7 +55,7 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages.0.tool_calls: ",
+            "messages.0.tool_calls.0.id: ",
         ),
         (CHAT, {"messages": ask("?"), "functions": [{}]}, "functions: "),
         (CHAT, {"messages": ask("?"), "stop": [7]}, "stop.0: Input should be a valid string"),
