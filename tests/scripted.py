@@ -30,15 +30,17 @@ from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.hash_model import read_rows
 
-Script = Callable[[str], str]
-"""The text of a prompt, special tokens included, to the answer, `<tool_call>` and all."""
+Script = Callable[[str], str | list[str]]
+"""The text of a prompt, special tokens included, to the answer, `<tool_call>` and all; or to
+several: the model says the first of them that it is let."""
 
 START, END = "<|im_start|>", "<|im_end|>"
 _ASKS = f"{START}assistant\n"
 _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 _CERTAIN = 40.0
-"""The logit of what comes next in the script; of tokens that say nothing, from 0 to 1."""
+"""The logit of what comes next in the script, halved for each way to go on that is as good but for
+a guide; of tokens that say nothing, from 0 to 1."""
 _CLOSING = ['"', "}", "]", "</tool_call>"]
 """What a guided answer that has left its script says, where its guide lets it."""
 
@@ -142,7 +144,7 @@ class ScriptedModel(PagedModel):
         self._tokenizer, self._end = tokenizer, end
         self._asks, self._no_thought = self._encode(_ASKS), self._encode(_NO_THOUGHT)
         self._closing = [i for text in _CLOSING for i in self._encode(text)]
-        self._answers: dict[bytes, list[int]] = {}
+        self._known: dict[bytes, list[list[int]]] = {}
         self._unsaid = np.random.default_rng(0).random(self.vocab_size).astype(np.float32)
 
     def forward(
@@ -168,18 +170,27 @@ class ScriptedModel(PagedModel):
     def _say(self, tokens: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Put the logits after these tokens into `out`; unasked, it says nothing."""
         prompt, said = self._split(tokens)
-        answer = self._answer(prompt) if prompt is not None else []
-        if answer[: len(said)] == said:
-            out[[*answer, self._end][len(said)]] = _CERTAIN
-            return
-        rest = self._rest(self._decode(answer), self._decode(said))
-        if rest is None:
-            out[self._end] = _CERTAIN
+        answers = self._answers(prompt) if prompt is not None else [[]]
+        ways = [token for answer in answers for token in self._next(answer, said)]
+        if not ways:  # a guide has led it away: what it wants is an end
+            ways = [self._end]
             out[self._closing] += _CERTAIN / 2
+        for rank, token in enumerate(dict.fromkeys(ways)):
+            out[token] = _CERTAIN * 0.5**rank
+
+    def _next(self, answer: list[int], said: list[int]) -> list[int]:
+        """How an answer goes on after what was said of it; nothing, if it was another one."""
+        if answer[: len(said)] == said:
+            rest = answer[len(said) :]
         else:
-            # As it is written, or else without the space that comes next.
-            for certainty, text in ((_CERTAIN - 1, rest.lstrip()), (_CERTAIN, rest)):
-                out[[*self._encode(text), self._end][0]] = certainty
+            left = self._left(self._decode(answer), self._decode(said))
+            if left is None:
+                return []
+            rest = self._encode(left)
+        ways = [rest]
+        if self._decode(rest[:1])[:1].isspace():  # which a guide may not want
+            ways.append(self._encode(self._decode(rest).lstrip()))
+        return [[*way, self._end][0] for way in ways]
 
     def _split(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32] | None, list[int]]:
         """The tokens of a prompt that asks for an answer, and those of the answer so far."""
@@ -192,15 +203,17 @@ class ScriptedModel(PagedModel):
             at += len(self._no_thought)
         return tokens[:at], tokens[at:].tolist()
 
-    def _answer(self, prompt: NDArray[np.int32]) -> list[int]:
+    def _answers(self, prompt: NDArray[np.int32]) -> list[list[int]]:
         key = prompt.tobytes()
-        if key not in self._answers:
-            self._answers[key] = self._encode(self.script(self._decode(prompt.tolist())))
-        return self._answers[key]
+        if key not in self._known:
+            told = self.script(self._decode(prompt.tolist()))
+            texts = [told] if isinstance(told, str) else told
+            self._known[key] = [self._encode(text) for text in texts]
+        return self._known[key]
 
     @staticmethod
-    def _rest(answer: str, said: str) -> str | None:
-        """What is left to say, but for spaces, of which a guide may want other ones; or None."""
+    def _left(answer: str, said: str) -> str | None:
+        """What is left to say, whatever the spaces in what was said; or None."""
         if answer.startswith(said):
             return answer[len(said) :]
         at = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from radixcache import LLM, SamplingParams
-from tests.scripted import call, scripted_llm, turns
+from tests.scripted import ScriptedModel, call, scripted_llm, turns
 
 ANSWER = 'It is "7 °C", or so.\n' + call("look_up", row="Oslo", column="°C")
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -66,3 +67,19 @@ def test_a_page_that_is_wrong_shows(llm: LLM):
     (after,) = llm.chat(ask("Well, then?"), GREEDY)
     assert after.outputs[0].text != before.outputs[0].text
     llm.reset_prefix_cache()
+
+
+def test_it_says_the_first_of_its_answers_that_it_is_let(llm: LLM):
+    """As a guide lets it, of which a stop of the likeliest tokens is a poor one."""
+    model = llm.engine.model
+    assert isinstance(model, ScriptedModel) and llm.tokenizer is not None
+    prompt = llm.history.encode(llm.tokenizer.render_chat(ask("One or two?"))).tokens
+    model.script = lambda _: ["I would rather not.", '{"one": 1}']
+    said: list[int] = []
+    while (end := model.eos_token_ids[0]) not in said:
+        logits = np.zeros(model.vocab_size, np.float32)
+        model._say(np.array([*prompt, *said], np.int32), logits)
+        spaces = [i for i in range(model.vocab_size) if " " in llm.tokenizer.decode([i])]
+        logits[[*llm.tokenizer.encode("I", special=False), *spaces]] = -np.inf
+        said.append(int(logits.argmax()))
+    assert llm.tokenizer.decode(said) == '{"one":1}' and said[-1] == end
