@@ -53,8 +53,8 @@ def test_chat_streamed(model: Any):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_tools(model: Any, tools: list[Any], stream: bool):
-    agent = agents.Agent(name="one", model=model, tools=tools)
+def test_tools(model: Any, tools: list[Any], fresh: str, stream: bool):
+    agent = agents.Agent(name="one", instructions=fresh, model=model, tools=tools)
 
     async def talk() -> Any:
         if not stream:
