@@ -97,7 +97,7 @@ def scripted_llm(script: Script, **options: Any) -> LLM:
             return LLM(folder, **{"kv_memory": "4MiB", **options})
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """The text of a tool call."""
     told = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{told}\n</tool_call>"
