@@ -132,6 +132,22 @@ def test_tools_are_called_and_their_results_are_read(client: Any, fresh: str, st
     assert cached == total(first.usage) + first.usage.output_tokens - 1
 
 
+def test_the_helper_that_runs_tools(client: Any):
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return {"Oslo": "rainy", "Rome": "dry"}[city]
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=500,
+        tools=[get_weather],
+        messages=user("How is the weather in Oslo and Rome?"),
+    )
+    *_, last = runner
+    assert last.content[0].text == "It is rainy and dry."
+
+
 def test_one_tool_at_a_time(client: Any):
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
     question = "How is the weather in Oslo and Rome?"

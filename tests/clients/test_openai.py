@@ -124,6 +124,27 @@ def test_a_tool_is_called_and_its_result_is_read(client: Any, fresh: str):
     assert cached == first.usage.total_tokens - 1
 
 
+def test_a_message_may_come_back_with_all_its_fields(client: Any):
+    question = user("How is the weather in Oslo?")
+    first = client.chat.completions.create(model=MODEL, messages=question, tools=[WEATHER])
+    said = first.choices[0].message.model_dump()
+    assert "refusal" in said and said["content"] is None
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "rainy"}
+    second = client.chat.completions.create(
+        model=MODEL, messages=[*question, said, result], tools=[WEATHER]
+    )
+    assert second.choices[0].message.content == "It is rainy."
+
+
+def test_several_answers_each_with_its_call_and_its_logprobs(client: Any):
+    answer = ask(
+        client, "How is the weather in Oslo?", tools=[WEATHER], n=2, temperature=1.0, logprobs=True
+    )
+    for choice in answer.choices:
+        assert calls_of(choice.message) == [("get_weather", {"city": "Oslo"})]
+        assert "Oslo" in "".join(token.token for token in choice.logprobs.content)
+
+
 def test_a_tool_call_streamed(client: Any):
     stream = ask(client, "How is the weather in Oslo and Rome?", tools=[WEATHER], stream=True)
     choices = [chunk.choices[0] for chunk in stream if chunk.choices]
