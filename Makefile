@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 	bench-history bench-exact bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo 'Pass options on with ARGS, for example: make test ARGS="-k packaging -x"'
 
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
@@ -104,7 +104,7 @@ bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
 $(VENV)/.stamp-server: EXTRAS := server
-$(VENV)/.stamp-dev: EXTRAS := server,dev
+$(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'

@@ -199,7 +199,7 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
         from radixcache.runtime.model.load import load_model
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"a model needs {error.name}: pip install 'radixcache[runtime,bench]'"
+            f"a model needs {error.name}: pip install '.[runtime,bench]' in a checkout"
         ) from error
 
     if args.model is None:

@@ -38,10 +38,10 @@ def choose_backend(
         backend = FlashInferBackend(device, dtype, kinds)
         try_out(backend, device, dtype, kinds)
     except ImportError as error:
-        reason = f"FlashInfer is not installed ({error}): pip install 'radixcache[cuda]'"
+        reason = f"FlashInfer is not installed ({error}): pip install '.[cuda]' in a checkout"
     except Exception as error:  # whatever a missing kernel, compiler or driver raises
         first = str(error).strip().partition("\n")[0] or type(error).__name__
-        reason = f"FlashInfer, from 'radixcache[cuda]', does not run here: {first}"
+        reason = f"FlashInfer, from the extra 'cuda', does not run here: {first}"
     else:
         return backend
     _log.warning("attention runs in plain torch, which is slow on a GPU: %s", reason)

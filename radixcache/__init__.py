@@ -90,6 +90,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name in ("torch", "transformers", "tokenizers"):
             raise MissingDependency(
-                f"radixcache.{name} needs {error.name}: pip install 'radixcache[runtime]'"
+                f"radixcache.{name} needs {error.name}: pip install '.[runtime]' in a checkout"
             ) from error
         raise

@@ -87,6 +87,10 @@ class CacheStats:
         """Share of the queried tokens that were hit, 0.0 before the first request."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
+    def __add__(self, other: CacheStats) -> CacheStats:
+        counts = vars(other)
+        return CacheStats(**{name: count + counts[name] for name, count in vars(self).items()})
+
     def count(self, lease: Lease) -> None:
         """Count an admitted lease."""
         if lease.resumed:
@@ -287,6 +291,14 @@ class PrefixCache(ABC):
     def pinned_pages(self) -> int:
         """Distinct pages that the pins hold. O(pages of all pins)."""
         return _count_pages(self._tables())
+
+    @property
+    def leased_pages(self) -> int:
+        """Distinct pages that leases hold, pins included; all others can be had. O(these)."""
+        held = np.zeros(self.pool.num_pages, bool)
+        for lease in self._leases:
+            held[lease.page_table] = True
+        return int(held.sum())
 
     def pinned_pages_of(self, namespace: Hashable) -> int:
         """Distinct pages that the pins of one namespace hold. O(pages of all its pins)."""

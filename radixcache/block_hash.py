@@ -112,7 +112,8 @@ def hash_function(algorithm: HashAlgorithm) -> Callable[[object], bytes]:
         digest = _xxh3() if algorithm.startswith("xxhash") else _sha256
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"hash_algorithm={algorithm!r} needs {error.name}: pip install 'radixcache[hash-block]'"
+            f"hash_algorithm={algorithm!r} needs {error.name}: "
+            "pip install '.[hash-block]' in a checkout"
         ) from error
     return lambda content: digest(dumps(content))
 

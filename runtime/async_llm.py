@@ -15,7 +15,7 @@ from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.llm import LLM, Finals, Message, Outputs, Prompt
+from radixcache.runtime.llm import LLM, Finals, Message, Outputs, Prompt, Prompts
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.worker import News
 
@@ -67,7 +67,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prefix: str | None = None,

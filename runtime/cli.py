@@ -9,22 +9,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
+from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.files import check_model
+from radixcache.runtime.server import flags
+from radixcache.runtime.server.listener import listen
 
 if TYPE_CHECKING:
     from radixcache import LLM, Chat, RequestOutput
     from radixcache.runtime.llm import Prompt
+    from radixcache.runtime.server.settings import Settings
 
 Note = Callable[[str], None]
 
@@ -40,8 +45,9 @@ _ENGINE = (
     "max_num_seqs",
     "schedule",
 )
+_RUNTIME = ("torch", "transformers", "tokenizers", "huggingface_hub", "rich", "tqdm")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n")
-_CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit leaves"
+_CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit or /quit leaves"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError as error:  # numpy's says how much it was
         print(f"radixcache: error: out of memory: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _RUNTIME:
+            raise
+        print(
+            f"radixcache: error: {error.name} is missing: pip install '.[runtime]' in a checkout "
+            "(or '.[bench]', to compare caches without a model)",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has left; what is still buffered has nowhere to go
@@ -68,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    check_model(args.model)
     _share_cores()
     from radixcache.runtime.demo import play
 
@@ -93,7 +109,7 @@ def _chat(args: argparse.Namespace) -> int:
     note(f"{_CHAT_COMMANDS}; Ctrl-C aborts an answer.")
     start = Chat(llm, system)
     chat = start.fork()
-    while (line := _ask_user()) not in (None, "/exit"):
+    while (line := _ask_user()) not in (None, "/exit", "/quit"):
         if line == "/reset":
             chat = start.fork()
         elif line == "/stats":
@@ -159,22 +175,27 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the event loop always wants a core
-    try:
-        from radixcache.runtime.server.app import create_app
-        from radixcache.runtime.server.backend import Options
-        from radixcache.runtime.server.serve import listen, serve
-    except ModuleNotFoundError as error:
-        if error.name in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in ("pydantic_settings", "fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
             raise MissingDependency(
-                f"radixcache serve needs {error.name}: pip install 'radixcache[server]'"
-            ) from None
-        raise
-    if args.model is not None and args.served_model_name is None:
-        args.served_model_name = [args.model]
-    args.allowed_hosts = [args.host, *args.allowed_hosts]
-    options = Options(**_given(args, tuple(field.name for field in fields(Options))))
-    with listen(args.host, args.port) as listener:  # a port in use is told before a model is loaded
-        serve(create_app(_load(args), options), listener, args.shutdown_timeout)
+                f"radixcache serve needs {package}: pip install '.[server]' in a checkout"
+            )
+    from radixcache.runtime.server.settings import Settings, read_settings
+
+    if args.MODEL is not None and args.model is not None:
+        raise InvalidRequest(f"two models are given: {args.MODEL} and --model {args.model}")
+    args.model = args.model if args.MODEL is None else args.MODEL
+    settings = read_settings(_given(args, tuple(Settings.model_fields)))
+    options = settings.options()
+    # What is wrong with the port or the model is told before torch is imported, or a model loaded.
+    with listen(settings.host, settings.port) as listener:
+        check_model(settings.model)
+        if settings.model is not None:
+            print(f"Loading {settings.model} ...", file=sys.stderr, flush=True)
+        from radixcache.runtime.server.app import create_app
+        from radixcache.runtime.server.serve import serve
+
+        serve(create_app(_load(settings), options), listener, settings.shutdown_timeout)
     return 0
 
 
@@ -187,11 +208,11 @@ def _info(_: argparse.Namespace) -> int:
     from radixcache.runtime.model import exact
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    problem = native.problem()
+    problem, threads = native.problem(), torch.get_num_threads()
     for name, text in (
         ("radixcache", __version__),
         ("python", sys.version.partition(" ")[0]),
-        ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        ("torch", f"{torch.__version__}, {threads} thread{'s' * (threads != 1)}"),
         ("transformers", transformers.__version__),
         ("GPU", cuda),
         ("native kernels", "yes" if problem is None else f"no: {problem}"),
@@ -240,7 +261,8 @@ def _parse_record(where: str, line: str) -> Prompt:
 # What the commands share.
 
 
-def _load(args: argparse.Namespace) -> LLM:
+def _load(args: argparse.Namespace | Settings) -> LLM:
+    check_model(args.model)
     _share_cores()
     from radixcache import LLM
 
@@ -248,7 +270,7 @@ def _load(args: argparse.Namespace) -> LLM:
     return LLM(**_given(args, _ENGINE))
 
 
-def _silence(args: argparse.Namespace) -> None:
+def _silence(args: argparse.Namespace | Settings) -> None:
     """No progress bar for the bundled model, which loads at once, nor where nobody sees it."""
     from transformers.utils import logging
 
@@ -268,7 +290,7 @@ def _share_cores() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(args: argparse.Namespace | Settings, names: tuple[str, ...]) -> dict[str, Any]:
     """The flags that were given; the others keep the defaults of what they are passed to."""
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
@@ -317,6 +339,16 @@ def _describe_cache(llm: LLM) -> str:
 
 class _Parser(argparse.ArgumentParser):
     """Refuses bad flags as everything else here is refused: in one sentence."""
+
+    def parse_known_args(  # type: ignore[override]  # unknown flags are told by their own command
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0].removeprefix("--").replace("-", "_")
+            hint = f": {told}" if (told := vllm_names.instead(name)) else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequest(f"{message} (see {self.prog} --help)")
@@ -384,57 +416,7 @@ def _add_generate(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, _serve, "an OpenAI-compatible server")
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    group.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="port (8000); 0 takes a free one"
-    )
-    group.add_argument(
-        "--api-key", metavar="KEY", help="what clients must send; without it all are served"
-    )
-    group.add_argument(
-        "--admin-key", metavar="KEY", help="lets who sends it see and flush the cache of all"
-    )
-    group.add_argument(
-        "--allowed-host",
-        dest="allowed_hosts",
-        type=_host_name,
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that lead here, for clients without a key (localhost, addresses)",
-    )
-    group.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names in the API (--model's)"
-    )
-    group.add_argument(
-        "--max-queued-requests",
-        type=_at_least(int, 0),
-        metavar="N",
-        help="may wait, half of them one client's; more get status 429 (1024)",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=_at_least(float, 0),
-        metavar="S",
-        help="seconds for a request (600)",
-    )
-    group.add_argument(
-        "--max-body-size", type=_at_least(int, 1), metavar="N", help="bytes of a request (16 MiB)"
-    )
-    group.add_argument(
-        "--hide-texts",
-        action="store_true",
-        default=None,
-        help="show no texts of prompts in the tree and in explanations",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=_at_least(float, 0),
-        default=30.0,
-        metavar="S",
-        help="seconds for running requests to end on SIGTERM (30)",
-    )
+    flags.add_flags(parser)
     _add_engine(parser)
 
 
@@ -442,23 +424,6 @@ def _dash(text: str) -> str:
     if text != "-":
         raise argparse.ArgumentTypeError(f"a prompt is given as --prompt TEXT, not as {text!r}")
     return text
-
-
-def _host_name(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", text):
-        raise argparse.ArgumentTypeError(f"a name without scheme and port, not {text!r}")
-    return text
-
-
-def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {text}")
-        return value
-
-    parse.__name__ = getattr(kind, "__name__", "number")  # what argparse calls a bad value
-    return parse
 
 
 def _add_bench(commands: Any) -> None:
@@ -492,7 +457,11 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
         )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")
-    group.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 or auto")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="number format (auto)",
+    )
     group.add_argument("--device", metavar="D", help="cpu, cuda or auto")
     group.add_argument(
         "--exact",

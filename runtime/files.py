@@ -1,6 +1,71 @@
-"""Where the files of a model are on this machine."""
+"""Where the files of a model are, on this machine or on the hub."""
 
 from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from radixcache.errors import ModelError, first_sentence
+
+_HUB_SECONDS = 10.0
+
+
+@cache  # a model that is there is not asked for twice
+def check_model(name_or_path: str | None) -> None:
+    """Refuse what is no model, quickly and without torch; None is the bundled one.
+
+    Raises:
+        ModelError: a folder without a config, another file, or a name that nobody knows: neither
+            a folder nor, as far as can be told, the hub.
+    """
+    if name_or_path is None:
+        return
+    source, more = split_gguf(name_or_path)
+    path, file = Path(source), more.get("gguf_file", "config.json")
+    if path.is_dir():
+        if not (path / file).is_file():
+            raise ModelError(f"no model at {name_or_path}: the folder has no {file}")
+    elif path.exists():
+        raise ModelError(
+            f"no model at {name_or_path}: a model is a folder with a config.json and weights"
+        )
+    elif (problem := _problem_of_hub(source, file)) is not None:
+        raise ModelError(
+            f"no model at {name_or_path}: no such folder, and no model of that name in reach"
+            f"{problem}"
+        )
+
+
+def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
+    """The folder or hub id of a model, and what transformers is told if it is one GGUF file of it.
+
+    >>> split_gguf("org/name/model-q8_0.gguf")
+    ('org/name', {'gguf_file': 'model-q8_0.gguf'})
+    """
+    path = Path(name_or_path)
+    if path.suffix.lower() == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    return name_or_path, {}
+
+
+def _problem_of_hub(name: str, file: str) -> str | None:
+    """Why the hub has no such model, asked once: transformers would ask six times."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
+        return ""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, file), str):
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=_HUB_SECONDS)
+    except RepositoryNotFoundError:
+        return ""
+    except HfHubHTTPError:  # it has answered; whoever loads the model says what
+        return None
+    except Exception as error:  # whatever the network makes of the library that asks
+        return f" ({first_sentence(error)})"
+    return None
 
 
 def find_file(name_or_path: str, file: str) -> str | None:

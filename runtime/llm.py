@@ -14,12 +14,15 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 from weakref import finalize
 
-from radixcache.base import PrefixCache, TokensLike, as_tokens
+import numpy as np
+
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
+from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
 from radixcache.runtime.engine.kept_logits import KEPT_BYTES
@@ -55,7 +58,9 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: TokensLike
 
 
-Prompt = str | TokensPrompt
+Prompt = str | TokensPrompt | TokensLike
+Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
+"""One prompt or several; token ids alone are one."""
 Message = dict[str, str]
 """A chat message: {"role": "user", "content": "..."}."""
 
@@ -95,6 +100,8 @@ class LLM:
         max_num_seqs: sequences that run at the same time.
         schedule: "longest-prefix" or "fcfs".
         seed: of the sampling noise.
+        vllm: arguments of vLLM's `LLM`: taken where they ask for nothing, else refused in a
+            sentence that says what to do here.
 
     Raises:
         ModelError: no such model, or one that would be silently wrong over pages, or not exact.
@@ -116,7 +123,10 @@ class LLM:
         max_num_seqs: int = 64,
         schedule: Policy = "longest-prefix",
         seed: int = 0,
+        **vllm: Any,
     ) -> None:
+        vllm_names.check(vllm)
+        _check_choice("exact", exact, (True, False))
         _check_choice("cache", cache, tuple(CACHES))
         _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
         page_size = page_size if block_size is None else block_size
@@ -125,9 +135,10 @@ class LLM:
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_num_seqs", max_num_seqs),
         ):
-            if value < 1:
+            if not isinstance(value, int | np.integer) or value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         path = str(model if model is not None else BUNDLED_MODEL)
+        self.model_name = Path(path).name
         paged = _load(path, dtype, device, exact)
         self.default_params = _default_params(paged.generation_config)
         page_bytes = paged.bytes_per_token * page_size
@@ -154,7 +165,6 @@ class LLM:
         self.worker = Worker(self.engine, self.prefixes)
         self._close = finalize(self, self.worker.close)
         self._history = TokenHistory(self.tokenizer) if self.tokenizer else None
-        self.model_name = Path(path).name
 
     @property
     def cache(self) -> PrefixCache:
@@ -169,7 +179,8 @@ class LLM:
         return self._history
 
     def __repr__(self) -> str:
-        return f"LLM({self.model_name}: {self.engine.model.placement})"
+        engine = getattr(self, "engine", None)  # none while it is made, as a debugger shows it
+        return f"LLM({self.model_name}: {engine.model.placement})" if engine else "LLM(not loaded)"
 
     def __enter__(self) -> LLM:
         return self
@@ -202,7 +213,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prefix: str | None = None,
@@ -212,7 +223,7 @@ class LLM:
         """Complete prompts, batched continuously; outputs come in the order of the prompts.
 
         Args:
-            prompts: strings, or dicts with "prompt_token_ids".
+            prompts: strings, lists of token ids, or dicts with "prompt_token_ids".
             sampling_params: one for all or one for each; by default the model's own settings.
             prefix: name of a pinned prefix of this salt that each prompt goes on from; see
                 `pin_prefix`.
@@ -335,12 +346,14 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt, special=special)
-        if not isinstance(prompt, dict) or "prompt_token_ids" not in prompt:
-            kind = type(prompt).__name__
-            raise InvalidRequest(
-                f"a prompt is a string or {{'prompt_token_ids': [...]}}, not {kind}"
-            )
-        return prompt["prompt_token_ids"]
+        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            return prompt["prompt_token_ids"]
+        if isinstance(prompt, Sequence | np.ndarray):
+            return cast(TokensLike, prompt)
+        raise InvalidRequest(
+            "a prompt is a string or token ids ([...] or {'prompt_token_ids': [...]}), not "
+            f"{type(prompt).__name__}"
+        )
 
     def _render(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], cache_salt: str | None
@@ -364,26 +377,27 @@ class LLM:
 
     def _inputs(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None,
         special: bool,
     ) -> list[_Input]:
         """The prompts in tokens, made on the caller's thread: a long text holds up nobody else."""
-        if not isinstance(prompts, Iterable):
-            raise InvalidRequest(f"prompts are strings or dicts, not {type(prompts).__name__}")
-        many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        if isinstance(params, Sequence):
+        many = _as_prompts(prompts)
+        if isinstance(params, Sequence) and not isinstance(params, str):
             if len(params) != len(many):
                 raise InvalidRequest(f"{len(params)} parameters for {len(many)} prompts")
             each = list(params)
         else:
-            each = [params or self.default_params] * len(many)
+            each = [self.default_params if params is None else params] * len(many)
         inputs: list[_Input] = []
         for prompt, one in zip(many, each, strict=True):
             with _naming(len(inputs), len(many)):
                 if not isinstance(one, SamplingParams):
                     kind = type(one).__name__
-                    raise InvalidRequest(f"sampling_params are SamplingParams, not {kind}")
+                    raise InvalidRequest(
+                        f"sampling_params are SamplingParams, not {kind}: say, for example, "
+                        "SamplingParams(temperature=0, max_tokens=64)"
+                    )
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 text = prompt if isinstance(prompt, str) else None
@@ -482,6 +496,20 @@ def _naming(index: int, count: int) -> Iterator[None]:
         raise type(error)(f"{where}{error}") from None
 
 
+def _as_prompts(prompts: Prompts) -> list[Prompt]:
+    """The prompts in a list; token ids alone are one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(
+            f"prompts are strings, token ids or dicts, not {type(prompts).__name__}"
+        )
+    many = cast(list[Prompt], list(prompts))
+    if many and isinstance(many[0], int | np.integer):
+        return [cast(TokensLike, many)]
+    return many
+
+
 def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int) -> None:
     """Explain a request when it is admitted, and remember what is computed of it."""
     request, lease = sequence.request, sequence.lease
@@ -518,9 +546,9 @@ def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
     return future.result()
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        raise InvalidRequest(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise InvalidRequest(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def _default_params(config: Any) -> SamplingParams:

@@ -399,8 +399,8 @@ MUTANTS = [
     Mutant(
         "access: who has no key administrates in spite of keys",
         "runtime/server/access.py",
-        "if options.api_key is not None or options.admin_key is not None:",
-        "if False:",
+        "if options.api_key is not None or options.admin_key is not None or is_foreign:",
+        "if is_foreign:",
         f"{SERVER}/test_access.py",
     ),
     Mutant(

@@ -127,7 +127,8 @@ def run_server(kv_memory: str) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from radixcache import LLM
     from radixcache.runtime.server.app import create_app
-    from radixcache.runtime.server.serve import listen, serve
+    from radixcache.runtime.server.listener import listen
+    from radixcache.runtime.server.serve import serve
 
     llm = LLM(kv_memory=kv_memory)
     app = create_app(llm)

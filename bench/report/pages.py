@@ -126,7 +126,7 @@ def check_page(path: Path) -> None:
     if path.suffix not in (".html", ".md"):
         raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
     if find_spec("matplotlib") is None:
-        raise MissingDependency("a report needs matplotlib: pip install 'radixcache[bench]'")
+        raise MissingDependency("a report needs matplotlib: pip install '.[bench]' in a checkout")
     check_writable(path)
 
 

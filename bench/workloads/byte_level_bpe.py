@@ -27,7 +27,7 @@ def _train(
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            "tokenising needs tokenizers: pip install 'radixcache[bench]'"
+            "tokenising needs tokenizers: pip install '.[bench]' in a checkout"
         ) from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)

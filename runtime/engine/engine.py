@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages, WrongThread
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
@@ -102,6 +102,9 @@ class Engine:
         self._scored = ScoredPrompts(model.vocab_size)
         if cache.hits_whole_prompts:
             scheduler.kept = KeptLogits(model.vocab_size)
+        self.num_generated = 0
+        """Tokens, since the engine was made."""
+        self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Launched | None = None
         self._runs_ahead = model.device.type != "cpu"
@@ -235,9 +238,16 @@ class Engine:
         Raises:
             LeaseError: a request runs, or a prefix is pinned.
         """
+        stats = self.cache.stats
         self.cache.reset()
+        self._before_flushes += stats
         if self.scheduler.kept is not None:
             self.scheduler.kept.clear()
+
+    @property
+    def lifetime_stats(self) -> CacheStats:
+        """The cache's statistics as if nothing had ever zeroed them."""
+        return self._before_flushes + self.cache.stats
 
     def check(self) -> None:
         """Verify, between two calls, that leases and sequences agree, and the cache's invariants.
@@ -474,6 +484,7 @@ class Engine:
                 ids, values = top[row]
                 told = dict(zip(ids[:end], values[:end], strict=True))
             sequence.append(token, told)
+            self.num_generated += 1
             self._end_if_done(sequence)
 
     def _end_if_done(self, sequence: Sequence) -> None:

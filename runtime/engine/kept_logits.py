@@ -40,7 +40,7 @@ class KeptLogits:
     def __init__(self, vocab_size: int, num_bytes: int = KEPT_BYTES) -> None:
         self.num_rows = num_bytes // (4 * vocab_size)
         self.num_used = 0
-        """Prompts that began from a row since the last `clear`."""
+        """Prompts that began from a row; `clear` lets it be."""
         self._rows: dict[PromptKey, torch.Tensor] = {}
 
     def __contains__(self, prompt: PromptKey) -> bool:
@@ -65,6 +65,5 @@ class KeptLogits:
         return row
 
     def clear(self) -> None:
-        """Forget all rows, and begin to count anew."""
+        """Forget all rows."""
         self._rows = {}
-        self.num_used = 0

@@ -14,13 +14,18 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.text.detokenizer import Detokenizer
 from radixcache.runtime.text.stops import StopStrings
 
-if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
+if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     import torch
+
+    from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
+
+
+PHASES = ("queue", "prefill", "decode")
+"""What a request goes through: until it is admitted, to its first token, and to its end."""
 
 
 class Sequence:
@@ -165,9 +170,11 @@ class Request:
         self.explanation: list[Miss] | None = None
         """Why the first admitted sequence was not cached in full; None before it is known."""
         self.error: str | None = None
-        self._arrival = time.perf_counter()
-        self._first_token: float | None = None
-        self._end: float | None = None
+        self.arrived = time.perf_counter()
+        """This and the next three are of `time.perf_counter`; what has not come is None."""
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.ended: float | None = None
 
     def add_sequences(
         self,
@@ -196,23 +203,38 @@ class Request:
     @property
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token; None before it."""
-        return None if self._first_token is None else self._first_token - self._arrival
+        return None if self.first_token is None else self.first_token - self.arrived
 
     @property
     def latency(self) -> float:
         """Seconds from arrival to the end, or to now."""
-        return (self._end or time.perf_counter()) - self._arrival
+        return (self.ended or time.perf_counter()) - self.arrived
+
+    @property
+    def phases(self) -> list[tuple[str, float, float | None]]:
+        """What has begun of "queue", "prefill" and "decode", from when, and until when."""
+        marks = (self.arrived, self.admitted, self.first_token, self.ended)
+        return [
+            (name, start, end)
+            for name, start, end in zip(PHASES, marks, marks[1:], strict=False)
+            if start is not None
+        ]
+
+    def note_admission(self) -> None:
+        """Keep the time at which the first completion began to run."""
+        if self.admitted is None:
+            self.admitted = time.perf_counter()
 
     def note_token(self) -> None:
         """Keep the time of the first token, and of the end if this was it."""
-        if self._first_token is None:
-            self._first_token = time.perf_counter()
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
         self.note_end()
 
     def note_end(self) -> None:
         """Keep the time of the end, once it has come."""
-        if self.finished and self._end is None:
-            self._end = time.perf_counter()
+        if self.finished and self.ended is None:
+            self.ended = time.perf_counter()
 
     def output(self) -> RequestOutput:
         """The state of the request."""

@@ -116,6 +116,7 @@ class Scheduler:
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
+        self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
         """Nobody could be admitted for want of pages, and nobody has come or ended since."""
@@ -248,6 +249,7 @@ class Scheduler:
                     weight = 1
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            sequence.request.note_admission()
             chunks.append(chunk)
             ending |= self._ending([chunk])
             budget = max(0, budget - chunk.cost)
@@ -352,6 +354,7 @@ class Scheduler:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
         self._leave(sequence)
         sequence.preemptions += 1
+        self.num_preemptions += 1
         sequence.resumes = True
         self.waiting.appendleft(sequence)
 

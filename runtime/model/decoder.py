@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch.nn.functional import embedding
+from tqdm import tqdm
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
@@ -75,7 +76,7 @@ class Decoder(PagedModel):
         norms.append(weight("model.norm.weight"))
         self._first_norm = norms[0]
         self._layers = []
-        for number in range(len(kinds)):
+        for number in tqdm(range(len(kinds)), "Loading layers", leave=False, disable=None, delay=1):
             shapes = architecture.layer_shapes(number)
             weights = {name: weight(f"model.layers.{number}.{name}") for name in shapes}
             hidden = reference.run_layer(architecture, number, hidden, weights)

@@ -8,8 +8,8 @@ logits over pages equal those of the stock implementation (`check_logits` in `lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -18,6 +18,8 @@ from radixcache.kernels.attention import LayerKind
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+_MOST = {"num_hidden_layers": 4096, "num_attention_heads": 1 << 16, "head_dim": 1 << 16}
 
 
 class AttentionCall(NamedTuple):
@@ -33,6 +35,19 @@ class AttentionCall(NamedTuple):
 def refusal(model_type: str, reason: str) -> ModelError:
     """The error that says why this model type is refused."""
     return ModelError(f"model type {model_type!r} cannot run over KV pages: {reason}")
+
+
+def check_sizes(settings: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has: to lay out so many layers or heads would not end.
+
+    Raises:
+        ModelError: a size of the config is beyond all reason.
+    """
+    for name, most in _MOST.items():
+        for part in (settings, settings.get("text_config")):
+            size = part.get(name) if isinstance(part, Mapping) else None
+            if isinstance(size, int) and size > most:
+                raise ModelError(f"the model's config says {name} {size}: no model has over {most}")
 
 
 def check_config(config: PreTrainedConfig) -> None:

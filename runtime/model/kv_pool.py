@@ -106,9 +106,14 @@ def count_pages(
     which leaves `taken` bytes of a GPU for other things.
 
     Raises:
-        InvalidRequest: `memory` is no amount of memory, or holds no page.
+        InvalidRequest: `memory` is no amount of memory, is more than there is, or holds no page.
     """
     size = default_memory(device, taken) if memory is None else parse_memory(memory)
+    if size > (there := _all_memory(device)):
+        raise InvalidRequest(
+            f"{size / 2**30:,.1f} GiB of KV memory are more than there is: "
+            f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there / 2**30:,.1f} GiB"
+        )
     if size < page_bytes:
         raise InvalidRequest(
             f"{size / 2**20:.1f} MiB of KV memory hold no page; one takes {page_bytes} bytes"
@@ -123,6 +128,12 @@ def default_memory(device: torch.device, taken: int = 0) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return max(0, int(0.9 * free) - _CUDA_MARGIN - taken)
     return min(_CPU_LIMIT, _available_memory() // 4)
+
+
+def _all_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _available_memory() -> int:

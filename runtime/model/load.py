@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
+from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model import gate
 from radixcache.runtime.model.architecture import Unknown, understand
@@ -43,7 +44,7 @@ def load_model(
     attention: AttentionBackend | None = None,
     exact: bool = False,
 ) -> PagedModel:
-    """Load a causal LM from a folder or the Hugging Face hub, and refuse what would be wrong.
+    """Load a causal LM from a folder, a GGUF file or the Hugging Face hub; refuse what goes wrong.
 
     Code that comes with a checkpoint is never run.
 
@@ -60,9 +61,11 @@ def load_model(
         InvalidRequest: a dtype or device that does not exist, or that is never exact.
     """
     place = resolve_device(device)
+    check_model(str(name_or_path))
     settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
     if not isinstance(settings, dict):
         raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
+    gate.check_sizes(settings)
     kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
@@ -70,6 +73,10 @@ def load_model(
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
     if exact:
         exactness.require(place, kind)
+        if settings.get("quantization_config") or split_gguf(str(name_or_path))[1]:
+            raise ModelError(
+                "exact mode takes no quantised checkpoint or GGUF file: none is checked"
+            )
     model: PagedModel | None = None
     try:
         model = _load_decoder(name_or_path, settings, kind, place, attention, exact)
@@ -95,6 +102,8 @@ def _load_decoder(
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.
     """
+    if split_gguf(str(name_or_path))[1]:
+        raise Unknown("its weights are in a GGUF file")
     architecture = understand(settings)
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
@@ -205,13 +214,14 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
     The generation config is read with the model, under the same `trust_remote_code`. If it were not
     said, standard input would be asked.
     """
+    source, gguf = split_gguf(str(name_or_path))
     try:
-        return read(str(name_or_path), trust_remote_code=False)
+        return read(source, trust_remote_code=False, **gguf)
     except Exception as error:
         reason = first_sentence(error)
         # What transformers does not find is an OSError; so is a model that must be asked for first.
         absent = isinstance(error, OSError) and "gated repo" not in reason
-        if absent and not Path(name_or_path).is_dir():
+        if absent and not Path(source).is_dir():
             raise ModelError(
                 f"no model at {name_or_path}: no such folder, and no model of that name in reach"
             ) from None

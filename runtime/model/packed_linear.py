@@ -88,15 +88,19 @@ def packs(weight: torch.Tensor, *, small: bool = False) -> bool:
 def pack_linears(model: nn.Module, *, small: bool = False) -> None:
     """Replace the model's big linear layers on a CPU, where that makes them faster; or all.
 
-    The old weights go, unless something else has them, as an embedding may.
+    Quantised weights, which are tensors of other classes, stay. The old weights go, unless
+    something else has them, as an embedding may.
     """
     packed = []
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and packs(child.weight, small=small):
+            if type(child) is not nn.Linear or type(child.weight) is not nn.Parameter:
+                continue
+            if packs(child.weight, small=small):
                 packed.append(PackedLinear(child))
                 setattr(module, name, packed[-1])
     use_huge_pages(linear.product.block for linear in packed)
     if packed:  # a checkpoint's file stays in memory while one tensor is a view of it
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+            if type(parameter) is nn.Parameter:
+                parameter.data = parameter.data.clone()

@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixcache.runtime.server import static
-from radixcache.runtime.server.backend import Options, backend_of
+from radixcache.runtime.server.backend import backend_of
 from radixcache.runtime.server.errors import ApiError
+from radixcache.runtime.server.settings import Options
 
 OPEN_PATHS = {"/health", *static.FILES}
 """What needs no key, and may be asked for by any name of the server."""
@@ -27,13 +28,14 @@ class Access:
 
     A browser may be made to send requests by any page that it shows. Two things give them away:
 
-    - Their `Origin` is that of the page. It has to be where the request goes, or a name in
-      `Options.allowed_hosts`.
+    - Their `Origin` is that of the page. It has to be where the request goes, a name in
+      `Options.allowed_hosts`, or one of `Options.allowed_origins`.
     - Their `Host` is the page's, if its name was made to lead here (DNS rebinding). So who sends no
       key must use a name of the server: `localhost`, an address, since addresses lead nowhere else,
       or one in `Options.allowed_hosts`. A page cannot know a key.
 
-    To administrate takes the admin key. A server without any key lets this machine do so.
+    To administrate takes the admin key. A server without any key lets this machine do so, but no
+    page of another origin, which somebody on this machine may have been led to.
     """
 
     def __init__(self, app: ASGIApp, options: Options) -> None:
@@ -69,9 +71,11 @@ class Access:
     def _admit(self, scope: Scope, headers: Headers) -> bool:
         """Whether the request may administrate; `ApiError` if it may not even come in."""
         host, options = headers.get("host", "").lower(), self._options
+        is_foreign = False
         if (origin := headers.get("origin")) is not None:
             page = origin.partition("://")[2].lower()  # of "null", nothing
-            if not page or (page != host and _host_name(page) not in self._names):
+            is_foreign = not page or (page != host and _host_name(page) not in self._names)
+            if is_foreign and {origin, "*"}.isdisjoint(options.allowed_origins):
                 raise ApiError.forbidden(f"web pages of {origin!r} may not use this server")
         key, name = _bearer(headers), _host_name(host)
         if _equal(key, options.admin_key):
@@ -85,7 +89,7 @@ class Access:
                     f"the server is not known as {name!r}: start it with --allowed-host and "
                     "that name, or with keys"
                 )
-        if options.api_key is not None or options.admin_key is not None:
+        if options.api_key is not None or options.admin_key is not None or is_foreign:
             return False
         # A proxy on this machine is local, too; who comes through it is not.
         forwarded = any(header in headers for header in _FORWARDED)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
@@ -24,15 +25,19 @@ from radixcache.runtime.server.answers import (
 from radixcache.runtime.server.backend import (
     Backend,
     BackendDep,
-    Options,
     client_of,
     plain_messages,
 )
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
+from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
 from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
+from radixcache.runtime.server.settings import Options
 from radixcache.runtime.text.tokenizer import Tokenizer
+
+UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
+"""What probes, Prometheus and the page ask for all the time."""
 
 router = APIRouter()
 
@@ -65,6 +70,17 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
     errors.install(app)
     app.add_middleware(BodyDeadline)
     app.add_middleware(Access, options=backend.options)
+    if origins := backend.options.allowed_origins:  # in front: no key comes with a preflight
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(RequestLog, access_log=backend.options.access_log)
+    if backend.tracing is not None:
+        backend.tracing.instrument(app, UNTRACED, [REQUEST_ID])
     return app
 
 

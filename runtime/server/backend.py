@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
-from radixcache.errors import InvalidRequest, PinError
+from radixcache.errors import PinError
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.llm import LLM, Message
@@ -22,48 +22,17 @@ from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
 from radixcache.runtime.server.metrics import Metrics
 from radixcache.runtime.server.requests import ChatMessage, GenerationRequest
+from radixcache.runtime.server.settings import Options
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from radixcache.runtime.server.tracing import Tracing
 
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 4
 """Clients whose texts are tokenised at the same time."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a server may be told.
-
-    Attributes:
-        served_model_name: names of the model, the first of which is in answers; its own if empty.
-        api_key: what clients must send as a bearer token; None lets everybody in.
-        admin_key: what lets its holder administrate, and do all that clients may. With None, a
-            server without an API key is administrated from its own machine, any other not at all.
-        allowed_hosts: names that lead to the server, besides `localhost`; see `access.py`.
-        max_queued_requests: completions that may wait, besides those that run; one client may have
-            half of these places.
-        request_timeout: seconds that a request may take.
-        max_body_size: bytes of a request.
-        hide_texts: show nobody the texts of others: no text in the tree, and in explanations none
-            but the request's own. For servers whose users must not see each other's prompts.
-    """
-
-    served_model_name: Sequence[str] = ()
-    api_key: str | None = None
-    admin_key: str | None = None
-    allowed_hosts: Sequence[str] = ()
-    max_queued_requests: int = 1024
-    request_timeout: float = 600.0
-    max_body_size: int = 16 << 20
-    hide_texts: bool = False
-
-    def __post_init__(self) -> None:
-        for name, key in (("API", self.api_key), ("admin", self.admin_key)):
-            if key is not None and not key.strip():
-                raise InvalidRequest(f"the {name} key is empty")
-        if self.api_key is not None and self.api_key == self.admin_key:
-            raise InvalidRequest("the admin key must not be the API key, which all clients have")
 
 
 class Backend:
@@ -74,9 +43,15 @@ class Backend:
         self.options = options
         self.names = list(options.served_model_name) or [llm.model_name]
         self.created = int(time.time())
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.names[0])
+        self.tracing: Tracing | None = None
+        if options.traces:
+            from radixcache.runtime.server.tracing import Tracing
+
+            self.tracing = Tracing(options.otlp_endpoint, self.names[0])
         slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
-        self.jobs = Jobs(llm.worker, self.metrics, slots + queue, slots + (queue + 1) // 2)
+        capacity, share = slots + queue, slots + (queue + 1) // 2
+        self.jobs = Jobs(llm.worker, self.metrics, self.tracing, capacity, share)
         self.max_model_len: int = llm.engine.model.max_context
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
@@ -94,6 +69,8 @@ class Backend:
         """End what is running, and the threads."""
         await self.jobs.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; 404 for a model that is not served."""

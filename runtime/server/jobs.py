@@ -11,7 +11,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime import worker
@@ -20,6 +21,9 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.metrics import Metrics
 from radixcache.runtime.worker import News, Worker
+
+if TYPE_CHECKING:  # it needs packages that most servers do without
+    from radixcache.runtime.server.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -44,7 +48,7 @@ class Job(worker.Job):
         self.done = False
         self._metrics = metrics
         self._deltas: list[PromptDelta] = []
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._news = asyncio.Event()
         self._on_end: list[Callable[[], object]] = []
 
@@ -78,8 +82,8 @@ class Job(worker.Job):
             deltas, self._deltas = self._deltas, []
             if deltas:
                 yield deltas
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.done:
                 return
 
@@ -88,15 +92,15 @@ class Job(worker.Job):
         while not self.done:
             await self._news.wait()
             self._news.clear()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return [request.output() for request in self.requests]
 
     def end(self, error: Exception | None = None) -> None:
         """Nothing more comes. What is unfinished is aborted. Does nothing the second time."""
         if not self.done:
             self.done = True
-            self._error = error
+            self.error = error
             self._news.set()
             for function in self._on_end:
                 function()
@@ -115,22 +119,35 @@ class Job(worker.Job):
             self.end(None if failed is None else ApiError.internal(failed))
 
 
+jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
+"""Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
+
+
 class Jobs:
     """The jobs that a server has taken on.
 
     Args:
         worker: whose thread runs the engine.
         metrics: told of every token.
+        tracing: told of every job that has ended.
         capacity: sequences that may run and wait together.
         share: those of one client among them.
     """
 
-    def __init__(self, worker: Worker, metrics: Metrics, capacity: int, share: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        metrics: Metrics,
+        tracing: Tracing | None,
+        capacity: int,
+        share: int,
+    ) -> None:
         self.worker = worker
         self.capacity = capacity
         self.share = share
         self.draining = False
         self._metrics = metrics
+        self._tracing = tracing
         self._open: set[Job] = set()
         self._places: Counter[Hashable] = Counter()
         """Sequences that run or wait, by client."""
@@ -184,6 +201,7 @@ class Jobs:
             raise ApiError.busy("too many completions of this client are running or waiting")
         job = Job(self._metrics, stream, num_sequences, client)
         self._take(job, timeout)
+        jobs_of_task.get([]).append(job)
         try:
             await asyncio.wrap_future(self.worker.submit(job, add, self._tell))
         except BaseException:
@@ -204,6 +222,9 @@ class Jobs:
                 self._drained.set()
 
         job._on_end.append(close)
+        if self._tracing is not None:
+            record = self._tracing.follow()
+            job._on_end.append(lambda: record(job.requests, job.error))
         if timeout is not None:
             error = ApiError.timeout(f"not finished within {timeout:g} seconds")
             job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)

@@ -1,46 +1,90 @@
-"""What Prometheus is told: latencies as they happen, the engine's state when it asks."""
+"""What Prometheus is told: latencies as they happen, the engine's state when it asks.
+
+What vLLM has a name for is shown under that as well, with the same numbers, so that dashboards and
+alerts made for vLLM work here.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from radixcache.base import CacheStats
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.request import PHASES, Request
 from radixcache.runtime.llm import LLM
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
+_REASONS = ("stop", "length", "abort", "error")
+
+VLLM = {
+    "vllm:e2e_request_latency_seconds": "radixcache_request_latency_seconds",
+    "vllm:time_to_first_token_seconds": "radixcache_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "radixcache_inter_token_latency_seconds",
+    "vllm:request_queue_time_seconds": "radixcache_queue_time_seconds",
+    "vllm:request_prefill_time_seconds": "radixcache_prefill_time_seconds",
+    "vllm:request_decode_time_seconds": "radixcache_decode_time_seconds",
+    "vllm:request_prompt_tokens": "radixcache_request_prompt_tokens",
+    "vllm:request_generation_tokens": "radixcache_request_generation_tokens",
+    "vllm:request_max_num_generation_tokens": "radixcache_request_longest_generation_tokens",
+    "vllm:request_success": "radixcache_requests_finished",
+    "vllm:prompt_tokens": "radixcache_query_tokens",
+    "vllm:generation_tokens": "radixcache_generation_tokens",
+    "vllm:prefix_cache_queries": "radixcache_query_tokens",
+    "vllm:prefix_cache_hits": "radixcache_hit_tokens",
+    "vllm:num_preemptions": "radixcache_preemptions",
+    "vllm:num_requests_running": "radixcache_requests_running",
+    "vllm:num_requests_waiting": "radixcache_requests_waiting",
+    "vllm:kv_cache_usage_perc": "radixcache_kv_usage",
+}
+"""Families by vLLM's name, and ours of which each is another view."""
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """The engine at one moment."""
+    """The engine at one moment.
+
+    Attributes:
+        stats: since the last flush.
+        lifetime_stats: the same since the engine was made, as everything else that counts.
+    """
 
     stats: CacheStats
+    lifetime_stats: CacheStats
     num_pages: int
     num_free: int
+    num_leased: int
     num_pinned: int
     num_running: int
     num_waiting: int
+    num_generated: int
+    num_preemptions: int
     missed_tokens: dict[str, int]
     whole_hits: int
 
     @classmethod
     def of(cls, llm: LLM) -> EngineState:
-        """Read it, on the engine's thread. O(pinned pages)."""
-        cache, scheduler = llm.cache, llm.engine.scheduler
+        """Read it, on the engine's thread. O(leased pages)."""
+        cache, engine, scheduler = llm.cache, llm.engine, llm.engine.scheduler
         return cls(
             stats=CacheStats(**vars(cache.stats)),
+            lifetime_stats=engine.lifetime_stats,
             num_pages=cache.pool.num_pages,
             num_free=cache.pool.num_free,
+            num_leased=cache.leased_pages,
             num_pinned=cache.pinned_pages,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_generated=engine.num_generated,
+            num_preemptions=scheduler.num_preemptions,
             missed_tokens=dict(llm.explainer.missed_tokens),
             whole_hits=scheduler.kept.num_used if scheduler.kept is not None else 0,
         )
@@ -58,43 +102,56 @@ class Started:
 class Metrics:
     """The metrics of one server, in a registry of its own.
 
+    Args:
+        model_name: what vLLM's families have as their label.
+
     Attributes:
         recent: the requests that got their first token last, oldest first; the engine thread's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
         self.recent: deque[Started] = deque(maxlen=60)
-        self.registry = CollectorRegistry()
-        self._state = _StateCollector()
-        self.registry.register(self._state)
-        self._ttft = Histogram(
-            "radixcache_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._model_name = model_name
+        self._last_token: dict[Request, float] = {}
+        self._registry = registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float] = _SECONDS) -> Histogram:
+            return Histogram(f"radixcache_{name}", text, buckets=tuple(buckets), registry=registry)
+
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token."
         )
-        self._inter_token = Histogram(
-            "radixcache_inter_token_latency_seconds",
-            "Between the tokens of a request.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._inter_token = histogram(
+            "inter_token_latency_seconds", "Between the tokens of a request."
         )
-        self._latency = Histogram(
-            "radixcache_request_latency_seconds",
-            "From a request's arrival to its end.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._latency = histogram("request_latency_seconds", "From a request's arrival to its end.")
+        texts = (
+            "From a request's arrival until it began to run.",
+            "From where a request began to run to its first token.",
+            "From a request's first token to its end.",
         )
-        self._generated = Counter(
-            "radixcache_generation_tokens", "Generated tokens.", registry=self.registry
+        self._phases = {
+            phase: histogram(f"{phase}_time_seconds", text)
+            for phase, text in zip(PHASES, texts, strict=True)
+        }
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._generation = histogram(
+            "request_generation_tokens", "Tokens that a completion generated.", _TOKENS
         )
-        self._finished = Counter(
+        self._longest = histogram(
+            "request_longest_generation_tokens",
+            "Tokens that the longest completion of a request generated.",
+            _TOKENS,
+        )
+        finished = Counter(
             "radixcache_requests_finished",
             "Requests by how their first completion ended.",
             ["reason"],
-            registry=self.registry,
+            registry=registry,
         )
-        self._last_token: dict[Request, float] = {}
+        self._finished = {reason: finished.labels(reason) for reason in _REASONS}
 
     def note_token(self, request: Request, now: float) -> None:
         """A step gave `request` a token, or one for each of its completions."""
@@ -108,62 +165,93 @@ class Metrics:
         self._last_token[request] = now
 
     def note_end(self, request: Request) -> None:
-        """`request` is over, whatever the reason."""
+        """`request` is over, whatever the reason; phases that it did not end are not counted."""
         self._last_token.pop(request, None)
         self._latency.observe(request.latency)
-        self._generated.inc(sum(len(sequence.generated) for sequence in request.sequences))
-        self._finished.labels(request.sequences[0].finish_reason).inc()
+        for phase, start, end in request.phases:
+            if end is not None:
+                self._phases[phase].observe(end - start)
+        lengths = [len(sequence.generated) for sequence in request.sequences]
+        self._prompt.observe(len(request.prompt_token_ids))
+        for length in lengths:
+            self._generation.observe(length)
+        self._longest.observe(max(lengths))
+        # Of one that nobody waits for, the engine hears after this.
+        self._finished[request.sequences[0].finish_reason or "abort"].inc()
 
     def render(self, state: EngineState) -> bytes:
         """Everything in Prometheus' text format."""
-        self._state.latest = state
-        return generate_latest(self.registry)
+        ours = {family.name: family for family in (*self._registry.collect(), *_families(state))}
+        theirs = [_renamed(ours[name], other, self._model_name) for other, name in VLLM.items()]
+        return generate_latest(_Families([*ours.values(), *theirs]))
 
 
-class _StateCollector(Collector):
-    """The engine's state as metrics. A flush begins the counters anew, but for missed tokens."""
+class _Families(Collector):
+    """What `generate_latest` takes."""
 
-    latest: EngineState | None = None
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
 
-    def collect(self) -> Iterator[Metric]:
-        state = self.latest
-        if state is None:
-            return
-        stats = state.stats
-        for name, text, count in (
-            ("requests_started", "Requests that began to run.", stats.requests),
-            ("query_tokens", "Prompt tokens that were looked up in the cache.", stats.query_tokens),
-            ("hit_tokens", "Prompt tokens that the cache held.", stats.hit_tokens),
-            (
-                "whole_hits",
-                "Completions that computed no prompt token: all was cached, and the logits kept.",
-                state.whole_hits,
-            ),
-            ("evicted_tokens", "Tokens evicted.", stats.evicted_tokens),
-            ("evicted_pages", "Pages evicted.", stats.evicted_pages),
-            ("copied_pages", "Half-filled pages copied at a branch.", stats.copied_pages),
-        ):
-            yield CounterMetricFamily(f"radixcache_{name}", text, value=count)
-        missed = CounterMetricFamily(
-            "radixcache_missed_tokens",
-            "Prompt tokens that were computed, by why they were not cached.",
-            labels=["reason"],
-        )
-        for reason, count in state.missed_tokens.items():
-            missed.add_metric([reason], count)
-        yield missed
-        for name, text, value in (
-            ("hit_rate", "Share of the queried tokens that were hit.", stats.hit_rate),
-            ("requests_running", "Completions that run.", state.num_running),
-            ("requests_waiting", "Completions that wait for room.", state.num_waiting),
-        ):
-            yield GaugeMetricFamily(f"radixcache_{name}", text, value=value)
-        pages = GaugeMetricFamily(
-            "radixcache_pages",
-            "KV pages: used + free is all of them; the pinned are among the used.",
-            labels=["state"],
-        )
-        pages.add_metric(["used"], state.num_pages - state.num_free)
-        pages.add_metric(["free"], state.num_free)
-        pages.add_metric(["pinned"], state.num_pinned)
-        yield pages
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _renamed(family: Metric, name: str, model_name: str) -> Metric:
+    """The samples of a family as vLLM shows them."""
+    renamed = Metric(name, family.documentation, family.type)
+    for sample in family.samples:
+        labels = {"model_name": model_name, **sample.labels}
+        if "reason" in labels:
+            labels["finished_reason"] = labels.pop("reason")
+        renamed.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+    return renamed
+
+
+def _families(state: EngineState) -> Iterator[Metric]:
+    """The engine's state as metrics. No counter ever goes back, not even at a flush."""
+    stats = state.lifetime_stats
+    for name, text, count in (
+        ("requests_started", "Requests that began to run.", stats.requests),
+        ("query_tokens", "Prompt tokens that were looked up in the cache.", stats.query_tokens),
+        ("hit_tokens", "Prompt tokens that the cache held.", stats.hit_tokens),
+        (
+            "whole_hits",
+            "Completions that computed no prompt token: all was cached, and the logits kept.",
+            state.whole_hits,
+        ),
+        ("generation_tokens", "Generated tokens.", state.num_generated),
+        ("preemptions", "Times that a completion was put back.", state.num_preemptions),
+        ("evicted_tokens", "Tokens evicted.", stats.evicted_tokens),
+        ("evicted_pages", "Pages evicted.", stats.evicted_pages),
+        ("copied_pages", "Half-filled pages copied at a branch.", stats.copied_pages),
+    ):
+        yield CounterMetricFamily(f"radixcache_{name}", text, value=count)
+    missed = CounterMetricFamily(
+        "radixcache_missed_tokens",
+        "Prompt tokens that were computed, by why they were not cached.",
+        labels=["reason"],
+    )
+    for reason, count in state.missed_tokens.items():
+        missed.add_metric([reason], count)
+    yield missed
+    for name, text, value in (
+        ("hit_rate", "Share of the queried tokens hit since the last flush.", state.stats.hit_rate),
+        ("requests_running", "Completions that run.", state.num_running),
+        ("requests_waiting", "Completions that wait for room.", state.num_waiting),
+        (
+            "kv_usage",
+            "Share of the KV pages that requests and pins hold: at 1, requests must wait.",
+            state.num_leased / state.num_pages,
+        ),
+    ):
+        yield GaugeMetricFamily(f"radixcache_{name}", text, value=value)
+    pages = GaugeMetricFamily(
+        "radixcache_pages",
+        "KV pages: used + free is all; the leased are among the used, the pinned among these.",
+        labels=["state"],
+    )
+    pages.add_metric(["used"], state.num_pages - state.num_free)
+    pages.add_metric(["free"], state.num_free)
+    pages.add_metric(["leased"], state.num_leased)
+    pages.add_metric(["pinned"], state.num_pinned)
+    yield pages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -16,7 +15,6 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from radixcache.errors import InvalidRequest
 from radixcache.runtime.server.jobs import Jobs
 
 HEAD_SECONDS = 10.0
@@ -24,21 +22,6 @@ HEAD_SECONDS = 10.0
 
 FLUSH_SECONDS = 3
 """For connections to take what is left, once nothing runs any more."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; `InvalidRequest` says why there is none."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:  # whose own text may go on about the address
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        reason = str(reason).partition(" (while")[0]
-        raise InvalidRequest(f"cannot listen on {host} port {port}: {reason}") from None
-    except OverflowError:
-        raise InvalidRequest(f"port must be from 0 to 65535, not {port}") from None
-    except (TypeError, ValueError):  # what no name can be made of
-        raise InvalidRequest(f"not a host: {host!r}") from None
 
 
 def configure(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
-from radixcache.runtime.files import find_file
+from radixcache.runtime.files import find_file, split_gguf
 
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
@@ -64,7 +64,8 @@ class Tokenizer:
             ModelError: there is one, and it cannot be loaded.
         """
         try:
-            if any(find_file(name_or_path, file) for file in _VOCABULARIES):
+            has_gguf = bool(split_gguf(name_or_path)[1])
+            if has_gguf or any(find_file(name_or_path, file) for file in _VOCABULARIES):
                 return cls(_read(name_or_path), max_tokens)
             if not find_file(name_or_path, _CONFIG):  # for some models, transformers makes one up
                 return None
@@ -192,6 +193,11 @@ def _read(name_or_path: str) -> Any:
     """
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+    source, gguf = split_gguf(name_or_path)
+    if gguf:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
     file, family = find_file(name_or_path, _CONFIG), settings.get("model_type")
     declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}

@@ -62,7 +62,7 @@ def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) ->
     assert isinstance(backend, TorchBackend)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "\n" not in record.getMessage()
-    assert "pip install 'radixcache[cuda]'" in record.getMessage()
+    assert "pip install '.[cuda]' in a checkout" in record.getMessage()
 
 
 @pytest.mark.parametrize(("dtype", "kinds", "reason"), [

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -129,6 +130,8 @@ def test_an_index_of_nonsense_is_an_error_of_one_sentence(folder, index):
     ("config.json", {"head_dim": 32}, "where its config says"),
     ("config.json", {"rms_norm_eps": float("nan")}, "not numbers"),
     ("config.json", {"rope_parameters": {"rope_type": ["x"], "rope_theta": 1}}, "does not load"),
+    ("config.json", {"head_dim": 10**9}, "head_dim 1000000000: no model has over 65536"),
+    ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: no model has"),
     ("config.json", None, "no dictionary"),
     ("generation_config.json", None, "does not make sense"),
     ("generation_config.json", {"max_new_tokens": 0}, "does not make sense"),
@@ -144,6 +147,56 @@ def test_a_config_of_nonsense_is_an_error_of_one_sentence(folder, file, fields, 
         change(folder / file, **fields)
     with pytest.raises(ModelError, match=reason) as error:
         LLM(folder, kv_memory="1MiB")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "package"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("torchao", "torchao")]
+)
+def test_a_quantised_checkpoint_names_the_package_that_is_missing(folder, method, package):
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    change(folder / "config.json", quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(ModelError, match=f"does not load: .*{package}") as error:
+        load_model(folder, device="cpu")
+    assert "\n" not in str(error.value)
+    with pytest.raises((ModelError, InvalidRequest), match="exact mode"):
+        load_model(folder, device="cpu", exact=True)
+
+
+def test_a_gguf_file_goes_to_transformers_as_one(folder, monkeypatch):
+    """With the packages gguf and accelerate it loads, which were tried by hand."""
+    (folder / "model.gguf").touch()
+    asked: list[Any] = []
+
+    def read(source: str, **options: Any) -> Any:
+        asked.append((source, options["gguf_file"]))
+        raise ImportError("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint.\nMore")
+
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", read)
+    with pytest.raises(
+        ModelError, match=r"model.gguf does not load: Please install torch and gguf"
+    ):
+        LLM(folder / "model.gguf")
+    assert asked == [(str(folder), "model.gguf")]
+    with pytest.raises(ModelError, match=r"no model at .*: the folder has no other.gguf"):
+        LLM(folder / "other.gguf")
+
+
+def test_an_unknown_name_is_refused_after_one_question(monkeypatch):
+    """transformers would ask an unreachable hub six times, with half a minute between."""
+    asked: list[str] = []
+
+    def ask(url: str, **_: Any) -> Any:
+        asked.append(url)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    with pytest.raises(
+        ModelError, match=r"no model of that name in reach \(Name or service"
+    ) as error:
+        LLM("no-org/no-model")
+    assert len(asked) == 1 and "no-org/no-model" in asked[0]
     assert "\n" not in str(error.value)
 
 

@@ -88,19 +88,24 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "x", "--top-p", "7"], "top_p must be in (0, 1], not 7.0"),
         (["generate", "--prompt", "x", "--page-size", "0"], "page_size must be at least 1, not 0"),
         (["generate", "--prompt", "x", "--kv-memory", "lots"], "not an amount of memory: 'lots'"),
-        (["generate", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["generate", "--prompt", "x", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt-file", "/no/file"], "cannot read /no/file: No such file"),
         (["generate", "--prompt", "x", "--model", "/no/model"], "no model at /no/model"),
         (["generate", "--prompt", "x", "--seed", str(2**64)], "seed must be of 64 bits"),
         (["generate", "--prompt", "x", "--top-k", "9" * 400], "top_k must be at least 1"),
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
-        (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "out of memory: Unable to"),
+        (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "GiB of KV memory are more than"),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
         (["serve", "--host", "\udcff", "--port", "0"], "not a host"),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),
+        (["generate", "--prompt", "x", "--temprature", "1"], "(see radixcache generate --help)"),
+        (
+            ["chat", "--gpu-memory-utilization=0.5"],
+            "arguments: --gpu-memory-utilization=0.5: say kv_",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence(
@@ -149,6 +154,36 @@ def test_a_question_that_is_not_text_is_refused(
     assert "radixcache: error: cannot read -: it is not UTF-8" in capsys.readouterr().err
 
 
+def test_memory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    def take(name: str) -> str:
+        raise MemoryError("Unable to allocate 8 EiB")
+
+    monkeypatch.setattr(cli, "_read", take)
+    assert main(["generate", "-"]) == 2
+    assert capsys.readouterr().err == "radixcache: error: out of memory: Unable to allocate 8 EiB\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["bench", "best-of-n:questions=2", "--modes", "radix-1", "--memory", "100%"], 0, "88.2%"),
+        (["bench", "--level", "engine"], 2, "a model needs "),
+        (["info"], 2, "torch is missing: pip install '.[runtime]' in a checkout"),
+        (["generate", "--prompt", "x"], 2, "needs torch: pip install '.[runtime]' in a checkout"),
+    ],
+)
+def test_what_needs_no_torch_runs_without_and_the_rest_says_so(argv, code, text):
+    done = python(f"""
+import sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "pydantic", "llguidance"))
+from radixcache.runtime.cli import main
+sys.exit(main({argv!r}))
+""")
+    assert done.returncode == code, done.stderr
+    assert text in (done.stdout if code == 0 else done.stderr)
+    assert code == 0 or done.stderr.count("\n") == 1
+
+
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):
     def interrupt(name: str) -> str:
         raise KeyboardInterrupt
@@ -188,7 +223,8 @@ def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, 
     kernels = "yes" if problem is None else f"no: {problem}"
     assert f" native kernels {kernels} exact mode {exact.describe()}" in out
     assert problem is None or out.endswith(problem)
-    assert f"torch {torch.__version__}, {torch.get_num_threads()} threads" in out
+    assert f"torch {torch.__version__}, {torch.get_num_threads()} thread" in out
+    assert " 1 threads" not in out
 
 
 # generate.
@@ -228,7 +264,7 @@ def test_generate_reads_json_lines(type_in, capsys: pytest.CaptureFixture[str]):
 
 
 def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[str]):
-    type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/exit\nNo?\n")
+    type_in("How old is Nora Holm?\n\nAnd the country?\n/stats\n/what\n/reset\nAnd?\n/quit\nNo?\n")
     assert main(["chat", "--max-tokens", "40"]) == 0
     out, err = capsys.readouterr()
     first, second, third = out.splitlines()
@@ -240,7 +276,7 @@ def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[s
     assert TABLE.read_text() in err
     assert err.count(" prefilled, TTFT ") == 3
     assert "2 requests; " in err
-    assert err.count("/exit leaves") == 2
+    assert err.count("/exit or /quit leaves") == 2
 
 
 def test_chat_takes_a_system_message(type_in, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

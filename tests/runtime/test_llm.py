@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -380,7 +381,9 @@ def test_an_error_nobody_foresaw_leaves_nothing_queued(
     [
         ("", "the prompt is empty"),
         ("x" * 600, "the context of 512 leaves no room"),
-        (3, "a prompt is a string or"),
+        (3.5, "a prompt is a string or token ids"),
+        ([1, "x"], "tokens must be a flat sequence of integers"),
+        ([[1]], "tokens must be a flat sequence of integers"),
         ({"tokens": [1]}, "a prompt is a string or"),
         ("half a pair: \ud83d", "half a surrogate pair"),
     ],
@@ -399,12 +402,60 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
         ({"kv_memory": "lots"}, "not an amount of memory"),
         ({"kv_memory": 10}, "hold no page"),
         ({"dtype": "int3"}, "unknown dtype"),
+        ({"page_size": "16"}, "page_size must be at least 1, not '16'"),
+        (
+            {"kv_memory": "10TB"},
+            r"9,313.2 GiB of KV memory are more than .* machine has [0-9.,]+ GiB",
+        ),
+        ({"exact": "no"}, "exact must be one of True, False, not 'no'"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9 .*: say kv_memory"),
+        ({"max_model_len": 4096}, "max_model_len=4096 .*: the context is the model's"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*: one process uses one device"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching=False .*: say cache='none'"),
+        (
+            {"trust_remote_code": True},
+            "trust_remote_code=True .*: code of a checkpoint is never run",
+        ),
         ({"device": "abacus"}, "unknown device"),
     ):
         with pytest.raises(InvalidRequest, match=sentence):
             LLM(byte_model, **options)
     with pytest.raises(ModelError, match="no model at"):
         LLM(tmp_path / "nowhere")
+
+
+def test_arguments_of_vllm_that_ask_for_nothing_are_taken(byte_model: Path) -> None:
+    llm = LLM(
+        byte_model,
+        kv_memory="1MiB",
+        tensor_parallel_size=1,
+        enable_prefix_caching=True,
+        trust_remote_code=False,
+        max_model_len=None,
+        enforce_eager=True,
+    )
+    assert llm.generate("x", GREEDY)[0].finished
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page_sise'"):
+        LLM(byte_model, page_sise=4)
+
+
+def test_a_half_made_llm_can_be_shown(byte_model: Path) -> None:
+    assert repr(LLM.__new__(LLM)) == "LLM(not loaded)"
+    assert repr(LLM(byte_model, kv_memory="1MiB")).startswith("LLM(llama")
+
+
+def test_token_ids_are_a_prompt_in_every_spelling(llm: LLM) -> None:
+    ids = [5, 6, 7]
+    (wanted,) = llm.generate({"prompt_token_ids": ids}, GREEDY)
+    for prompts in (ids, [ids], tuple(ids), np.array(ids), np.array([ids]), [np.array(ids)]):
+        (output,) = llm.generate(prompts, GREEDY)
+        assert output.prompt_token_ids == ids
+        assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+    mixed = llm.generate([ids, "abc", {"prompt_token_ids": ids}], GREEDY)
+    assert [output.prompt_token_ids == ids for output in mixed] == [True, False, True]
+    assert llm.generate([], GREEDY) == []
+    assert [*llm.stream(ids, GREEDY)][-1].prompt_token_ids == ids
+    llm.cache.check()
 
 
 def test_a_budget_too_small_for_one_request_says_so_and_serves_the_rest(byte_model: Path) -> None:
@@ -429,10 +480,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
 
 
 def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompts are strings or dicts, not NoneType"):
+    with pytest.raises(InvalidRequest, match="prompts are strings, token ids or dicts, not None"):
         llm.generate(None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="sampling_params are SamplingParams, not dict"):
-        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
+    for params in ({"max_tokens": 3}, {}, "greedy", 0):
+        kind = type(params).__name__
+        sentence = rf"sampling_params are SamplingParams, not {kind}: say, .*temperature=0"
+        with pytest.raises(InvalidRequest, match=sentence):
+            llm.generate("x", params)  # type: ignore[arg-type]
 
 
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:

@@ -17,6 +17,10 @@ from tests.models import tiny_model
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
 
 
+class Quantised(torch.Tensor):
+    """Weights of another class, which no operation here knows."""
+
+
 class Sub(nn.Linear):
     """A layer that may do more than `nn.Linear` does."""
 
@@ -57,6 +61,18 @@ def test_any_number_of_rows_gives_the_product(inner, outer, bias, dtype) -> None
             gated = torch.nn.functional.silu(expected)
             for got, wanted in ((out, expected), (packed.product.silu(x), gated)):
                 torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@needs_packing
+def test_quantised_weights_stay_as_they_are() -> None:
+    model = toy()
+    weight = nn.Parameter(torch.randn(512, 512).as_subclass(Quantised), requires_grad=False)
+    model["quantised"] = nn.Linear(512, 512)
+    model["quantised"].weight = weight
+    place = weight.data_ptr()
+    pack_linears(model)
+    assert type(model["inner"][0]) is PackedLinear  # type: ignore[index]
+    assert model["quantised"].weight is weight and weight.data_ptr() == place
 
 
 @needs_packing

@@ -15,7 +15,8 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.server import access, serve
 from radixcache.runtime.server.access import Access
 from radixcache.runtime.server.app import create_app
-from radixcache.runtime.server.backend import Options
+from radixcache.runtime.server.listener import listen
+from radixcache.runtime.server.settings import Options
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -277,7 +278,7 @@ def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
 
     monkeypatch.setattr(serve._Server, "run", run)
     app = create_app(llm, Options(api_key=api_key, admin_key="boss"))
-    with serve.listen(host, 0) as listener:
+    with listen(host, 0) as listener:
         serve.serve(app, listener, 0)
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith("Warning: without an --api-key") for line in lines] == (

@@ -1,0 +1,23 @@
+"""The socket that a server listens on; opened before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from radixcache.errors import InvalidRequest
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; `InvalidRequest` says why there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:  # whose own text may go on about the address
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        reason = str(reason).partition(" (while")[0]
+        raise InvalidRequest(f"cannot listen on {host} port {port}: {reason}") from None
+    except OverflowError:
+        raise InvalidRequest(f"port must be from 0 to 65535, not {port}") from None
+    except (TypeError, ValueError):  # what no name can be made of
+        raise InvalidRequest(f"not a host: {host!r}") from None

@@ -1,0 +1,244 @@
+"""What a server is told: by flags, by the environment or by a file. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
+
+_PREFIX = "RADIXCACHE_"
+_OTHER_VARIABLES = {"data"}
+"""Variables of that prefix that are for other commands."""
+
+
+_TRACING = tuple(
+    f"opentelemetry-{name}"
+    for name in ("sdk", "exporter-otlp-proto-http", "instrumentation-fastapi")
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an app may be told.
+
+    Attributes:
+        served_model_name: names of the model, the first of which is in answers; its own if empty.
+        api_key: what clients must send as a bearer token; None lets everybody in.
+        admin_key: what lets its holder administrate, and do all that clients may. With None, a
+            server without an API key is administrated from its own machine, any other not at all.
+        allowed_hosts: names that lead to the server, besides `localhost`; see `access.py`.
+        allowed_origins: origins of web pages that may use the server; "*" is all.
+        max_queued_requests: completions that may wait, besides those that run; one client may have
+            half of these places.
+        request_timeout: seconds that a request may take.
+        max_body_size: bytes of a request.
+        hide_texts: show nobody the texts of others: no text in the tree, and in explanations none
+            but the request's own. For servers whose users must not see each other's prompts.
+        access_log: print a line of JSON for each request; see `request_log.py`.
+        otlp_endpoint: the address of an OpenTelemetry collector that takes traces over HTTP.
+            The variables OTEL_EXPORTER_OTLP_ENDPOINT and ..._TRACES_ENDPOINT ask for them, too.
+    """
+
+    served_model_name: Sequence[str] = ()
+    api_key: str | None = None
+    admin_key: str | None = None
+    allowed_hosts: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    max_queued_requests: int = 1024
+    request_timeout: float = 600.0
+    max_body_size: int = 16 << 20
+    hide_texts: bool = False
+    access_log: bool = False
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, key in (("API", self.api_key), ("admin", self.admin_key)):
+            if key is not None and not key.strip():
+                raise InvalidRequest(f"the {name} key is empty")
+        if self.api_key is not None and self.api_key == self.admin_key:
+            raise InvalidRequest("the admin key must not be the API key, which all clients have")
+        for package in _TRACING if self.traces else ():
+            try:
+                version(package)
+            except PackageNotFoundError:
+                raise MissingDependency(
+                    f"traces need {package}: in a checkout, pip install '.[otel]'"
+                ) from None
+
+    @property
+    def traces(self) -> bool:
+        """Whether traces are asked for."""
+        variables = (f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_"))
+        return self.otlp_endpoint is not None or any(map(os.environ.get, variables))
+
+
+def _split(value: object) -> object:
+    """A list may be written "a,b"."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _host_name(text: str) -> str:
+    if not text.strip() or not {*text}.isdisjoint("/:?#@ "):
+        raise ValueError("a name without scheme and port")
+    return text
+
+
+def _origin(text: str) -> str:
+    parts = urlsplit(text)
+    if text != "*" and (not parts.hostname or text != f"{parts.scheme}://{parts.netloc}".lower()):
+        raise ValueError("an origin like https://app.example.org, or *")
+    return text
+
+
+def _collector(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("an address like http://127.0.0.1:4318")
+    return text
+
+
+_SPLIT = BeforeValidator(_split)
+_HostName = Annotated[str, AfterValidator(_host_name)]
+_Origin = Annotated[str, AfterValidator(_origin)]
+_Collector = Annotated[str, AfterValidator(_collector)]
+
+
+class Settings(BaseSettings):
+    """A value for each flag of `radixcache serve`; None leaves it to whoever takes it."""
+
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", protected_namespaces=())
+
+    # `LLM`'s.
+    model: str | None = None
+    cache: Literal["radix", "hash-block", "none"] | None = None
+    page_size: int | None = None
+    kv_memory: int | str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    device: str | None = None
+    exact: bool | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    schedule: Literal["longest-prefix", "fcfs"] | None = None
+
+    # The server's.
+    config: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    api_key_file: Path | None = None
+    admin_key: str | None = None
+    admin_key_file: Path | None = None
+    allowed_host: Annotated[list[_HostName], NoDecode, _SPLIT] = []
+    allow_origin: Annotated[list[_Origin], NoDecode, _SPLIT] = []
+    served_model_name: Annotated[list[str], NoDecode, _SPLIT] = []
+    max_queued_requests: Annotated[int, Field(ge=0)] | None = None
+    request_timeout: Annotated[float, Field(ge=0)] | None = None
+    max_body_size: Annotated[int, Field(ge=1)] | None = None
+    hide_texts: bool | None = None
+    access_log: bool | None = None
+    otlp_endpoint: _Collector | None = None
+    shutdown_timeout: Annotated[float, Field(ge=0)] = 30.0
+
+    def options(self) -> Options:
+        """What the app is told; `InvalidRequest` if there is something wrong with a key."""
+        given = {field.name: getattr(self, field.name, None) for field in fields(Options)}
+        given |= {
+            "served_model_name": self.served_model_name or ([self.model] if self.model else ()),
+            "api_key": _key("api-key", self.api_key, self.api_key_file),
+            "admin_key": _key("admin-key", self.admin_key, self.admin_key_file),
+            "allowed_hosts": [self.host, *self.allowed_host],
+            "allowed_origins": self.allow_origin,
+        }
+        return Options(**{name: value for name, value in given.items() if value is not None})
+
+
+def read_settings(flags: Mapping[str, Any]) -> Settings:
+    """A flag stands before the environment, and that before the file of `config`.
+
+    Raises:
+        InvalidRequest: a value or a name that makes no sense, wherever it stands, or no such file.
+    """
+    variables = {
+        name[len(_PREFIX) :].lower(): name for name in os.environ if name.startswith(_PREFIX)
+    }
+    for name in variables.keys() - _OTHER_VARIABLES:
+        _check_name(name, f"the variable {variables[name]}", f"{_PREFIX}{{}}", str.upper)
+    path = flags.get("config") or os.environ.get(f"{_PREFIX}CONFIG")
+    file = {} if path is None else _read_file(path)
+
+    class _Settings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(cls, file)
+
+    try:
+        return _Settings(**flags)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        where = f"{name} in {path}"
+        if name in flags:
+            where = f"--{name.replace('_', '-')}"
+        elif name in variables:
+            where = variables[name]
+        reason = first["msg"].removeprefix("Value error, ").partition(", unable")[0]
+        reason = reason.replace("Input should be", "must be")
+        value = "" if "key" in name else f", not {first['input']!r}"
+        raise InvalidRequest(f"{where}: {reason}{value}") from None
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, whose names may be written as flags are."""
+    if not Path(path).is_file():
+        raise InvalidRequest(f"no settings at {path}: no such file")
+    try:
+        read = YamlConfigSettingsSource(Settings, path)()
+    except Exception as error:  # whatever a file makes of the parser
+        reason = first_sentence(error)
+        raise InvalidRequest(f"the settings in {path} are no YAML mapping: {reason}") from None
+    settings = {str(name).replace("-", "_"): value for name, value in read.items()}
+    for name in settings:
+        _check_name(name, f"{name!r} in {path}", "{}", str)
+    return settings
+
+
+def _check_name(name: str, where: str, form: str, case: Any) -> None:
+    if name not in Settings.model_fields:
+        near = get_close_matches(name, Settings.model_fields, 1)
+        hint = f": did you mean {form.format(case(near[0]))}?" if near else ""
+        raise InvalidRequest(f"{where} is no setting of radixcache serve{hint}")
+
+
+def _key(flag: str, key: str | None, file: Path | None) -> str | None:
+    if file is None:
+        return key
+    if key is not None:
+        raise InvalidRequest(f"--{flag} and --{flag}-file are both given")
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InvalidRequest(f"cannot read {file}: {reason}") from None

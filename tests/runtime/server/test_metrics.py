@@ -1,0 +1,257 @@
+"""What Prometheus is told, against counts that the test made itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixcache import LLM
+from radixcache.runtime.server.metrics import VLLM
+from tests.runtime.server.live import LiveServer, ask, live
+from tests.runtime.server.test_lifecycle import streaming
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
+PHASES = [f"radixcache_{phase}_time_seconds" for phase in ("queue", "prefill", "decode")]
+
+DASHBOARD = """
+vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum
+vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_tokens_total
+vllm:inter_token_latency_seconds_bucket vllm:inter_token_latency_seconds_sum
+vllm:inter_token_latency_seconds_count vllm:num_requests_running vllm:num_requests_waiting
+vllm:time_to_first_token_seconds_bucket vllm:time_to_first_token_seconds_sum
+vllm:time_to_first_token_seconds_count vllm:kv_cache_usage_perc vllm:request_prompt_tokens_bucket
+vllm:request_generation_tokens_bucket vllm:request_success_total
+vllm:request_queue_time_seconds_sum vllm:request_prefill_time_seconds_sum
+vllm:request_decode_time_seconds_sum vllm:request_max_num_generation_tokens_sum
+vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:num_preemptions_total
+""".split()
+"""The series that the dashboard in vLLM's repository asks for, and the three about its cache."""
+
+
+@pytest.fixture(scope="module", params=["radix", "hash-block"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(cache=request.param, kv_memory="32MiB", max_num_seqs=2)
+
+
+@pytest.fixture
+def fresh(llm: LLM) -> Iterator[LiveServer]:
+    """A server whose cache is empty; its engine has a past."""
+    llm.reset_prefix_cache()
+    with live(llm, served_model_name=["the model"]) as server:
+        yield server
+        server.assert_idle()
+
+
+def families(server: LiveServer) -> dict[str, Metric]:
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = {family.name: family for family in text_string_to_metric_families(response.text)}
+    assert all(family.documentation for family in found.values())
+    return found
+
+
+def samples(server: LiveServer) -> dict[str, float]:
+    """All samples by their name and, if they have labels, the values of these."""
+    found = {}
+    for family in families(server).values():
+        for sample in family.samples:
+            labels = ",".join(sample.labels.values())
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+class Growth:
+    """How much each sample has grown since this was made."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server, self.before = server, samples(server)
+        self.now = self.before
+
+    def look(self) -> None:
+        self.now = samples(self.server)
+
+    def __getitem__(self, name: str) -> float:
+        name = name if name.startswith("vllm:") else f"radixcache_{name}"
+        return round(self.now[name] - self.before.get(name, 0), 9)
+
+
+def count(server: LiveServer, text: str) -> int:
+    tokens: int = server.post("/tokenize", {"prompt": text}).json()["count"]
+    return tokens
+
+
+def test_they_agree_with_what_was_asked_and_answered(fresh: LiveServer):
+    growth = Growth(fresh)
+    body = {"prompt": LINE, "max_tokens": 5, "ignore_eos": True}
+    answers = [fresh.post(COMPLETIONS, {**body, "stream": False}).json() for _ in range(2)]
+    answers.append(fresh.post(COMPLETIONS, {**body, "n": 2, "max_tokens": 7}).json())
+    hits = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40})
+    growth.look()
+    line, prefix = count(fresh, LINE), count(fresh, "x " * 40)
+    assert growth["hit_tokens_total"] == sum(hits) + hits[-1] > 0  # both completions of it hit
+    assert growth["query_tokens_total"] == growth["vllm:prompt_tokens_total{the model}"]
+    assert growth["query_tokens_total"] == 4 * line + prefix
+    assert growth["requests_started_total"] == 5
+    assert growth["time_to_first_token_seconds_count"] == 4  # the prefix is one
+    assert growth["inter_token_latency_seconds_count"] == 2 * 4 + 6
+    assert growth["generation_tokens_total"] == 2 * 5 + 2 * 7 + 1
+    assert growth["requests_finished_total{length}"] == 4
+    assert growth["requests_finished_total{stop}"] == 0
+    assert growth["request_prompt_tokens_sum"] == 3 * line + prefix
+    assert growth["request_generation_tokens_count"] == 5
+    assert growth["request_generation_tokens_bucket{5.0}"] == 3
+    assert growth["request_longest_generation_tokens_sum"] == 2 * 5 + 7 + 1
+    assert growth["preemptions_total"] == growth["evicted_pages_total"] == 0
+    stats, pool = fresh.engine.cache.stats, fresh.engine.cache.pool
+    assert growth.now["radixcache_hit_rate"] == stats.hit_rate > 0
+    assert growth.now["radixcache_pages{free}"] == pool.num_free
+    assert growth.now["radixcache_pages{used}"] == pool.num_pages - pool.num_free
+    pinned = -(-prefix // fresh.engine.cache.page_size)
+    assert growth.now["radixcache_pages{pinned}"] in (pinned - 1, pinned)  # in whole blocks
+    assert growth.now["radixcache_pages{leased}"] == growth.now["radixcache_pages{pinned}"]
+    fresh.delete("/v1/prefixes/p")
+
+
+def test_the_phases_of_requests_make_up_their_time(fresh: LiveServer):
+    growth = Growth(fresh)
+    body = {"prompt": LINE, "max_tokens": 30, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:  # two of them wait
+        for response in pool.map(lambda _: fresh.post(COMPLETIONS, body), range(4)):
+            assert response.status_code == 200
+    growth.look()
+    names = [name.removeprefix("radixcache_") for name in PHASES]
+    assert [growth[f"{name}_count"] for name in names] == [4, 4, 4]
+    assert all(growth[f"{name}_sum"] > 0 for name in names)
+    whole = growth["request_latency_seconds_sum"]
+    assert sum(growth[f"{name}_sum"] for name in names) == pytest.approx(whole, abs=1e-6)
+    ttft = growth["queue_time_seconds_sum"] + growth["prefill_time_seconds_sum"]
+    assert growth["time_to_first_token_seconds_sum"] == pytest.approx(ttft, abs=1e-6)
+
+
+def test_what_waits_is_in_the_queue_and_what_runs_holds_pages(fresh: LiveServer):
+    growth = Growth(fresh)
+    with ThreadPoolExecutor(1) as pool:
+        with streaming(fresh, prompt=LINE), streaming(fresh, prompt=LINE):
+            third = pool.submit(fresh.post, COMPLETIONS, {"prompt": LINE, "max_tokens": 2})
+            fresh.wait_until(lambda: len(fresh.engine.scheduler.waiting) == 1)
+            growth.look()
+            assert growth.now["radixcache_requests_running"] == 2
+            assert growth.now["radixcache_requests_waiting"] == 1
+            assert growth.now["vllm:num_requests_waiting{the model}"] == 1
+            leased = growth.now["radixcache_pages{leased}"]
+            assert count(fresh, LINE) // fresh.engine.cache.page_size < leased
+            assert leased <= growth.now["radixcache_pages{used}"]
+            usage = leased / fresh.engine.cache.pool.num_pages
+            assert growth.now["vllm:kv_cache_usage_perc{the model}"] == pytest.approx(usage)
+            assert growth["requests_finished_total{abort}"] == 0
+            scheduler = fresh.engine.scheduler
+            fresh.call(lambda: scheduler._put_back(scheduler.running[-1]))
+        assert third.result(60).status_code == 200
+    fresh.assert_idle()
+    growth.look()
+    assert growth["preemptions_total"] == growth["vllm:num_preemptions_total{the model}"] == 1
+    assert growth["requests_finished_total{abort}"] == 2
+    assert growth["requests_finished_total{length}"] == 1
+    assert growth["queue_time_seconds_count"] == 3 and growth["decode_time_seconds_count"] == 1
+    assert growth.now["radixcache_kv_usage"] == 0  # although much is cached
+
+
+def test_no_counter_ever_goes_back(fresh: LiveServer):
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    before: dict[str, float] = {}
+    for _ in range(8):
+        if rng.random() < 0.4:
+            assert fresh.post("/v1/cache/flush").status_code == 200
+        else:
+            prompt = LINE[: rng.randrange(1, len(LINE))]
+            fresh.post(COMPLETIONS, {"prompt": prompt, "max_tokens": rng.randrange(1, 4)})
+        now = {
+            f"{sample.name}{sample.labels}": sample.value
+            for family in families(fresh).values()
+            if family.type in ("counter", "histogram")
+            for sample in family.samples
+        }
+        assert all(now[name] >= value for name, value in before.items())
+        before = now
+    assert any("radixcache_hit_tokens_total" in name for name in before)
+
+
+def test_vllm_s_dashboard_finds_all_that_it_asks_for(fresh: LiveServer):
+    fresh.post(CHAT, {"messages": ask("How old is Nora Holm?")})
+    shown = families(fresh)
+    found = {sample.name for family in shown.values() for sample in family.samples}
+    assert set(DASHBOARD) <= found
+    for theirs, ours in VLLM.items():
+        assert shown[theirs].type == shown[ours].type
+        wanted = [
+            (s.name.removeprefix(ours), sorted(s.labels.values()), s.value)
+            for s in shown[ours].samples
+        ]
+        told = []
+        for sample in shown[theirs].samples:
+            assert sample.labels.pop("model_name") == "the model"
+            values = sorted(sample.labels.values())
+            told.append((sample.name.removeprefix(theirs), values, sample.value))
+        assert told == wanted
+    reasons = {s.labels["finished_reason"] for s in shown["vllm:request_success"].samples}
+    assert reasons == {"stop", "length", "abort", "error"}
+
+
+def test_our_dashboard_asks_for_what_there_is(fresh: LiveServer):
+    dashboard = json.loads((ROOT / "docs" / "deploy" / "grafana.json").read_text())
+    found = {
+        sample.name: set(sample.labels) | {"instance"}  # which Prometheus adds
+        for family in families(fresh).values()
+        for sample in family.samples
+    }
+    assert len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]}) == 9
+    variables = {f"${variable['name']}" for variable in dashboard["templating"]["list"]}
+    for panel in dashboard["panels"]:
+        assert panel["title"] and panel["description"] and panel["targets"]
+        for target in panel["targets"]:
+            query = target["expr"]
+            assert query.count("(") == query.count(")")
+            assert set(re.findall(r"\$\w+", query)) <= variables | {"$__rate_interval"}
+            names = re.findall(r"radixcache_\w+", query)
+            assert names and set(names) <= set(found), query
+            for name, matchers in re.findall(r"(radixcache_\w+)\{([^}]*)\}", query):
+                assert set(re.findall(r"(\w+)=~?\"", matchers)) <= found[name], query
+            for labels in re.findall(r"by \((\w+)\)", query):
+                assert labels in set().union(*(found[name] for name in names)), query
+    (variable,) = (v for v in dashboard["templating"]["list"] if v["type"] == "query")
+    assert re.findall(r"radixcache_\w+", variable["query"]["query"])[0] in found
+
+
+def test_the_page_s_table_names_what_there_is(fresh: LiveServer):
+    fresh.post(COMPLETIONS, {"prompt": LINE, "max_tokens": 1})
+    page = (ROOT / "docs" / "server.md").read_text()
+    table = page.split("## Metrics")[1].split("## Traces")[0]
+    rows = re.findall(r"^\| (`.*?) \|(.*?)\|", table, re.MULTILINE)
+    ours, theirs = set(), set()
+    for mine, other in rows:
+        names = re.findall(r"`(\w+)", mine)
+        ours |= {f"radixcache_{name}".removesuffix("_total") for name in names}
+        same = names if other.strip() == "the same" else re.findall(r"`(\w+)", other)
+        theirs |= {f"vllm:{name}".removesuffix("_total") for name in same}
+    shown = families(fresh)
+    assert ours == {name for name in shown if re.match("radixcache_(?!.*_created$)", name)}
+    assert theirs == set(VLLM)
+
+
+def test_the_process_is_told_of(fresh: LiveServer):
+    seen = samples(fresh)
+    assert seen["process_resident_memory_bytes"] > 2**20 and seen["process_cpu_seconds_total"] > 0
+    assert any(name.startswith("python_gc_collections_total") for name in seen)

@@ -1,0 +1,178 @@
+"""Where a server's settings come from, and what is said of those that make no sense."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime import cli
+from radixcache.runtime.server.settings import Settings, read_settings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "settings.yaml"
+
+
+def parse(flags: str) -> dict[str, Any]:
+    """The flags as the command gives them to `read_settings`."""
+    return cli._given(
+        cli._parser().parse_args(["serve", *flags.split()]), (*Settings.model_fields,)
+    )
+
+
+def refusal(flags: str) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        read_settings(parse(flags)).options()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_every_flag_is_a_setting_and_every_setting_a_flag():
+    commands = cli._parser()._subparsers
+    assert commands is not None
+    (group,) = commands._group_actions
+    assert isinstance(group.choices, dict)
+    serve: argparse.ArgumentParser = group.choices["serve"]
+    assert {a.dest for a in serve._actions} - {"help", "MODEL"} == {*Settings.model_fields}
+
+
+def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, monkeypatch):
+    file.write_text("port: 1\nhost: file\nmax-queued-requests: 5\nallowed_host: [a, b]\n")
+    monkeypatch.setenv("RADIXCACHE_CONFIG", str(file))
+    monkeypatch.setenv("RADIXCACHE_PORT", "2")
+    monkeypatch.setenv("RADIXCACHE_HOST", "environment")
+    settings = read_settings(parse("--port 3"))
+    assert (settings.port, settings.host) == (3, "environment")
+    assert settings.shutdown_timeout == 30
+    options = settings.options()
+    assert options.max_queued_requests == 5 and options.request_timeout == 600
+    assert options.allowed_hosts == ["environment", "a", "b"]
+
+
+def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
+    monkeypatch.setenv("RADIXCACHE_ALLOW_ORIGIN", "https://a.example, http://localhost:3000")
+    monkeypatch.setenv("RADIXCACHE_HIDE_TEXTS", "true")
+    monkeypatch.setenv("RADIXCACHE_MODEL", "a-model")
+    options = read_settings({}).options()
+    assert options.allowed_origins == ["https://a.example", "http://localhost:3000"]
+    assert options.hide_texts and options.served_model_name == ["a-model"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--port many", "--port: must be a valid integer, not 'many'"),
+        ("--request-timeout -1", "--request-timeout: must be greater than or equal to 0, not '-1'"),
+        ("--allow-origin app.example", "--allow-origin: an origin like https://app.example.org"),
+        ("--allow-origin https://a.example/x", "--allow-origin: an origin like "),
+        ("--allowed-host http://a.example", "a name without scheme and port, not 'http://a"),
+        ("--config /no/file", "no settings at /no/file: no such file"),
+        ("--api-key-file /no/file", "cannot read /no/file: No such file"),
+        ("--api-key a --api-key-file b", "--api-key and --api-key-file are both given"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_named(flags: str, sentence: str):
+    assert sentence in refusal(flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("PORT", "many", "RADIXCACHE_PORT: must be a valid integer, not 'many'"),
+        ("PROT", "8001", "RADIXCACHE_PROT is no setting of radixcache serve: did you mean RADIX"),
+        ("SPOON", "1", "the variable RADIXCACHE_SPOON is no setting of radixcache serve"),
+        ("CACHE", "disk", "RADIXCACHE_CACHE: must be 'radix', 'hash-block' or 'none', not 'disk'"),
+        ("API_KEY", "", "the API key is empty"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(name, value, sentence, monkeypatch):
+    monkeypatch.setenv(f"RADIXCACHE_{name}", value)
+    assert sentence in refusal("")
+
+
+def test_the_variable_of_the_benchmarks_is_no_typo(monkeypatch):
+    monkeypatch.setenv("RADIXCACHE_DATA", "/data")
+    assert read_settings({}).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("prt: 8001", "'prt' in FILE is no setting of radixcache serve: did you mean port?"),
+        ("port: many", "port in FILE: must be a valid integer, not 'many'"),
+        ("port: [1", "the settings in FILE are no YAML mapping: while parsing"),
+        ("[port, 1]", "the settings in FILE are no YAML mapping: "),
+        ("allow-origin: [7]", "allow_origin in FILE: must be a valid string, not 7"),
+    ],
+)
+def test_what_makes_no_sense_in_a_file_is_named(text: str, sentence: str, file: Path):
+    file.write_text(text)
+    assert sentence.replace("FILE", str(file)) in refusal(f"--config {file}")
+
+
+def test_an_empty_file_says_nothing(file: Path):
+    file.write_text("# port: 8001\n")
+    assert read_settings({"config": str(file)}).port == 8000
+
+
+def test_keys_come_from_files_and_are_never_shown(file: Path, tmp_path: Path):
+    file.write_text("user\n")
+    boss = tmp_path / "boss"
+    boss.write_text("boss")
+    options = read_settings(parse(f"--api-key-file {file} --admin-key-file {boss}")).options()
+    assert (options.api_key, options.admin_key) == ("user", "boss")
+    file.write_text("api_key: 1234\n")
+    assert "1234" not in refusal(f"--config {file}")
+    boss.write_text("\n")
+    assert refusal(f"--admin-key-file {boss}") == "the admin key is empty"
+
+
+def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "one", "--model", "two"]) == 2
+    assert "two models are given: one and --model two" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_told_before_torch_is_imported(tmp_path: Path):
+    """The port, the model, the dtype, a variable: whatever can be known without a model."""
+    code = """
+import os, socket, sys
+from radixcache.runtime.cli import main
+taken = socket.create_server(("127.0.0.1", 0))
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"
+folder, (_, port) = sys.argv[1], taken.getsockname()
+for argv in (
+    ["--port", str(port)], ["--port", "99999"],
+    ["/no/model"], [folder], ["no-org/no-model"], ["--dtype", "int3"], ["--no-such-flag"],
+):
+    port_flag = [] if "--port" in argv else ["--port", "0"]
+    assert main(["serve", *argv, *port_flag]) == 2, argv
+heavy = {"torch", "transformers", "fastapi", "uvicorn"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 7 and all(line.startswith("radixcache: error: ") for line in lines)
+    for line, sentence in zip(
+        lines,
+        (
+            "Address already in use",
+            "port must be from 0 to 65535",
+            "no model at /no/model: no such folder",
+            "the folder has no config.json",
+            "no model at no-org/no-model: no such folder, and no model of that name in reach (",
+            "invalid choice: 'int3'",
+            "unrecognized arguments: --no-such-flag (see radixcache serve --help)",
+        ),
+        strict=True,
+    ):
+        assert sentence in line

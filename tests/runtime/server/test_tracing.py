@@ -1,0 +1,255 @@
+"""Traces, as an OpenTelemetry collector gets them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
+from threading import Thread
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from radixcache import LLM
+from radixcache.errors import MissingDependency
+from radixcache.runtime.cli import main
+from radixcache.runtime.server import settings
+from radixcache.runtime.server.settings import Options
+from tests.runtime.server import http
+from tests.runtime.server.live import LiveServer, ask, live
+from tests.runtime.server.test_lifecycle import ENDLESS, streaming
+from tests.sources import SOURCES, imports
+
+pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="traces are an extra")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+)
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from radixcache.runtime.server import tracing
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_memory="16MiB", max_num_seqs=2)
+
+
+class Traced:
+    """A server, and the spans that it has sent."""
+
+    def __init__(self, server: LiveServer, exporter: InMemorySpanExporter) -> None:
+        self.server = server
+        self._exporter = exporter
+
+    def spans(self, count: int) -> list[ReadableSpan]:
+        """The spans by their starts, the longest first, once there are `count`."""
+        assert self.server.backend.tracing is not None
+        end = time.monotonic() + 10
+        while len(self._exporter.get_finished_spans()) < count and time.monotonic() < end:
+            self.server.backend.tracing.provider.force_flush()
+            time.sleep(0.005)
+        found = self._exporter.get_finished_spans()
+        self._exporter.clear()
+        assert len(found) == count, [span.name for span in found]
+        return sorted(found, key=lambda span: (span.start_time or 0, -(span.end_time or 0)))
+
+
+@pytest.fixture
+def traced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda url: exporter)
+    with live(llm, otlp_endpoint="http://collector", served_model_name=["m"]) as server:
+        yield Traced(server, exporter)
+        server.assert_idle()
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def parent(span: ReadableSpan) -> int:
+    assert span.parent is not None
+    return span.parent.span_id
+
+
+def identity(span: ReadableSpan) -> tuple[int, int]:
+    assert span.context is not None
+    return span.context.trace_id, span.context.span_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_a_trace_below_its_client_s(traced: Traced, stream: bool):
+    messages = ask("How old is Nora Holm?")
+    traced.server.post(CHAT, {"messages": messages})
+    traced.spans(5)
+    ours = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    body = {"messages": messages, "temperature": 0, "max_tokens": 5, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    response = traced.server.post(CHAT, body, headers={"traceparent": ours})
+    assert response.status_code == 200
+    served, whole, queue, prefill, decode = spans = traced.spans(5)
+    assert [span.name for span in spans] == [
+        "POST /v1/chat/completions",
+        "chat m",
+        "queue",
+        "prefill",
+        "decode",
+    ]
+    assert {identity(span)[0] for span in spans} == {0x0AF7651916CD43DD8448EB211C80319C}
+    assert parent(served) == 0xB7AD6B7169203331 and parent(whole) == identity(served)[1]
+    assert {parent(span) for span in (queue, prefill, decode)} == {identity(whole)[1]}
+    header = attributes(served)["http.response.header.x_request_id"]
+    assert header == (response.headers["x-request-id"],)
+    told = attributes(whole)
+    assert told.pop("gen_ai.response.time_to_first_chunk") > 0
+    tokens = len(traced.server.post("/tokenize", {"messages": messages}).json()["tokens"])
+    assert told == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "radixcache",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.choice.count": 1,
+        "gen_ai.response.model": "m",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": tokens,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": tokens,  # the very same prompt again
+    }
+    assert attributes(prefill)["radixcache.prefilled_tokens"] == 0
+    times = [(span.start_time or 0, span.end_time or 0) for span in spans]
+    (start, end), inner, *phases = times
+    assert start <= inner[0] <= inner[1] <= end
+    for (_, before), (after, _) in pairwise(phases):
+        assert before == after  # nothing of a request's time is missing
+    assert (phases[0][0], phases[-1][1]) == inner
+
+
+def test_a_prefill_says_what_was_cached_and_why_the_rest_was_not(traced: Traced):
+    for city in ("Rome", "Oslo"):
+        traced.server.post(COMPLETIONS, {"prompt": f"A town: {city}, by the sea", "max_tokens": 1})
+    spans = traced.spans(10)
+    prefill = attributes([span for span in spans if span.name == "prefill"][1])
+    cached = prefill["gen_ai.usage.cache_read.input_tokens"]
+    missed = prefill["radixcache.missed_tokens.diverged"]
+    tokens = [span for span in spans if span.name == "text_completion m"][1]
+    length = attributes(tokens)["gen_ai.usage.input_tokens"]
+    assert 0 < cached == length - 1 - missed
+    assert prefill["radixcache.prefilled_tokens"] == length - cached
+
+
+def test_each_prompt_has_its_own_spans_and_who_waits_is_seen_to(traced: Traced):
+    body = {"prompt": ["| 1 |", "| 2 |", "| 3 |"], "max_tokens": 20, "ignore_eos": True}
+    assert traced.server.post(COMPLETIONS, body).status_code == 200
+    spans = traced.spans(1 + 3 * 4)
+    queues = sorted(
+        (span.end_time or 0) - (span.start_time or 0) for span in spans if span.name == "queue"
+    )
+    decodes = [
+        (span.end_time or 0) - (span.start_time or 0) for span in spans if span.name == "decode"
+    ]
+    assert queues[-1] > min(decodes) > 0  # there are two slots: the third waited for one of them
+
+
+def test_a_refusal_and_what_nobody_waits_for_are_seen(traced: Traced):
+    assert traced.server.post(COMPLETIONS, {"prompt": []}).status_code == 400
+    (refused,) = traced.spans(1)
+    assert attributes(refused)["http.status_code"] == 400
+    with streaming(traced.server):
+        pass
+    whole = traced.spans(5)[1]
+    assert attributes(whole)["gen_ai.response.finish_reasons"] == ("abort",)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(f"{traced.server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.3)
+    whole = traced.spans(5)[1]
+    assert not whole.status.is_ok and whole.status.description == "the client has hung up"
+    assert attributes(whole)["error.type"] == "499"
+
+
+def test_probes_and_the_page_leave_no_spans(traced: Traced):
+    for path in ("/health", "/metrics", "/v1/cache?max_nodes=3", "/", "/page.js"):
+        assert traced.server.get(path).status_code == 200
+    traced.server.get("/v1/models")
+    (span,) = traced.spans(1)
+    assert span.name == "GET /v1/models"
+
+
+def test_a_collector_gets_them_over_http(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    got: list[tuple[str, ExportTraceServiceRequest]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        thread = Thread(target=collector.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv(
+            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}"
+        )
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+        with live(llm) as server:
+            server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+        collector.shutdown()
+        thread.join()
+    assert [path for path, _ in got] == ["/v1/traces"]  # sent at the latest when the server ends
+    (resource,) = got[0][1].resource_spans
+    said = {a.key: a.value.string_value for a in resource.resource.attributes}
+    assert said["service.name"] == "radixcache"
+    assert said["deployment.environment.name"] == "test"
+    assert sum(len(scope.spans) for scope in resource.scope_spans) == 5
+
+
+def test_a_collector_that_is_not_there_costs_no_answer_and_delays_no_end(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.2)
+    with live(llm, otlp_endpoint="http://127.0.0.1:9/") as server:
+        response = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+        assert response.status_code == 200
+        start = time.monotonic()
+    assert time.monotonic() - start < 3
+    assert any("export" in record.message for record in caplog.records)
+
+
+def test_without_being_asked_for_there_are_none(llm: LLM):
+    with live(llm) as server:
+        assert server.backend.tracing is None
+    for path in (path for path in SOURCES if path.parts[0] == "runtime"):
+        for imported in imports(path):
+            if imported.top == "opentelemetry":
+                assert path.name == "tracing.py"
+            if imported.name == "radixcache.runtime.server.tracing":
+                assert imported.lazy, path
+
+
+def test_what_is_missing_or_wrong_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["serve", "--otlp-endpoint", "localhost:4317"]) == 2
+    wrong = "--otlp-endpoint: an address like http://127.0.0.1:4318, not 'localhost:4317'"
+    assert wrong in capsys.readouterr().err
+
+    def none(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(settings, "version", none)
+    Options()
+    with pytest.raises(
+        MissingDependency, match="traces need opentelemetry-sdk: in a checkout, pip"
+    ):
+        Options(otlp_endpoint="http://127.0.0.1:4318")
+    assert main(["serve", "--otlp-endpoint", "http://127.0.0.1:4318"]) == 2
