@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from radixcache.runtime.chat import Chat
     from radixcache.runtime.engine.outputs import RequestOutput
     from radixcache.runtime.engine.sampling import SamplingParams
+    from radixcache.runtime.engine.structured import Structured
     from radixcache.runtime.llm import LLM
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _RUNTIME = {
     "Chat": "chat",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling",
+    "Structured": "engine.structured",
 }
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stored",
+    "Structured",
     "WrongThread",
 ]
 

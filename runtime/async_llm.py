@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -106,9 +106,20 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """See `LLM.chat`."""
-        texts = await asyncio.to_thread(self.llm._render, messages, cache_salt)
+        render = partial(
+            self.llm._render,
+            tools=tools or (),
+            template_kwargs=chat_template_kwargs,
+            ask=add_generation_prompt,
+            continue_final=continue_final_message,
+        )
+        texts = await asyncio.to_thread(render, messages, cache_salt)
         prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
         outputs = await self.generate(prompts, sampling_params, cache_salt=cache_salt)
         await asyncio.to_thread(self.llm._remember, texts, outputs)

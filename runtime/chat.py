@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from copy import copy
 from threading import Lock, get_ident
+from typing import Any
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.outputs import RequestOutput
@@ -24,13 +25,24 @@ class Chat:
 
     >>> chat = Chat(llm, system="...")  # doctest: +SKIP
     >>> chat.ask("How old is Ada Byron?").outputs[0].text  # doctest: +SKIP
+
+    Args:
+        system: a message that comes first.
+        tools: functions that may be called, described as OpenAI's API does. The calls of an answer
+            are in ``messages[-1].get("tool_calls")``; `ask` takes messages with their results.
     """
 
     def __init__(
-        self, llm: LLM, system: str | None = None, *, cache_salt: str | None = None
+        self,
+        llm: LLM,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        cache_salt: str | None = None,
     ) -> None:
         self.llm = llm
         self.cache_salt = cache_salt
+        self.tools = tools
         self._turn = Lock()
         self._asking: int | None = None
         """The thread whose turn it is."""
@@ -49,15 +61,17 @@ class Chat:
         twin.messages = [*self.messages]
         return twin
 
-    def ask(self, text: str, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Say `text`; returns the answer, which is part of the conversation from now on."""
+    def ask(
+        self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Say `text`, or such messages; the answer is part of the conversation from now on."""
         *_, output = self.stream(text, sampling_params)
         return output
 
     def stream(
-        self, text: str, sampling_params: SamplingParams | None = None
+        self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Say `text`, yielding the answer's state after every token.
+        """Say `text`, or such messages, yielding the answer's state after every token.
 
         A turn that is not read to its end leaves the conversation as it was before it.
 
@@ -78,10 +92,12 @@ class Chat:
             finally:
                 self._asking = None
 
-    def _stream(self, text: str, params: SamplingParams) -> Generator[RequestOutput, None, None]:
-        messages = [*self.messages, {"role": "user", "content": text}]
-        history = self.llm.history
-        prompt = history.encode(history.tokenizer.render_chat(messages), self.cache_salt)
+    def _stream(
+        self, text: str | Sequence[Message], params: SamplingParams
+    ) -> Generator[RequestOutput, None, None]:
+        said = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        messages = [*self.messages, *said]
+        prompt = self.llm.turns.encode(messages, self.cache_salt, tools=self.tools)
         output = None
         for output in self.llm.stream(
             {"prompt_token_ids": prompt.tokens}, params, cache_salt=self.cache_salt
@@ -91,5 +107,8 @@ class Chat:
         answer = output.outputs[0]
         if answer.finish_reason == "error":
             return
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        history.remember(prompt, answer.token_ids)
+        message: Message = {"role": "assistant", "content": answer.text}
+        if self.tools:
+            message = self.llm.read_message(output, self.tools)
+        self.messages = [*messages, message]
+        self.llm.turns.remember(prompt, answer.token_ids)

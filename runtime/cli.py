@@ -46,7 +46,16 @@ _ENGINE = (
     "schedule",
 )
 _RUNTIME = ("torch", "transformers", "tokenizers", "huggingface_hub", "rich", "tqdm")
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n")
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "n",
+)
 _CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit or /quit leaves"
 
 
@@ -442,6 +451,9 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     group.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that add up to P")
     group.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1, words come again less"
+    )
     group.add_argument("--seed", type=int, metavar="N", help="makes sampled tokens repeatable")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"

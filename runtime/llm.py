@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +25,7 @@ from radixcache.radix import RadixCache
 from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
+from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.kept_logits import KEPT_BYTES
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
@@ -36,8 +37,10 @@ from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
+from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.turns import Turns, thoughts_of
 from radixcache.runtime.worker import Job, News, Worker, answer
 
 T = TypeVar("T")
@@ -61,7 +64,7 @@ class TokensPrompt(TypedDict):
 Prompt = str | TokensPrompt | TokensLike
 Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
 """One prompt or several; token ids alone are one."""
-Message = dict[str, str]
+Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}."""
 
 
@@ -150,6 +153,7 @@ class LLM:
             num_pages = min(num_pages, most)
         prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
         self.tokenizer = Tokenizer.load(path, paged.max_context)
+        self.guides = Guides(self.tokenizer, paged.vocab_size, paged.eos_token_ids)
         self.engine = Engine(
             paged,
             paged.allocate(num_pages, page_size),
@@ -157,6 +161,8 @@ class LLM:
             Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
             self.tokenizer.decode if self.tokenizer else None,
             seed,
+            partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
+            self.guides,
         )
         self.engine.capture_graphs()
         self.explainer = Explainer(prefix_cache)
@@ -164,7 +170,7 @@ class LLM:
         self.prefixes = NamedPrefixes(self.engine)
         self.worker = Worker(self.engine, self.prefixes)
         self._close = finalize(self, self.worker.close)
-        self._history = TokenHistory(self.tokenizer) if self.tokenizer else None
+        self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
 
     @property
     def cache(self) -> PrefixCache:
@@ -173,10 +179,15 @@ class LLM:
 
     @property
     def history(self) -> TokenHistory:
+        """Tokenises texts; `InvalidRequest` if the model has no tokenizer."""
+        return self.turns.history
+
+    @property
+    def turns(self) -> Turns:
         """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
         self._need_tokenizer()
-        assert self._history is not None
-        return self._history
+        assert self._turns is not None
+        return self._turns
 
     def __repr__(self) -> str:
         engine = getattr(self, "engine", None)  # none while it is made, as a debugger shows it
@@ -327,16 +338,60 @@ class LLM:
         *,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template.
 
         A conversation that goes on from an earlier one, answers included, reuses its tokens.
+
+        Args:
+            tools: functions that may be called, described as OpenAI's API does; `read_message`
+                finds the calls in an answer.
+            chat_template_kwargs: more values that the template takes, such as `enable_thinking`.
+            add_generation_prompt: ask for the assistant's next message.
+            continue_final_message: go on with the last message instead; `add_generation_prompt`
+                does not matter then.
         """
-        texts = self._render(messages, cache_salt)
+        texts = self._render(
+            messages,
+            cache_salt,
+            tools=tools or (),
+            template_kwargs=chat_template_kwargs,
+            ask=add_generation_prompt,
+            continue_final=continue_final_message,
+        )
         prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
         outputs = self.generate(prompts, sampling_params, cache_salt=cache_salt, use_tqdm=use_tqdm)
         self._remember(texts, outputs)
         return outputs
+
+    def read_message(
+        self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] = (), index: int = 0
+    ) -> Message:
+        """The message that an output of `chat` is, to go on from: `content`, and if there are any
+        `reasoning_content` and `tool_calls`, whose `arguments` are a dict.
+
+        Args:
+            tools: those that `chat` was given: some models' calls cannot be read without.
+            index: of the completion.
+        """
+        tokenizer, completion = self._need_tokenizer(), output.outputs[index]
+        begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
+        functions = [tool["function"] for tool in tools]
+        schemas = {told["name"]: told.get("parameters", {}) for told in functions}
+        parser = AnswerParser(tokenizer.call_format, tokenizer.reasons, bool(begun), schemas)
+        parser.feed(completion.text, ended=True)
+        said = parser.said()
+        self.turns.keep(said, begun + self.history.text_of(completion.token_ids))
+        message: Message = {"role": "assistant", "content": said.content}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [call.as_template() for call in said.calls]
+        return message
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
         """The token ids of a prompt; `special` adds what the model wants around a text, as BOS.
@@ -356,19 +411,21 @@ class LLM:
         )
 
     def _render(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], cache_salt: str | None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        cache_salt: str | None,
+        **how: Any,
     ) -> list[TokenisedText]:
-        """The prompts that ask for the next answers of one conversation or several."""
+        """The prompts that conversations make; `how` as in `Tokenizer.render_chat`."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        render = self.history.tokenizer.render_chat
-        return [self.history.encode(render(one), cache_salt) for one in conversations]
+        return [self.turns.encode(one, cache_salt, **how) for one in conversations]
 
     def _remember(self, prompts: list[TokenisedText], outputs: list[RequestOutput]) -> None:
         """Let the conversations go on from their answers."""
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.outputs:
-                self.history.remember(prompt, completion.token_ids)
+                self.turns.remember(prompt, completion.token_ids)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -400,6 +457,8 @@ class LLM:
                     )
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
+                if one.structured is not None:
+                    self.guides.compile(one.structured)
                 text = prompt if isinstance(prompt, str) else None
                 inputs.append(_Input(text, self.encode(prompt, special=special), one))
         return inputs
@@ -566,6 +625,7 @@ def _default_params(config: Any) -> SamplingParams:
             top_k=int(setting("top_k", 0)),
             min_p=float(setting("min_p", 0.0)),
             max_tokens=int(getattr(config, "max_new_tokens", None) or 16),
+            repetition_penalty=float(getattr(config, "repetition_penalty", None) or 1.0),
         )
     except (TypeError, ValueError, OverflowError) as error:
         reason = first_sentence(error)

@@ -20,10 +20,10 @@ from radixcache.kernels.attention import PagedBatch
 VOCAB = 29
 
 
-def logits_after(tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-    """[VOCAB] of the token that comes after all of `tokens`."""
+def logits_after(tokens: NDArray[np.integer], vocab: int = VOCAB) -> NDArray[np.float32]:
+    """[vocab] of the token that comes after all of `tokens`."""
     seed = crc32(np.asarray(tokens, np.int64).tobytes())
-    return (np.random.default_rng(seed).random(VOCAB) * 4).astype(np.float32)
+    return (np.random.default_rng(seed).random(vocab) * 4).astype(np.float32)
 
 
 class HashPool:
@@ -42,10 +42,10 @@ class HashPool:
 class HashModel:
     """As much of `PagedModel` as an engine needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = VOCAB, eos: int = VOCAB - 1) -> None:
         self.device = torch.device("cpu")
-        self.vocab_size, self.max_context = VOCAB, 1 << 20
-        self.eos_token_ids = [VOCAB - 1]
+        self.vocab_size, self.max_context = vocab, 1 << 20
+        self.eos_token_ids = [eos]
         self.attention: Any = SimpleNamespace(max_fixed_rows=0, reads_shared_once=False)
         self.unwritten = 0
         """Slots that were read before anybody had written them."""
@@ -58,10 +58,10 @@ class HashModel:
         pool: HashPool,
     ) -> torch.Tensor:
         pool.slots.reshape(-1)[batch.slots()] = token_ids
-        logits = np.zeros((len(logit_rows), VOCAB), np.float32)
+        logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
         for out, tokens in enumerate(read_rows(batch, logit_rows, pool.slots)):
             self.unwritten += int((tokens < 0).sum())
-            logits[out] = logits_after(tokens)
+            logits[out] = logits_after(tokens, self.vocab_size)
         return torch.from_numpy(logits)
 
 

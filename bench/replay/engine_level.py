@@ -49,11 +49,16 @@ class ScriptedEngine(Engine):
         return request
 
     @torch.inference_mode()
-    def _sample(self, sequences: list[RequestSequence], logits: torch.Tensor) -> _Launched:
+    def _sample(
+        self,
+        sequences: list[RequestSequence],
+        logits: torch.Tensor,
+        latest: torch.Tensor | None = None,
+    ) -> _Launched:
         if sequences:
             script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
             logits[torch.arange(len(script)), torch.tensor(script)] = torch.inf
-        return super()._sample(sequences, logits)
+        return super()._sample(sequences, logits, latest)
 
 
 @dataclass

@@ -18,6 +18,9 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
+from radixcache.runtime.engine.editor import NOTHING_LEFT, Editor
+from radixcache.runtime.engine.edits import Edits
+from radixcache.runtime.engine.guides import GuideBroken, Guides, mask
 from radixcache.runtime.engine.kept_logits import KeptLogits, prompt_key
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.engine.request import Request, Sequence
@@ -37,6 +40,7 @@ class _Launched(NamedTuple):
     fetched: Fetch  # the tokens
     asking: list[int]  # rows whose log-probabilities are reported
     top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
+    stuck: Fetch | None  # whether no token is left to a row, if any has edits or a guide
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,8 +77,11 @@ class Engine:
     It is for one thread at a time: another may take over when there is no work.
 
     Args:
-        decode: token ids to text; None leaves the outputs without text.
+        decode: token ids to text, with `special` that of special tokens too; None leaves the
+            outputs without text.
+        encode: text to token ids, without special tokens; None refuses bad words.
         seed: of the noise for requests without a seed of their own.
+        guides: for requests that ask for a structure.
     """
 
     def __init__(
@@ -83,8 +90,10 @@ class Engine:
         kv_pool: KVPool,
         cache: PrefixCache,
         scheduler: Scheduler,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Callable[..., str] | None = None,
         seed: int = 0,
+        encode: Callable[[str], list[int]] | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -98,6 +107,11 @@ class Engine:
             )
             self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
+        self._encode = encode
+        self._editor = Editor()
+        self._guides = guides or Guides(None, model.vocab_size, ())
+        self._forces_tokens = True
+        """Tokens that a guide leaves no choice of are computed in one step."""
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
         if cache.hits_whole_prompts:
@@ -163,6 +177,7 @@ class Engine:
         """Bring everything back to between two steps; may be cut off, and called again."""
         self._cut_off = True
         self._ahead = None
+        self._editor.forget()
         self.failed_step = self.scheduler.recover() or self.failed_step
         if self._adding is not None:
             for sequence in self._adding.sequences:
@@ -187,15 +202,20 @@ class Engine:
         """Queue a request of a client; clients share the engine fairly (see `scheduler`).
 
         Raises:
-            InvalidRequest: the prompt is empty, has tokens that the model does not know, or does
-                not fit the context (`ContextExceeded`) or, beside what is pinned now, the KV pool;
-                the engine is as it was.
+            InvalidRequest: the prompt is empty, it or the parameters have tokens that the model
+                does not know, or it does not fit the context (`ContextExceeded`) or, beside what is
+                pinned now, the KV pool; or the structure does not compile. The engine is as it was.
             WrongThread: another thread has work in the engine.
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params, namespace)
+        edits = Edits(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
         request = Request(self._next_id, prompt, tokens, params, namespace, client)
+        request.edits = edits if edits.any else None
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
+        if params.structured is not None:
+            for sequence in request.sequences:
+                sequence.guide = self._guides.guide(params.structured)
         if params.prompt_logprobs is not None:  # the first sequence scores it for all
             cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
             scoring = PromptLogprobs(tokens, namespace, self._scored, cost)
@@ -341,10 +361,12 @@ class Engine:
         if not self._runs_ahead or self.scheduler.may_admit:
             return None
         alive = [s for s in step.sequences if s.finish_reason is None]
+        if any(s.guide is not None for s in alive):  # what may come next depends on the tokens
+            return None
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
-        if not going_on:
+        if not going_on or any(s.request.edits and s.request.edits.reads_tokens for s in going_on):
             return None
         try:
             for sequence in going_on:
@@ -359,7 +381,7 @@ class Engine:
         same = rows == list(range(len(step.sequences)))
         tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
         logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
-        return self._sample([chunk.sequence for chunk in chunks], logits)
+        return self._sample([chunk.sequence for chunk in chunks], logits, tokens)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch."""
@@ -446,7 +468,10 @@ class Engine:
                 kept.keep(chunk.sequence.request.prompt_key, logits[row])
         return torch.cat([logits, *rows]) if rows else logits
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> _Launched:
+    def _sample(
+        self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None = None
+    ) -> _Launched:
+        """Choose a token for each row; `latest` [R] are those before, if only the device knows."""
         params = [sequence.request.params for sequence in sequences]
         for sequence, one in zip(sequences, params, strict=True):
             if one.seed is not None and one.temperature > 0:
@@ -455,7 +480,12 @@ class Engine:
                 noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
                 sequence.generator.manual_seed(noise)
         generators = [sequence.generator for sequence in sequences]
-        tokens = sample(logits, params, generators, self._keep_likeliest)
+        stuck, edited = None, self._masked(sequences, self._editor.edit(sequences, logits, latest))
+        if edited is not logits:
+            nothing = edited.amax(-1) == -torch.inf
+            edited.masked_fill_(nothing[:, None], 0)
+            stuck = Fetch(nothing)
+        tokens = sample(edited, params, generators, self._keep_likeliest)
         fetched = Fetch(tokens)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[Fetch, ...] = ()
@@ -463,11 +493,24 @@ class Engine:
             rows = send([*counts], logits.device)
             found = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
             top = tuple(Fetch(numbers) for numbers in found)
-        return _Launched(sequences, tokens, fetched, [*counts], top)
+        return _Launched(sequences, tokens, fetched, [*counts], top, stuck)
+
+    def _masked(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+        """`logits` without what guides forbid: a copy, or itself if no row is guided."""
+        rows, forbidden = [], []
+        for row, sequence in enumerate(sequences):
+            guide = sequence.guide
+            matcher = None if guide is None else guide.follow(sequence.generated)
+            if matcher is not None:
+                ignores_eos = sequence.request.params.ignore_eos
+                rows.append((row, matcher))
+                forbidden.append(self.model.eos_token_ids if ignores_eos else ())
+        return mask(logits, rows, forbidden) if rows else logits
 
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
         top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
+        stuck = step.stuck.tolist() if step.stuck else [False] * len(step.sequences)
         for row, (sequence, token) in enumerate(
             zip(step.sequences, step.fetched.tolist(), strict=True)
         ):
@@ -478,6 +521,15 @@ class Engine:
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
+            if stuck[row]:
+                if sequence.guide is not None and sequence.guide.may_end(sequence.generated):
+                    if sequence.detokenizer is not None:
+                        sequence.detokenizer.finish()
+                    self.scheduler.finish(sequence, "stop")
+                    sequence.request.note_end()
+                else:
+                    self.scheduler.fail(sequence, NOTHING_LEFT)
+                continue
             told = None
             if row in top:
                 end = 1 + (sequence.request.params.logprobs or 0)
@@ -486,6 +538,20 @@ class Engine:
             sequence.append(token, told)
             self.num_generated += 1
             self._end_if_done(sequence)
+            self._append_forced(sequence)
+
+    def _append_forced(self, sequence: Sequence) -> None:
+        """Append the tokens that must come: the next step computes all of them in one chunk."""
+        guide, request = sequence.guide, sequence.request
+        if guide is None or sequence.finish_reason is not None or not self._forces_tokens:
+            return
+        if request.params.logprobs is not None or request.edits is not None:
+            return  # logits are asked for, or a token may be forbidden
+        for token in guide.forced(sequence.generated):
+            sequence.append(token)
+            self._end_if_done(sequence)
+            if sequence.finish_reason is not None:
+                break
 
     def _end_if_done(self, sequence: Sequence) -> None:
         """Look at a sequence's last token, which may be its end; again, if that was cut off."""
@@ -494,6 +560,8 @@ class Engine:
             reason = self._end_reason(sequence, token)
         except (MemoryError, RecursionError):
             raise
+        except GuideBroken as error:
+            self.scheduler.fail(sequence, str(error))
         except Exception as error:  # text that cannot be made ends this sequence, no other
             self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
         else:
@@ -503,15 +571,18 @@ class Engine:
 
     def _end_reason(self, sequence: Sequence, token: int) -> str | None:
         params, detokenizer = sequence.request.params, sequence.detokenizer
-        reason = None
+        complete = sequence.guide is not None and sequence.guide.is_complete(sequence.generated)
+        reason, is_text = None, True
         if token in (params.stop_token_ids or ()):
-            reason, sequence.stop_reason = "stop", token
+            reason, sequence.stop_reason, is_text = "stop", token, False
         elif token in self.model.eos_token_ids and not params.ignore_eos:
+            reason, is_text = "stop", False
+        elif complete:
             reason = "stop"
         elif len(sequence.generated) >= sequence.max_tokens:
             reason = "length"
         if detokenizer is not None:
-            if reason != "stop":
+            if is_text or params.include_stop_str_in_output:
                 detokenizer.append(token, len(sequence.generated) - 1)
             if reason:
                 detokenizer.finish()

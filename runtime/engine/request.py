@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
+from radixcache.runtime.engine.edits import Edits
 from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
@@ -21,6 +22,7 @@ from radixcache.runtime.text.stops import StopStrings
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     import torch
 
+    from radixcache.runtime.engine.guides import Guide
     from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
 
 
@@ -45,6 +47,8 @@ class Sequence:
         self.generator = generator
         self.lease: Lease | None = None
         self.num_computed = 0
+        self.prefill_end = 0
+        """Tokens that it had when it was admitted: up to there it prefills, then it decodes."""
         self.cached_tokens = 0
         self.preemptions = 0
         self.resumes = False
@@ -58,6 +62,7 @@ class Sequence:
         self.detokenizer: Detokenizer | None = None
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
+        self.guide: Guide | None = None
         self._num_taken = 0
         self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
@@ -89,7 +94,8 @@ class Sequence:
 
     @property
     def pending(self) -> Tokens:
-        """The tokens without KV; one of them while decoding."""
+        """The tokens without KV; while decoding the last one, and before it those that a guide has
+        forced."""
         return self._tokens[self.num_computed : self._length]
 
     @property
@@ -170,6 +176,8 @@ class Request:
         self.explanation: list[Miss] | None = None
         """Why the first admitted sequence was not cached in full; None before it is known."""
         self.error: str | None = None
+        self.edits: Edits | None = None
+        """What is changed in its logits; None if nothing is."""
         self.arrived = time.perf_counter()
         """This and the next three are of `time.perf_counter`; what has not come is None."""
         self.admitted: float | None = None
@@ -179,15 +187,19 @@ class Request:
     def add_sequences(
         self,
         max_tokens: int,
-        decode: Callable[[list[int]], str] | None,
+        decode: Callable[..., str] | None,
         make_generator: Callable[[int], torch.Generator],
     ) -> None:
         """Make the `n` sequences."""
-        stop_strings = StopStrings(self.params.stop_strings)
-        for index in range(self.params.n):
+        params, stop_strings = self.params, StopStrings(self.params.stop_strings)
+        if decode is not None and not params.skip_special_tokens:
+            decode = partial(decode, special=True)
+        for index in range(params.n):
             sequence = Sequence(self, index, max_tokens, make_generator(index))
             if decode is not None:
-                sequence.detokenizer = Detokenizer(decode, stop_strings)
+                sequence.detokenizer = Detokenizer(
+                    decode, stop_strings, params.min_tokens, params.include_stop_str_in_output
+                )
             self.sequences.append(sequence)
 
     @cached_property

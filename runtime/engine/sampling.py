@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from numbers import Integral
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.structured import Structured
 
 MAX_PROMPT_LOGPROBS = 20
 """Likeliest tokens that can be asked for at each position of a prompt."""
@@ -14,6 +17,8 @@ MAX_PROMPT_LOGPROBS = 20
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request; the names mean what they mean in vLLM.
+
+    Log-probabilities are those of the model, before penalties, biases and what is forbidden.
 
     Attributes:
         temperature: 0 is greedy.
@@ -31,6 +36,18 @@ class SamplingParams:
         prompt_logprobs: report for every prompt token its log-probability and those of this many
             likeliest tokens, 20 at most. Cached tokens that no earlier request had scored are
             computed again, and do not count as cached.
+        presence_penalty: taken from the logit of every token that was generated, in [-2, 2].
+        frequency_penalty: the same, as often as the token was generated.
+        repetition_penalty: divides the logits above 0 of tokens in the prompt or generated, and
+            multiplies those below; above 0, and 1 changes nothing.
+        logit_bias: token ids, and what is added to their logits, in [-100, 100].
+        bad_words: strings that are not generated: the last token of each is forbidden where the
+            others have just come, whether the word begins a text or follows a space.
+        allowed_token_ids: the only tokens that are generated.
+        min_tokens: so many tokens come before an end token, a stop token or a stop string counts.
+        include_stop_str_in_output: the text ends with what stopped it, not before.
+        skip_special_tokens: the text is without them.
+        structured: the form that the text must have; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -45,6 +62,16 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = ()
+    allowed_token_ids: Collection[int] | None = None
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
@@ -71,7 +98,46 @@ class SamplingParams:
             f"from 0 to {MAX_PROMPT_LOGPROBS}",
             self.prompt_logprobs,
         )
+        _require(
+            self.structured is None or isinstance(self.structured, Structured),
+            "structured",
+            "a Structured, as by Structured.json(schema)",
+            self.structured,
+        )
         _require(all(self.stop_strings), "stop", "non-empty strings", self.stop)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, "in [-2, 2]", getattr(self, name))
+        penalty, bias, words = self.repetition_penalty, self.logit_bias, self.bad_words
+        _require(0 < penalty < inf, "repetition_penalty", "above 0", penalty)
+        _require(
+            bias is None
+            or (
+                isinstance(bias, Mapping)
+                and all(isinstance(t, Integral) and -100 <= b <= 100 for t, b in bias.items())
+            ),
+            "logit_bias",
+            "of token ids and numbers in [-100, 100]",
+            bias,
+        )
+        _require(
+            not isinstance(words, str) and all(isinstance(w, str) and w for w in words or ()),
+            "bad_words",
+            "a list of strings that are not empty",
+            words,
+        )
+        allowed = self.allowed_token_ids
+        _require(
+            allowed is None or (len(allowed) > 0 and all(isinstance(t, Integral) for t in allowed)),
+            "allowed_token_ids",
+            "token ids, one at least",
+            allowed,
+        )
+        _require(
+            0 <= self.min_tokens <= (inf if self.max_tokens is None else self.max_tokens),
+            "min_tokens",
+            f"at least 0 and at most max_tokens ({self.max_tokens})",
+            self.min_tokens,
+        )
 
     @property
     def stop_strings(self) -> list[str]:

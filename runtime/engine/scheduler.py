@@ -1,11 +1,12 @@
 """Decides what the next step computes.
 
-Decodes come first, one token each; what is left of the step's token budget goes to prefill chunks,
-of running sequences before waiting ones. A prefill chunk is published while it is being scheduled,
-so that the next sequence in the same step can already use it. One of which another computes most of
-what it lacks, in a page that cannot be shared before it is written, waits for the next step, once;
-so does one whose very prompt ends in this step. Then it finds the logits kept, and a prompt that is
-cached in full while its logits are kept is admitted without any token to compute.
+Decodes come first, one token each, or more where a guide leaves no choice; what is left of the
+step's token budget goes to prefill chunks, of running sequences before waiting ones. A prefill
+chunk is published while it is being scheduled, so that the next sequence in the same step can
+already use it. One of which another computes most of what it lacks, in a page that cannot be shared
+before it is written, waits for the next step, once; so does one whose very prompt ends in this
+step. Then it finds the logits kept, and a prompt that is cached in full while its logits are kept
+is admitted without any token to compute.
 
 Clients take turns. Who has the fewest sequences running is admitted next; among equals, who had the
 fewest tokens computed, as in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
@@ -152,9 +153,9 @@ class Scheduler:
         if giving_way is not None:
             self._put_back(giving_way)
             self._short_of_pages = self._no_room = False
-        decodes = [s for s in self.running if len(s.pending) == 1]
-        prefills = [s for s in self.running if len(s.pending) > 1]
-        for sequence in decodes + prefills:
+        # One token first, then what a guide has forced, then prompts.
+        rank = lambda s: (len(s.pending) > 1, s.num_computed < s.prefill_end)  # noqa: E731
+        for sequence in sorted(self.running, key=rank):
             if budget and sequence.lease is not None:  # else put back a moment ago
                 chunk = self._schedule_running(sequence, budget, chunks)
                 if chunk:
@@ -195,12 +196,9 @@ class Scheduler:
         self, sequence: Sequence, budget: int, chunks: list[Chunk]
     ) -> Chunk | None:
         assert sequence.lease is not None
-        # Also where a prompt's last token is left alone for a step of its own.
-        is_prefill = sequence.num_computed < len(sequence.request.prompt_token_ids)
-        is_prefill |= len(sequence.pending) > 1
         while True:
             try:
-                return self._take(sequence, budget, is_prefill)
+                return self._take(sequence, budget)
             except OutOfPages:
                 scheduled = {chunk.sequence for chunk in chunks}
                 newest = next(s for s in reversed(self.running) if s not in scheduled)
@@ -229,8 +227,9 @@ class Scheduler:
                 self._release(sequence)
                 continue
             hit = sequence.num_computed = lease.cached_tokens
+            sequence.prefill_end = len(sequence)
             try:
-                chunk = self._take(sequence, budget, is_prefill=True)
+                chunk = self._take(sequence, budget)
             except OutOfPages:
                 self._release(sequence)
                 if not self.running:
@@ -305,7 +304,7 @@ class Scheduler:
 
         return sorted(sequences, key=rank)
 
-    def _take(self, sequence: Sequence, budget: int, is_prefill: bool) -> Chunk:
+    def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Make room for the next tokens of a sequence, and publish them or what came before.
 
         A prefill chunk is published now, so that the next sequence of this step can share it.
@@ -319,7 +318,7 @@ class Scheduler:
         assert lease is not None
         tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
         end = sequence.num_computed + len(tokens)
-        if is_prefill:
+        if sequence.num_computed < sequence.prefill_end or not len(tokens):
             self.cache.reserve(lease, end)
             if self.on_publish is not None:
                 self.on_publish(sequence, end)
@@ -329,17 +328,17 @@ class Scheduler:
             sequence.request.prefilled_tokens += len(tokens)
             self._served[sequence.request.client] += len(tokens)
         else:
-            self.reserve_decode(sequence)
+            self.reserve_decode(sequence, len(tokens))
         sequence.num_computed = end
         return Chunk(sequence, len(tokens))
 
-    def reserve_decode(self, sequence: Sequence) -> None:
-        """Pages for the next token of a sequence that decodes, and for more if there are enough.
+    def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
+        """Pages for the next tokens of a sequence that decodes, and for more if there are enough.
 
         Raises:
             OutOfPages: there are none.
         """
-        lease, end = sequence.lease, sequence.num_computed + 1
+        lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
         if end > lease.capacity:
             try:

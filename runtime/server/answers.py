@@ -32,6 +32,18 @@ class CompletionLogprobs(Body):
     text_offset: list[int]
 
 
+class PromptLogprob(Body):
+    """Of a token in the place of a prompt token; no rank if it is not among the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""Of each prompt token, by token id, the token's own and those asked for; none of the first."""
+
+
 class CompletionChoice(Body):
     """A plain completion."""
 
@@ -40,6 +52,9 @@ class CompletionChoice(Body):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class MissedTokens(Body):
@@ -96,11 +111,29 @@ class ChatLogprobs(Body):
     refusal: None = None
 
 
+class CalledFunction(Body):
+    """What is called; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(Body):
-    """The answer."""
+    """The answer; its reasoning is there by both names that clients look for."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
 
 
@@ -112,6 +145,7 @@ class ChatChoice(Body):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Body):
@@ -124,6 +158,8 @@ class ChatCompletion(Body):
     choices: list[ChatChoice]
     usage: Usage
     radixcache: Extension
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ModelCard(Body):

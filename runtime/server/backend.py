@@ -7,24 +7,25 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
-from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.llm import LLM, Message
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
 from radixcache.runtime.server.metrics import Metrics
-from radixcache.runtime.server.requests import ChatMessage, GenerationRequest
+from radixcache.runtime.server.requests import GenerationRequest
 from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.tool_fields import ChatMessage
 from radixcache.runtime.text.history import TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tool_calls import Said
 
 if TYPE_CHECKING:
     from radixcache.runtime.server.tracing import Tracing
@@ -33,6 +34,15 @@ T = TypeVar("T")
 
 TOKENIZER_THREADS = 4
 """Clients whose texts are tokenised at the same time."""
+
+
+class Asked(Protocol):
+    """How a request wants its prompts computed."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
 
 
 class Backend:
@@ -104,27 +114,30 @@ class Backend:
             text = self._token_texts[token] = self.tokenizer.decode([token], special=True)
         return text
 
+    def token_name(self, token: int, body: GenerationRequest) -> str:
+        """What logprobs call a token: its text, or its id if that was asked for."""
+        return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
+
     def now(self) -> int:
         """Unix time, for `created`."""
         return int(time.time())
 
     async def encode_chat(
-        self, messages: list[Message], cache_salt: str | None, client: Hashable
+        self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any
     ) -> TokenisedText:
         """The prompt that asks for the answer to `messages`, in tokens as stable as can be."""
         if self._remembering:
             await asyncio.wait([*self._remembering])
         return await self.tokenize(
-            lambda t: self.llm.history.encode(t.render_chat(messages), cache_salt), client
+            lambda _: self.llm.turns.encode(messages, cache_salt, **how), client
         )
 
-    def remember(self, prompt: TokenisedText, output: RequestOutput) -> None:
-        """Let conversations go on from these answers, before any other is tokenised."""
-        loop, remember = asyncio.get_running_loop(), self.llm.history.remember
-        for completion in output.outputs:
-            done = loop.run_in_executor(self._tokenizing, remember, prompt, completion.token_ids)
-            self._remembering.add(done)
-            done.add_done_callback(self._remembering.discard)
+    def remember(self, prompt: TokenisedText, generated: list[int], said: Said) -> None:
+        """Let conversations go on from an answer, before any other is tokenised."""
+        loop, remember = asyncio.get_running_loop(), self.llm.turns.remember
+        done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, said)
+        self._remembering.add(done)
+        done.add_done_callback(self._remembering.discard)
 
     async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
         """The salt's prefix of that name; 404 if there is none."""
@@ -143,17 +156,19 @@ class Backend:
         self,
         prompts: Sequence[TokensLike],
         params: SamplingParams,
-        body: GenerationRequest,
+        asked: Asked,
         client: Hashable,
     ) -> Job:
-        """Queue prompts for `body`, which says what else there is to know."""
+        """Queue prompts as `asked` for."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
+        if (structured := params.structured) is not None:
+            await self.tokenize(lambda _: self.llm.guides.compile(structured), client)
         return await self.jobs.submit(
-            lambda: self.llm.add_requests(prompts, params, body.cache_salt, client),
+            lambda: self.llm.add_requests(prompts, params, asked.cache_salt, client),
             len(prompts) * params.n,
             client=client,
-            stream=bool(body.stream),
+            stream=bool(asked.stream),
             timeout=self.options.request_timeout,
         )
 

@@ -11,11 +11,13 @@ from fastapi import APIRouter, Request
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.answers import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatTokenLogprob,
     TokenLogprob,
+    ToolCall,
 )
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.server.errors import ApiError
@@ -25,13 +27,14 @@ from radixcache.runtime.server.generation import (
     EventStream,
     clamp,
     extension,
-    finish,
     last_chunk,
+    prompt_logprobs,
     usage,
 )
-from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.requests import ChatRequest
-from radixcache.runtime.text.history import TokenisedText
+from radixcache.runtime.server.turn import Answers, Reply, Turn, begin
+from radixcache.runtime.text.tool_calls import Piece
 
 router = APIRouter()
 
@@ -44,15 +47,39 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
-    messages = plain_messages(body.messages)
-    if prefix := await backend.find_prefix_for(body):
-        before = backend.prefix_messages.get(prefix)
-        if before is None:
-            raise ApiError.invalid(
-                f"the prefix {body.prefix!r} was pinned as text: it cannot begin a conversation",
-                "prefix",
-            )
-        messages = [*before, *messages]
+    turn = turn_of(body, backend)
+    answers = await begin(backend, turn, client_of(request, body.cache_salt))
+    if body.stream:
+        chunks = _Chunks(body, backend, head, answers)
+        return EventStream(answers.job, chunks.of, chunks.last)
+    choices = [
+        ChatChoice(
+            index=reply.index,
+            message=_message(reply, body),
+            logprobs=_logprobs(backend, body, reply.token_ids, reply.logprobs),
+            finish_reason=reply.finish_reason,
+            stop_reason=reply.stop_reason,
+            token_ids=reply.token_ids if body.return_token_ids else None,
+        )
+        for reply in await answers.messages(request)
+    ]
+    output = answers.output
+    return ChatCompletion(
+        **head,
+        choices=choices,
+        usage=usage([output]),
+        radixcache=extension(backend, answers.job, body),
+        prompt_logprobs=prompt_logprobs(backend, body, output),
+        prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+    )
+
+
+def turn_of(body: ChatRequest, backend: Backend) -> Turn:
+    """What a request asks for.
+
+    Raises:
+        InvalidRequest: a value makes no sense.
+    """
     params = body.sampling_params(
         backend.chat_defaults,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -60,66 +87,109 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         or body.max_tokens
         or backend.chat_defaults.max_tokens,
     )
-    client = client_of(request, body.cache_salt)
-    prompt = await backend.encode_chat(messages, body.cache_salt, client)
-    job = await backend.submit([prompt.tokens], params, body, client)
-    if body.stream:
-        chunks = _Chunks(body, backend, head, job, prompt)
-        return EventStream(job, chunks.of, chunks.last)
-    (output,) = await finish(job, request)
-    backend.remember(prompt, output)
-    choices = [
-        ChatChoice(
-            index=answer.index,
-            message=AssistantMessage(content=answer.text),
-            logprobs=_logprobs(backend, body, answer.token_ids, answer.logprobs),
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-        )
-        for answer in output.outputs
-    ]
-    more = extension(backend, job, body)
-    return ChatCompletion(**head, choices=choices, usage=usage([output]), radixcache=more)
+    return Turn(
+        plain_messages(body.messages),
+        params,
+        tools=body.offered,
+        choice=body.choice,
+        template_kwargs=_template_kwargs(body, backend),
+        continue_final=bool(body.continue_final_message),
+        ask=body.add_generation_prompt is not False,
+        cache_salt=body.cache_salt,
+        prefix=body.prefix,
+        stream=bool(body.stream),
+        explain=bool(body.explain),
+    )
+
+
+def _template_kwargs(body: ChatRequest, backend: Backend) -> JSON:
+    """Values for the chat template: how much to think is one of them, if anything."""
+    values, effort = {**(body.chat_template_kwargs or {})}, body.reasoning_effort
+    if effort is None:
+        return values
+    template = backend.tokenizer.chat_template()
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **values}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **values}
+    if effort == "none" and not backend.tokenizer.reasons:
+        return values
+    raise ApiError.invalid("one cannot tell this model how much to think", "reasoning_effort")
+
+
+def _message(reply: Reply, body: ChatRequest) -> AssistantMessage:
+    reasoning = None if body.include_reasoning is False else reply.reasoning
+    return AssistantMessage(
+        content=reply.content,
+        tool_calls=[
+            ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments))
+            for call_id, name, arguments in reply.calls
+        ]
+        or None,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+    )
 
 
 class _Chunks:
     """The chunks of one streamed answer."""
 
-    def __init__(
-        self, body: ChatRequest, backend: Backend, head: JSON, job: Job, prompt: TokenisedText
-    ) -> None:
+    def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
         self._body = body
         self._backend = backend
         self._head = {**head, "object": "chat.completion.chunk"}
         self._usage: JSON = {"usage": None} if body.include_usage else {}
-        self._job = job
-        self._prompt = prompt
+        self._answers = answers
         self._begun: set[int] = set()
 
     def of(self, news: PromptDelta) -> Iterator[JSON]:
         delta = news.delta
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+            first = self._chunk(delta.index, {"role": "assistant", "content": ""})
+            if self._body.return_token_ids:
+                first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
+            yield first
         logprobs = _logprobs(self._backend, self._body, delta.token_ids, delta.logprobs)
-        if delta.text or (logprobs and delta.token_ids):
-            shown = logprobs.model_dump() if logprobs else None
-            yield self._chunk(delta.index, {"content": delta.text}, logprobs=shown)
+        shown: JSON = {"logprobs": logprobs.model_dump()} if logprobs and delta.token_ids else {}
+        if self._body.return_token_ids and delta.token_ids:
+            shown["token_ids"] = delta.token_ids
+        pieces = self._answers.pieces(news)
+        if self._body.include_reasoning is False:
+            pieces = [piece for piece in pieces if piece.kind != "reasoning"]
+        for piece in pieces or [Piece("content", "")] * bool(shown):
+            yield self._chunk(delta.index, _delta(piece), **shown)
+            shown = {}  # all tokens are in the first
         if delta.finish_reason:
             yield self._chunk(
                 delta.index,
                 {},
-                finish_reason=delta.finish_reason,
+                finish_reason=self._answers.finish_reason(delta),
                 stop_reason=delta.stop_reason,
             )
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        self._backend.remember(self._prompt, outputs[0])
-        yield from last_chunk(self._backend, self._body, self._head, self._job, outputs)
+        self._answers.remember(outputs)
+        yield from last_chunk(self._backend, self._body, self._head, self._answers.job, outputs)
 
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return {**self._head, "choices": [choice], **self._usage}
+
+
+def _delta(piece: Piece) -> JSON:
+    """What a message gains by a piece."""
+    match piece.kind:
+        case "content":
+            return {"content": piece.text}
+        case "reasoning":
+            return {"reasoning": piece.text, "reasoning_content": piece.text}
+        case "call":
+            function = {"name": piece.text, "arguments": ""}
+            more = {"id": piece.call_id, "type": "function", "function": function}
+        case "arguments":
+            more = {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": piece.call, **more}]}
 
 
 def _logprobs(
@@ -136,7 +206,7 @@ def _logprobs(
         text = backend.token_text(token)
         partial = "\ufffd" in text
         return {
-            "token": text,
+            "token": backend.token_name(token, body),
             "logprob": clamp(logprob),
             "bytes": None if partial else [*text.encode()],
         }

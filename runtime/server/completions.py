@@ -21,6 +21,7 @@ from radixcache.runtime.server.generation import (
     extension,
     finish,
     last_chunk,
+    prompt_logprobs,
     usage,
 )
 from radixcache.runtime.server.jobs import Job, PromptDelta
@@ -41,10 +42,11 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
         "model": backend.check_model(body.model),
     }
     scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+    scores_prompt = scores_prompt and body.prompt_logprobs is None
     params = body.sampling_params(
         backend.completion_defaults,
         logprobs=body.logprobs,
-        prompt_logprobs=(body.logprobs or 0) if scores_prompt else None,
+        **({"prompt_logprobs": body.logprobs or 0} if scores_prompt else {}),
     )
     client = client_of(request, body.cache_salt)
     prompts = await _encode(body, backend, client)
@@ -67,9 +69,12 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
                 CompletionChoice(
                     index=len(choices),
                     text=echo + completion.text,
-                    logprobs=_logprobs(backend, tokens, logprobs),
+                    logprobs=_logprobs(backend, body, tokens, logprobs),
                     finish_reason=completion.finish_reason,
                     stop_reason=completion.stop_reason,
+                    prompt_logprobs=prompt_logprobs(backend, body, output),
+                    token_ids=completion.token_ids if body.return_token_ids else None,
+                    prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
                 )
             )
     more = extension(backend, job, body)
@@ -80,7 +85,7 @@ async def _encode(body: CompletionRequest, backend: Backend, client: Hashable) -
     """The token ids of the prompts, behind those of the prefix if one is named."""
     prompts = body.prompts
     prefix = await backend.find_prefix_for(body)
-    special = prefix is None
+    special = prefix is None and body.add_special_tokens is not False
 
     def encode(tokenizer: Tokenizer) -> list[TokensLike]:
         return [p if isinstance(p, list) else tokenizer.encode(p, special=special) for p in prompts]
@@ -131,24 +136,28 @@ class _Chunks:
         index = news.prompt * self._n + delta.index
         text, tokens = delta.text, delta.token_ids
         logprobs: Logprobs | None = delta.logprobs
+        ids: JSON = {"token_ids": tokens} if self._body.return_token_ids else {}
         if index not in self._offsets:
             self._offsets[index] = 0
+            request = self._job.requests[news.prompt]  # its prompt is final by now
+            if ids:
+                ids["prompt_token_ids"] = request.prompt_token_ids.tolist()
             if self._echoes:
                 text = self._echoes[news.prompt] + text
-                request = self._job.requests[news.prompt]  # its prompt is final by now
                 if logprobs is not None:
                     tokens = request.prompt_token_ids.tolist() + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self._backend, tokens, logprobs, self._offsets[index])
+        shown = _logprobs(self._backend, self._body, tokens, logprobs, self._offsets[index])
         if shown is not None:
-            self._offsets[index] += sum(map(len, shown.tokens))
-        if text or delta.finish_reason or (shown and tokens):
+            self._offsets[index] += sum(len(self._backend.token_text(token)) for token in tokens)
+        if text or delta.finish_reason or ((shown or ids) and tokens):
             choice = {
                 "index": index,
                 "text": text,
                 "logprobs": shown.model_dump() if shown else None,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
+                **ids,
             }
             yield {**self._head, "choices": [choice], **self._usage}
 
@@ -157,19 +166,22 @@ class _Chunks:
 
 
 def _logprobs(
-    backend: Backend, tokens: list[int], logprobs: Logprobs | None, offset: int = 0
+    backend: Backend,
+    body: CompletionRequest,
+    tokens: list[int],
+    logprobs: Logprobs | None,
+    offset: int = 0,
 ) -> CompletionLogprobs | None:
     """The logprobs of `tokens`, the first of which begins `offset` characters into the text."""
     if logprobs is None:
         return None
     shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, top in zip(tokens, logprobs, strict=True):
-        text = backend.token_text(token)
-        shown.tokens.append(text)
+        shown.tokens.append(backend.token_name(token, body))
         shown.token_logprobs.append(None if top is None else clamp(top[token]))
         shown.top_logprobs.append(
-            None if top is None else {backend.token_text(t): clamp(p) for t, p in top.items()}
+            None if top is None else {backend.token_name(t, body): clamp(p) for t, p in top.items()}
         )
         shown.text_offset.append(offset)
-        offset += len(text)
+        offset += len(backend.token_text(token))
     return shown

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    model_validator,
+)
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -31,6 +40,18 @@ def check_stop(stop: str | list[str] | None) -> str | list[str] | None:
     return stop
 
 
+def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
+    """JSON's keys are strings. Only the first that is wrong is told."""
+    checked: dict[int, float] = {}
+    for token, value in bias.items():
+        if not token.isdecimal() or len(token) > 9:
+            raise ValueError(f"its keys are token ids, and {token[:20]!r} is none")
+        if not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"a bias is a number in [-100, 100], and that of {token} is not")
+        checked[int(token)] = value
+    return checked
+
+
 def _decode_header(text: str) -> str:
     """A header that is UTF-8, although it was read as Latin-1."""
     try:
@@ -43,6 +64,7 @@ Text = Annotated[str, AfterValidator(_check_text)]
 # An error for each item of a large body would take gigabytes, and all clients would wait for it.
 List = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
+LogitBias = Annotated[dict[str, Any], AfterValidator(_check_bias)]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
 HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -52,3 +74,48 @@ class Body(BaseModel):
     """The body of a request or an answer."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _refuse(problem: str) -> str:
+    raise ValueError(problem)
+
+
+_REFUSAL = TypeAdapter(dict[str, Annotated[str, AfterValidator(_refuse)]])
+"""Given {field: problem}, raises the error that a field of that name would raise."""
+
+
+class Refused(NamedTuple):
+    """A field that is not supported: what to do instead, and values that ask for nothing."""
+
+    instead: str
+    off: tuple[Any, ...] = ()
+
+
+class Asked(Body):
+    """What a client asks for, of which no field is ignored that would change the answer.
+
+    Attributes:
+        harmless: names that are taken, since they change nothing here.
+        refused: names that are refused, unless they ask for nothing; null never does.
+    """
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, Refused]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_field(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name in cls.model_fields or name in cls.harmless or data[name] is None:
+                continue
+            problem = "there is no such field"
+            if name in cls.refused:
+                instead, off = cls.refused[name]
+                if any(data[name] == value for value in off):
+                    continue
+                problem = f"not supported: {instead}"
+            elif near := get_close_matches(name[:64], [*cls.model_fields, *cls.refused], 1):
+                problem += f": did you mean {near[0]}?"
+            # The first one only: an error for each field of a large body would take gigabytes.
+            _REFUSAL.validate_python({name[:64]: problem})
+        return data

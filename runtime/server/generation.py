@@ -6,14 +6,21 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.answers import Extension, MissedTokens, PromptTokensDetails, Usage
+from radixcache.runtime.server.answers import (
+    Extension,
+    MissedTokens,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, PromptDelta
@@ -28,6 +35,15 @@ STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream":
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+
+
+class Asked(Protocol):
+    """What a request wants to know besides the text."""
+
+    @property
+    def explain(self) -> bool | None: ...
+    @property
+    def prefix(self) -> str | None: ...
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
@@ -123,13 +139,13 @@ def last_chunk(
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, body: GenerationRequest) -> Extension:
+def extension(backend: Backend, job: Job, asked: Asked) -> Extension:
     """What the engine has to say about a job that is finished."""
     first = job.requests[0]
     explanation = None
-    if body.explain:
+    if asked.explain:
         tokenizer = backend.llm.tokenizer
-        hidden, named = backend.options.hide_texts, body.prefix is not None
+        hidden, named = backend.options.hide_texts, asked.prefix is not None
         explanation = [
             MissedTokens(
                 reason=miss.reason,
@@ -143,6 +159,32 @@ def extension(backend: Backend, job: Job, body: GenerationRequest) -> Extension:
             for miss in request.explanation or ()
         ]
     return Extension(ttft=first.ttft, explanation=explanation)
+
+
+def prompt_logprobs(
+    backend: Backend, body: GenerationRequest, output: RequestOutput
+) -> PromptLogprobs | None:
+    """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
+    if body.prompt_logprobs is None:
+        return None
+    told: PromptLogprobs = []
+    for top in output.prompt_logprobs or []:
+        if top is None:
+            told.append(None)
+            continue
+        likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
+        ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
+        told.append(
+            {
+                token: PromptLogprob(
+                    logprob=clamp(logprob),
+                    rank=ranks.get(token),
+                    decoded_token=backend.token_text(token),
+                )
+                for token, logprob in top.items()
+            }
+        )
+    return told
 
 
 def clamp(logprob: float) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime import worker
+from radixcache.runtime.engine.editor import NOTHING_LEFT
 from radixcache.runtime.engine.outputs import Delta, RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.server.errors import ApiError, as_api_error
@@ -115,6 +116,8 @@ class Job(worker.Job):
         failed = next((r.error for r in self.requests if r.error is not None), None)
         if news.error is not None:
             self.end(as_api_error(news.error))
+        elif failed == NOTHING_LEFT:  # whoever asked for that
+            self.end(ApiError.invalid(failed))
         elif news.finished or failed is not None:
             self.end(None if failed is None else ApiError.internal(failed))
 

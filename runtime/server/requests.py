@@ -1,13 +1,14 @@
 """Requests as OpenAI's API has them, with vLLM's names for what it adds.
 
-Unknown fields are ignored. Known ones that would change the answer but are not supported are
-refused, unless they say what is done anyway.
+No field is ignored that would change the answer: what is not supported is refused (see
+`unsupported.py`), and so is what nobody knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,54 +16,48 @@ from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
     MAX_STOPS,
-    Body,
+    Asked,
     List,
+    LogitBias,
     PrefixName,
+    Refused,
     Salt,
     Text,
     TokenIds,
     check_stop,
 )
+from radixcache.runtime.server.structures import StructuredFields
+from radixcache.runtime.server.tool_fields import ChatMessage, ToolFields
+from radixcache.runtime.server.unsupported import (
+    HARMLESS,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_STREAM_OPTIONS,
+)
 
 
-class TextPart(Body):
-    """A part of a message's content; text is the only kind there is."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(Body):
-    """A message of a conversation."""
-
-    role: Annotated[Text, Field(min_length=1)]
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    content: Text | List[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it; parts are joined by line breaks."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        return {"role": self.role, "content": content}
-
-
-class StreamOptions(Body):
+class StreamOptions(Asked):
     """What a stream has besides the text."""
+
+    harmless = frozenset({"include_obfuscation"})
+    refused = REFUSED_IN_STREAM_OPTIONS
 
     include_usage: bool | None = None
 
 
-class ResponseFormat(Body):
-    """The form of the answer; only free text is supported."""
+_SAMPLING = (
+    *("n", "max_tokens", "temperature", "top_p", "seed", "stop", "top_k", "min_p"),
+    *("stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+)
+"""What fields and `SamplingParams` call alike."""
 
-    type: Literal["text"]
 
-
-class GenerationRequest(Body):
+class GenerationRequest(StructuredFields, Asked):
     """What chat and plain completions have in common. None is the model's own default."""
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS
 
     model: Text | None = None
     stream: bool | None = None
@@ -79,6 +74,19 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
 
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: Annotated[List[Text], AfterValidator(check_stop)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
     cache_salt: Salt | None = Field(
         None, description="Cached prefixes are shared only among requests with the same salt."
     )
@@ -89,14 +97,6 @@ class GenerationRequest(Body):
     explain: bool | None = Field(
         None, description="Say in `radixcache.explanation` why prompt tokens were not cached."
     )
-
-    frequency_penalty: Literal[0] | None = Field(None, description="Not supported.")
-    presence_penalty: Literal[0] | None = Field(None, description="Not supported.")
-    repetition_penalty: Literal[1] | None = Field(None, description="Not supported.")
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    min_tokens: Literal[0] | None = Field(None, description="Not supported.")
 
     @property
     def include_usage(self) -> bool:
@@ -109,27 +109,29 @@ class GenerationRequest(Body):
         Raises:
             InvalidRequest: a value makes no sense.
         """
-        names = (
-            *("n", "max_tokens", "temperature", "top_p", "seed", "stop"),
-            *("top_k", "min_p", "stop_token_ids", "ignore_eos"),
-        )
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(defaults, **{**given, **more})
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return replace(defaults, structured=self.structured(), **{**given, **more})
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> GenerationRequest:
+    def _streams_have_their_own(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are only for streams: set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not streamed: set stream to false")
         return self
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_COMPLETIONS
+
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Literal[""] | None = Field(None, description="Not supported.")
+    add_special_tokens: bool | None = Field(
+        None, description="False leaves out what the model wants around a text, such as BOS."
+    )
     best_of: int | None = Field(None, description="Must equal n.")
 
     @property
@@ -144,33 +146,28 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is not supported: it must equal n")
+            raise ValueError("best_of is not supported: ask for n answers and choose")
         if self.echo and self.prefix is not None:
             raise ValueError("a prefix cannot be echoed")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1, unless the prompt is echoed")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("echo with logprobs has the prompt's: leave prompt_logprobs out")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError(
+                "max_tokens must be at least 1, unless there is echo or prompt_logprobs"
+            )
         return self
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
 
     messages: Annotated[List[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Not supported.")
-    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
-    )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
@@ -179,7 +176,7 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class PrefixRequest(Body):
+class PrefixRequest(Asked):
     """POST /v1/prefixes: either `prompt` or `messages`."""
 
     name: PrefixName
@@ -197,7 +194,7 @@ class PrefixRequest(Body):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Asked):
     """POST /tokenize: either `prompt` or `messages`."""
 
     model: Text | None = None
@@ -213,7 +210,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Asked):
     """POST /detokenize."""
 
     model: Text | None = None

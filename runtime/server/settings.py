@@ -74,6 +74,10 @@ class Options:
                 raise InvalidRequest(f"the {name} key is empty")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise InvalidRequest("the admin key must not be the API key, which all clients have")
+        if not self.request_timeout > 0:
+            raise InvalidRequest(
+                f"request_timeout must be above 0 seconds, not {self.request_timeout:g}"
+            )
         for package in _TRACING if self.traces else ():
             try:
                 version(package)

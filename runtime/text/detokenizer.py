@@ -30,11 +30,21 @@ class Detokenizer:
     Args:
         decode: token ids to text, special tokens skipped.
         stop_strings: the text ends before the first of them.
+        min_tokens: those that end within so many tokens are text like any other.
+        include_stop: the text ends after the stop string.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop_strings: StopStrings) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop_strings: StopStrings,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._decode = decode
         self._stop_strings = stop_strings
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._ids: list[int] = []
         self._progress = _Progress()
         self._emitted = 0
@@ -74,9 +84,10 @@ class Detokenizer:
         if to_the_end or (len(new) > len(known) and not new.endswith("\ufffd")):
             text = before + new[len(known) :]
             state, hit = self._stop_strings.read(state, new[len(known) :])
-            if hit is not None:
+            if hit is not None and len(self._ids) > self._min_tokens:
                 at, stopped_by = hit
-                text = text[: len(before) + at]
+                end = at + len(stopped_by) if self._include_stop else at
+                text = text[: len(before) + end]
             self._progress = _Progress(read, len(self._ids), text, stopped_by, state)
 
     @property

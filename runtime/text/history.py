@@ -131,16 +131,18 @@ class TokenHistory:
             self._store(tokenised)
         return tokenised
 
-    def remember(self, prompt: TokenisedText, generated: Sequence[int]) -> None:
-        """Reuse what was generated from a prompt, in texts that go on with it. O(generated)."""
+    def remember(self, prompt: TokenisedText, generated: Sequence[int]) -> str:
+        """Reuse what was generated from a prompt, in texts that go on with it. O(generated).
+
+        Returns:
+            The text that it is in them, less the end of the turn; "" if that is not certain.
+        """
         if not self._delimiters:
-            return
-        ids = list(generated)
-        if ids and ids[-1] in self.tokenizer.delimiters:
-            ids.pop()  # the template writes the end of a turn itself, perhaps another one
+            return ""
+        ids = self._less_end(generated)
         answer = self._read(prompt, ids)
         if not answer:
-            return
+            return ""
         remembered = TokenisedText(
             prompt.text + answer,
             np.concatenate([prompt.tokens, np.array(ids, np.int32)]),
@@ -151,6 +153,18 @@ class TokenHistory:
         with self._lock:
             self._forget(prompt)
             self._store(remembered)
+        return answer
+
+    def text_of(self, generated: Sequence[int]) -> str:
+        """What an answer is, special tokens included, less the end of the turn."""
+        return self._decode(self._less_end(generated))
+
+    def _less_end(self, generated: Sequence[int]) -> list[int]:
+        ids = list(generated)
+        end = self.tokenizer.delimiters.get(ids[-1]) if ids else None
+        if end is not None and end not in self.tokenizer.marks:
+            ids.pop()  # the template writes the end of a turn itself, perhaps another one
+        return ids
 
     def _read(self, prompt: TokenisedText, ids: list[int]) -> str:
         """The text that `ids` stand for behind a prompt; "" if in doubt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.files import find_file, split_gguf
+from radixcache.runtime.text.call_formats import THINK, THOUGHT, CallFormat, find_format
+from radixcache.runtime.text.tool_calls import for_template
 
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
@@ -26,6 +29,13 @@ _VOCABULARIES = (
 """Files of which a tokenizer has one at least, whichever transformers' class reads it."""
 
 _CONFIG = "tokenizer_config.json"
+
+_RENDERING = {"conversation", "messages", "tools", "documents", "chat_template", "tokenize"} | {
+    *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    "return_assistant_tokens_mask",
+}
+"""What `apply_chat_template` takes besides a template's own values."""
 
 
 class Tokenizer:
@@ -55,6 +65,7 @@ class Tokenizer:
         self._backend: Any = None
         if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
             self._backend = tokenizer.backend_tokenizer
+        self._hidden = self._find_hidden()
 
     @classmethod
     def load(cls, name_or_path: str, max_tokens: float = inf) -> Tokenizer | None:
@@ -92,6 +103,14 @@ class Tokenizer:
                 raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
             raise
 
+    @property
+    def serialised(self) -> str | None:
+        """What the tokenizers library reads; None if it is not that library that tokenises."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        text: str = self._tokenizer.backend_tokenizer.to_str()
+        return text
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
 
@@ -113,8 +132,13 @@ class Tokenizer:
         return found["input_ids"], found["offset_mapping"]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of `ids`; `special` keeps that of special tokens."""
+        """Text of `ids`; `special` keeps that of special tokens.
+
+        Those that mark calls and thoughts are always kept: what the model says is not all content.
+        """
         text: str
+        if self._hidden and not special:
+            ids, special = [index for index in ids if index not in self._hidden], True
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=not special)
             return text
@@ -162,22 +186,92 @@ class Tokenizer:
             and stands_apart(token.content)
         }
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, ask: bool = True) -> str:
+    def _find_hidden(self) -> frozenset[int]:
+        """The special tokens that are no text, if some of them are text."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {index: token.content for index, token in added.items() if token.special}
+        shown = {index for index, text in special.items() if text in self.marks}
+        return frozenset(special.keys() - shown) if shown else frozenset()
+
+    def chat_template(self, tools: bool = False) -> str:
+        """The template of conversations, which may be another one for those with tools."""
+        if not self._templates:
+            raise InvalidRequest("the model has no chat template: use generate, not chat")
+        template: str = self._tokenizer.get_chat_template(tools=tools or None)
+        return template
+
+    @property
+    def _templates(self) -> str:
+        """All chat templates; "" if there are none."""
+        templates = getattr(self._tokenizer, "chat_template", None) or ""
+        return templates if isinstance(templates, str) else "\n".join(templates.values())
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls, if that can be told from its chat template."""
+        return find_format(self._templates)
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """What tells calls and thoughts from content."""
+        calls = self.call_format
+        return frozenset((THINK, THOUGHT)) | (calls.marks if calls else frozenset())
+
+    @cached_property
+    def reasons(self) -> bool:
+        """Whether the model thinks before it speaks."""
+        return THOUGHT in self._templates
+
+    def spell(self, text: str) -> str:
+        """`text` in Lark, for llguidance: what is an added token is that token."""
+        added = {str(token): index for index, token in self._tokenizer.added_tokens_decoder.items()}
+        marks = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        parts = [part for part in re.split(f"({marks})", text) if part]
+        return " ".join(
+            f"<[{added[part]}]>" if part in added else json.dumps(part, ensure_ascii=False)
+            for part in parts or [""]
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        ask: bool = True,
+        continue_final: bool = False,
+    ) -> str:
         """The text of a conversation, by the model's chat template.
 
-        It ends by asking for the assistant's next message, if not told otherwise.
+        Args:
+            tools: descriptions of functions, as OpenAI has them.
+            template_kwargs: more values that the template takes.
+            ask: end by asking for the assistant's next message.
+            continue_final: end in the last message, which goes on, instead.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses these messages.
+            InvalidRequest: there is no template, or it refuses these messages, or takes no such
+                values.
         """
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise InvalidRequest("a chat message has a 'role' and a 'content'")
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest("the model has no chat template: use generate, not chat")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequest("a chat message has a 'role' and a 'content'")
+        conversation = [for_template(message) for message in messages]
+        template, values = self.chat_template(bool(tools)), dict(template_kwargs or {})
+        wanted = {"tools": tools, **values}
+        wanted["tool_calls"] = any("tool_calls" in message for message in conversation)
+        for name, value in wanted.items():
+            if (value or name in values) and not re.search(rf"\b{re.escape(name)}\b", template):
+                raise InvalidRequest(f"the chat template of this model takes no {name}")
+        if taken := values.keys() & _RENDERING:
+            raise InvalidRequest(f"{min(taken)} is no value of a chat template")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=ask
+                conversation,
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=ask and not continue_final,
+                continue_final_message=continue_final,
+                **values,
             )
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error

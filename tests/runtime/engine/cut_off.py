@@ -18,10 +18,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 import radixcache
-from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
+from radixcache import (
+    HashBlockCache,
+    NoCache,
+    PagePool,
+    PrefixCache,
+    RadixCache,
+    SamplingParams,
+    Structured,
+)
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.engines import assert_no_page_is_lost
@@ -34,6 +45,31 @@ CACHES: tuple[type[RadixCache] | type[HashBlockCache] | type[NoCache], ...] = (
 )  # fmt: skip
 ERRORS = (MemoryError, KeyboardInterrupt)
 TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
+STRUCTURES = (
+    Structured.regex("[a-e]{2,5}(forced stretch|fan)[xyz]*"),
+    Structured.regex("(so it is|soon)+", after="e"),
+    Structured.choice(["a choice of words", "a chance", "b"]),
+)
+
+
+class Letters:
+    """As much of a tokenizer as guides need: a token is a character, the last one is the end."""
+
+    def __init__(self) -> None:
+        characters = TEXTS[:-1].replace(" ", "\u0120")
+        tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["</s>"])
+        self.serialised = tokenizer.to_str()
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        return "".join(TEXTS[i] for i in ids)
+
+
+GUIDES = Guides(Letters(), VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
+for one_of in STRUCTURES:  # outside of what is cut off
+    GUIDES.compile(one_of)
 
 
 class CutOff:
@@ -86,7 +122,14 @@ class Run:
         scheduler = Scheduler(cache, rng.choice([8, 24, 200]), rng.choice([2, 16]))
         model, pool = self.model, self.pool
         decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
-        self.engine = Engine(model, pool, cache, scheduler, decode)  # type: ignore[arg-type]
+        self.engine = Engine(
+            model,
+            pool,
+            cache,
+            scheduler,
+            decode,
+            guides=GUIDES,  # type: ignore[arg-type]
+        )
         explainer = Explainer(cache, 400)
         scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])
         stem = [rng.randrange(VOCAB - 1) for _ in range(30)]
@@ -105,6 +148,9 @@ class Run:
                 settings["logprobs"] = 1
             if rng.random() < 0.2:
                 settings["prompt_logprobs"] = 1
+            if rng.random() < 0.4:
+                settings["structured"] = rng.choice(STRUCTURES)
+                settings["max_tokens"] += 10
             self.jobs.append((prompt, SamplingParams(**settings), rng.random() < 0.15))
         self.clients = [rng.choice("aab") for _ in self.jobs]
 
@@ -157,7 +203,7 @@ def answers(run: Run, requests: list[Request]) -> list[Any]:
         assert request.error is None, request.error
         output = request.output()
         tokens = [o.token_ids for o in output.outputs]
-        if not leaves and params.temperature == 0 and not params.stop:
+        if not leaves and params.temperature == 0 and not params.stop and not params.structured:
             assert tokens == [greedy(prompt, params.max_tokens or 0)], "a wrong token"
         text = [(o.text, o.finish_reason, o.logprobs and len(o.logprobs)) for o in output.outputs]
         scored = output.prompt_logprobs

@@ -1,0 +1,74 @@
+"""The form that an answer must have: what is asked for only, importable without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from radixcache.errors import InvalidRequest
+
+Kind = Literal["json_object", "json", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True)
+class Structured:
+    """Every token of the answer is chosen among those that can still lead to this form.
+
+    Attributes:
+        kind: what `value` is.
+        value: of "json" a JSON schema as text; of "choice" a JSON list of strings; of "grammar"
+            Lark as llguidance has it, or GBNF.
+        after: the form begins behind this text, such as `</think>`; None is at once.
+    """
+
+    kind: Kind
+    value: str = ""
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            kinds = ", ".join(get_args(Kind))
+            raise InvalidRequest(f"the kind of a structure must be one of {kinds}: {self.kind!r}")
+        if not isinstance(self.value, str):
+            raise InvalidRequest(f"{self.kind}: text is wanted, not {type(self.value).__name__}")
+        if self.after == "":
+            raise InvalidRequest(
+                "a structure begins after some text, not after ''; None is at once"
+            )
+
+    @classmethod
+    def json_object(cls, *, after: str | None = None) -> Structured:
+        """Any JSON object."""
+        return cls("json_object", "", after)
+
+    @classmethod
+    def json(cls, schema: dict[str, Any] | str | bool, *, after: str | None = None) -> Structured:
+        """JSON of a schema, compact, the keys in the schema's order."""
+        if isinstance(schema, bool):
+            if not schema:
+                raise InvalidRequest("no JSON is of the schema false")
+            schema = {}
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the schema is no JSON: {error}") from None
+        return cls("json", text, after)
+
+    @classmethod
+    def regex(cls, pattern: str, *, after: str | None = None) -> Structured:
+        """What a regular expression matches as a whole."""
+        return cls("regex", pattern, after)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], *, after: str | None = None) -> Structured:
+        """One of these strings."""
+        if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
+            raise InvalidRequest("a choice is a list of strings, one at least")
+        return cls("choice", json.dumps([*choices]), after)
+
+    @classmethod
+    def grammar(cls, text: str, *, after: str | None = None) -> Structured:
+        """What a context-free grammar derives."""
+        return cls("grammar", text, after)

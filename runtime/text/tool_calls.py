@@ -1,0 +1,127 @@
+"""Functions that a model may call, and what it says: content, thoughts and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from radixcache.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: a JSON schema of an object.
+        strict: the arguments of each call follow the schema.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    description: str | None = None
+    strict: bool = False
+
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        told = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **told, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which functions the next message calls.
+
+    Attributes:
+        mode: "none": what looks like a call is text; "required": one at least.
+        names: those that may be called; all if empty.
+        named: the client named the one function to call.
+        parallel: more than one call is welcome.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] = ()
+    named: bool = False
+    parallel: bool = True
+
+
+class Call(NamedTuple):
+    """A call of a function; `arguments` is JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """The arguments; None if they are no JSON object."""
+        try:
+            values = json.loads(self.arguments)
+        except ValueError:
+            return None
+        return values if isinstance(values, dict) else None
+
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "arguments": self.values}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Piece(NamedTuple):
+    """What an answer gained.
+
+    Attributes:
+        text: of a "call" the function's name, of "arguments" a bit of JSON text.
+        call: which call of the answer it belongs to.
+        call_id: of a "call".
+    """
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    call: int = 0
+    call_id: str = ""
+
+
+class Said(NamedTuple):
+    """What an answer says as a whole; "" for nothing."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """What two answers have in common that differ in spelling and ids only."""
+        return self.content, self.reasoning, [(call.name, call.values) for call in self.calls]
+
+
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: `content` a string, arguments of calls a dict.
+
+    Raises:
+        InvalidRequest: there is no content, or arguments are no JSON object.
+    """
+    message = {key: value for key, value in message.items() if value is not None}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [*map(_call_for_template, calls)]
+        message.setdefault("content", "")
+    if not {"role", "content"} <= message.keys():
+        raise InvalidRequest("a chat message has a 'role' and a 'content'")
+    return message
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (LookupError, TypeError, ValueError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(
+            "a tool call has a 'function' with a 'name' and 'arguments': an object as JSON text"
+        )
+    return {**call, "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,376 @@
+"""Edits of logits against their definitions, worked out token by token; and that what one request
+asks for changes no other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from radixcache import InvalidRequest, SamplingParams
+from radixcache.base import as_tokens
+from radixcache.kernels.upload import send
+from radixcache.runtime.engine.editor import NOTHING_LEFT, Editor
+from radixcache.runtime.engine.edits import Edits
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request, Sequence
+from tests import engines
+from tests.cover import covering
+from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
+from tests.kernels.stand_in import pretend_gpu
+from tests.models import EOS, VOCAB_SIZE, tiny_model
+
+SEED = random.randrange(1 << 30)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    print(f"seed {SEED}")
+    return tiny_model("llama", tmp_path_factory.mktemp("model"))
+
+
+def encode(text: str) -> list[int]:
+    """A token for each byte, as the tiny models' tokenizer has it, but one for ` ab`."""
+    return [250 if part == b" ab" else byte for part in _split(text.encode()) for byte in part[:1]]
+
+
+def _split(text: bytes) -> list[bytes]:
+    parts = []
+    while text:
+        length = 3 if text.startswith(b" ab") else 1
+        parts.append(text[:length])
+        text = text[length:]
+    return parts
+
+
+def reference(
+    logits: np.ndarray, prompt: list[int], said: list[int], params: SamplingParams, ends: set[int]
+) -> np.ndarray:
+    """The definition, one token after the other, in float32."""
+    edited = logits.astype(np.float32).copy()
+    for token in range(len(edited)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            edited[token] = -np.inf
+    for word in params.bad_words or ():
+        for text in (word, f" {word}"):
+            *before, last = encode(text)
+            if said[len(said) - len(before) :] == before:
+                edited[last] = -np.inf
+    if len(said) < params.min_tokens:
+        own = set() if params.ignore_eos else ends
+        for token in own | set(params.stop_token_ids or ()):
+            edited[token] = -np.inf
+    for token, bias in (params.logit_bias or {}).items():
+        edited[token] += np.float32(bias)
+    for token in {*prompt, *said}:
+        penalty = np.float32(params.repetition_penalty)
+        edited[token] = edited[token] / penalty if edited[token] > 0 else edited[token] * penalty
+    for token in {*said}:
+        edited[token] -= np.float32(params.frequency_penalty) * np.float32(said.count(token))
+        edited[token] -= np.float32(params.presence_penalty)
+    return edited
+
+
+def random_params(rng: random.Random, vocab: int, **more: Any) -> SamplingParams:
+    """Each edit in half of the cases; none at all in some."""
+    options: dict[str, Any] = {
+        "presence_penalty": rng.uniform(-2, 2),
+        "frequency_penalty": rng.uniform(-2, 2),
+        "repetition_penalty": rng.choice([0.5, 1.1, 2.0]),
+        "logit_bias": {rng.randrange(vocab): rng.uniform(-100, 100) for _ in range(3)},
+        "bad_words": rng.sample(["a", "ab", "ba", "aab", "b c"], 2) if vocab > 250 else [],
+        "allowed_token_ids": rng.sample(range(vocab), max(3, vocab // 2)),
+        "min_tokens": rng.randrange(5),
+        "stop_token_ids": [rng.randrange(vocab)],
+        "ignore_eos": True,
+    }
+    chosen = {name: value for name, value in options.items() if rng.random() < 0.5}
+    return SamplingParams(**{"max_tokens": 24, **more, **(chosen if rng.random() < 0.8 else {})})
+
+
+def make_sequence(
+    prompt: list[int], params: SamplingParams, vocab: int, ends: set[int]
+) -> Sequence:
+    request = Request(0, None, as_tokens(prompt), params)
+    edits = Edits(params, vocab, ends, encode)
+    request.edits = edits if edits.any else None
+    request.add_sequences(24, None, lambda index: torch.Generator())
+    sequence = request.sequences[0]
+    sequence.num_computed = len(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("vocab", [5, 260])
+def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> None:
+    """In batches whose members come, go, pause and change places; the last tokens of some steps are
+    known on the device alone, as when a step is launched ahead."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    common = [*rng.choices(range(vocab), k=3), 97, 98, 32]  # so that words come about
+    common, ends = [token % vocab for token in common], {vocab - 2}
+    params = [random_params(rng, vocab) for _ in range(12)]
+    prompts = [rng.choices(common, k=rng.randrange(1, 9)) for _ in params]
+    sequences = [
+        make_sequence(prompt, one, vocab, ends) for prompt, one in zip(prompts, params, strict=True)
+    ]
+    editor, before = Editor(), list[Sequence]()
+    with pretend_gpu() as gpu:
+        device = torch.device("cuda", 0) if place == "device" else CPU
+        for step in range(23):
+            ahead = step % 3 == 2 and not any(
+                s.request.edits and s.request.edits.reads_tokens for s in before
+            )
+            batch = rng.sample(before, rng.randrange(1, 1 + len(before))) if ahead else (
+                rng.sample(sequences, rng.randrange(1, 13)) if step % 2 else before or sequences
+            )  # fmt: skip
+            new = [rng.choice(common) for _ in batch]  # what the step before has given
+            for sequence, token in zip(batch, new, strict=True):
+                if not ahead and step:
+                    sequence.append(token)
+                sequence.num_computed = len(sequence) + ahead
+            logits = 8 * torch.randn(len(batch), vocab, generator=torch.manual_seed(SEED + step))
+            raw = logits.to(device)
+            gpu.device.waits.clear()
+            edited = editor.edit(batch, raw, send(new, device) if ahead else None)
+            assert not gpu.device.waits
+            if ahead:
+                for sequence, token in zip(batch, new, strict=True):
+                    sequence.append(token)
+            assert torch.equal(raw.cpu(), logits), "raw logits are for others, too"
+            for row, sequence in zip(range(len(batch)), batch, strict=True):
+                index = sequences.index(sequence)
+                said = sequence.generated.tolist()
+                wanted = reference(logits[row].numpy(), prompts[index], said, params[index], ends)
+                np.testing.assert_allclose(edited[row].cpu().numpy(), wanted, rtol=1e-5, atol=1e-5)
+            before = batch
+
+
+def test_without_edits_the_logits_are_passed_on_as_they_are() -> None:
+    sequence = make_sequence([1, 2], SamplingParams(stop_token_ids=[3], logit_bias={}), 9, {1})
+    logits = torch.randn(1, 9)
+    assert sequence.request.edits is None
+    assert Editor().edit([sequence], logits, None) is logits
+
+
+def test_transformers_processors_agree() -> None:
+    print(f"seed {SEED}")
+    rng, generator = random.Random(SEED), torch.manual_seed(SEED)
+    prompt, said = (rng.choices(b"ab c", k=9) for _ in range(2))
+    logits = 5 * torch.randn(1, VOCAB_SIZE, generator=generator)
+    for params, processor, seen in (
+        (
+            SamplingParams(repetition_penalty=1.3),
+            RepetitionPenaltyLogitsProcessor(1.3),
+            prompt + said,
+        ),
+        (
+            SamplingParams(bad_words=["ab", "c", "ab a"]),
+            NoBadWordsLogitsProcessor(
+                [encode(text) for text in ("ab", " ab", "c", "ab a", " ab a")], eos_token_id=EOS
+            ),
+            said,  # transformers looks at the prompt as well, vLLM does not
+        ),
+    ):
+        sequence = make_sequence(prompt, params, VOCAB_SIZE, {EOS})
+        for token in said:
+            sequence.append(token)
+        sequence.num_computed = len(sequence)
+        edited = Editor().edit([sequence], logits, None)
+        wanted = processor(torch.tensor([seen]), logits.clone())
+        assert (wanted != logits).any()
+        torch.testing.assert_close(edited, wanted)
+
+
+def make_engine(path: Path, *, ahead: bool = False, **options: Any) -> Engine:
+    engine = engines.make_engine(path, **options)
+    engine._encode, engine._runs_ahead = encode, ahead
+    return engine
+
+
+def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Two requests that go on to the end of what they may say, and others."""
+    stem = rng.choices(range(90, 100), k=20)
+    long: dict[str, Any] = {"n": 3, "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
+    asked = [
+        ([*stem, i], SamplingParams(presence_penalty=i, seed=i, bad_words=["ab"], **long))
+        for i in (1, 2)
+    ]
+    for i in range(5):
+        prompt = [*stem[: rng.randrange(1, 21)], i]
+        options = {"n": rng.choice([1, 2]), "top_k": rng.choice([0, 4]), "logprobs": i % 2 or None}
+        temperature = rng.choice([0.0, 1.0])
+        params = random_params(rng, VOCAB_SIZE, seed=i, temperature=temperature, **options)
+        asked.append((prompt, params))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def alone(path) -> list[list[list[int]]]:
+    """The tokens of each of `mixed` by an engine of its own, step by step, with nothing cached."""
+    requests = []
+    for prompt, params in mixed(random.Random(SEED)):
+        engine = make_engine(path, cache="none")
+        requests.append(engine.add_request(prompt, params))
+        finish(engine)
+    return generated(requests)
+
+
+@covering(
+    ahead=[False, True],
+    cache=["radix", "none"],
+    pages=[(16, 256), (4, 30)],
+    fails=[False, True],
+)
+def test_tokens_do_not_depend_on_the_company(path, alone, monkeypatch, ahead, cache, pages, fails):
+    """Together, put back for want of pages, launched ahead, cut off, from kept logits."""
+    asked = mixed(random.Random(SEED))
+    engine = make_engine(path, ahead=ahead, cache=cache, page_size=pages[0], num_pages=pages[1])
+    forward, calls = engine.model.forward, []
+
+    def flaky(*args):
+        calls.append(1)
+        if fails and len(calls) % 5 == 0:
+            raise RuntimeError("out of luck")
+        return forward(*args)
+
+    monkeypatch.setattr(engine.model, "forward", flaky)
+    together = [engine.add_request(prompt, params) for prompt, params in asked]
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            assert fails
+        engine.check()
+    assert generated(together) == alone, f"seed {SEED}"
+    if cache == "radix":  # from kept logits, where prompts are cached in full
+        again = [engine.add_request(prompt, params) for prompt, params in asked]
+        monkeypatch.setattr(engine.model, "forward", forward)
+        finish(engine)
+        assert generated(again) == alone, f"seed {SEED}"
+    if pages[1] == 30:
+        assert any(s.preemptions for request in together for s in request.sequences)
+    assert_no_page_is_lost(engine)
+
+
+def test_greedy_tokens_are_the_likeliest_by_the_definitions_over_transformers_logits(path) -> None:
+    engine, rng, compared = make_engine(path), random.Random(SEED), 0
+    requests = [
+        engine.add_request(
+            rng.choices(range(90, 100), k=9), random_params(rng, VOCAB_SIZE, temperature=0.0)
+        )
+        for _ in range(8)
+    ]
+    finish(engine)
+    for request in requests:
+        prompt, said = request.prompt_token_ids.tolist(), generated([request])[0][0]
+        with torch.inference_mode():
+            rows = plain_model(path)(torch.tensor([prompt + said])).logits[0]
+        for place, token in enumerate(said):
+            row = rows[len(prompt) + place - 1].numpy()
+            edited = reference(row, prompt, said[:place], request.params, {EOS})
+            assert edited[token] >= edited.max() - 1e-3, f"seed {SEED}"
+            compared += 1
+    assert compared > 40
+
+
+def test_log_probabilities_are_those_before_the_edits(path) -> None:
+    engine, bias = make_engine(path), {7: 100.0}
+    plain, biased = (
+        engine.add_request(
+            [1, 2, 3],
+            SamplingParams(temperature=0, logprobs=3, max_tokens=1, logit_bias=asked),
+        )
+        for asked in (None, bias)
+    )
+    finish(engine)
+    ((mine,), (yours,)) = (r.sequences[0].logprobs for r in (plain, biased))
+    assert biased.sequences[0].generated.tolist() == [7] and 7 in yours
+    assert {t: p for t, p in yours.items() if t != 7} == pytest.approx(mine, abs=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_has_no_token_left_fails_and_the_others_go_on(path, ahead, temperature) -> None:
+    engine = make_engine(path, ahead=ahead)
+    options: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": 12}
+    stuck = engine.add_request(
+        [97], SamplingParams(allowed_token_ids=[*b"ab"], bad_words=["aa", "ab", "b"], **options)
+    )
+    other = engine.add_request([97, 98], SamplingParams(presence_penalty=1, **options))
+    finish(engine)
+    assert stuck.error == NOTHING_LEFT and stuck.sequences[0].finish_reason == "error"
+    assert stuck.sequences[0].generated.tolist() == [97]
+    alone = engines.run(make_engine(path), [[97, 98]], other.params)
+    assert generated([other]) == generated(alone) and other.error is None
+    assert_no_page_is_lost(engine)
+
+
+def test_steps_with_penalties_run_ahead_and_those_that_read_tokens_do_not(path) -> None:
+    for options, runs in (
+        ({"presence_penalty": 1.0, "min_tokens": 5, "bad_words": ["a"]}, True),
+        ({"bad_words": ["xy"]}, False),
+    ):
+        engine = make_engine(path, ahead=True)
+        engine.add_request([1, 2], SamplingParams(max_tokens=9, ignore_eos=True, **options))
+        engine.step()
+        assert (engine._ahead is not None) == runs
+        finish(engine)
+
+
+def test_ends_come_after_min_tokens_only(path) -> None:
+    engine = make_engine(path)
+    for min_tokens in (0, 1, 7):
+        params = SamplingParams(temperature=0, min_tokens=min_tokens, logit_bias={EOS: 100})
+        (request,) = engines.run(engine, [[5, 6]], params)
+        assert len(request.sequences[0].generated) == min_tokens + 1
+        assert request.sequences[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\], not 2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, not 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0"),
+        ({"logit_bias": {5: 101}}, r"logit_bias must be of token ids and numbers in \[-100, 100\]"),
+        ({"logit_bias": {"5": 1}}, "logit_bias must be of token ids"),
+        ({"logit_bias": [5]}, "logit_bias must be of token ids"),
+        ({"bad_words": "word"}, "bad_words must be a list of strings"),
+        ({"bad_words": [""]}, "bad_words must be a list of strings"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be token ids, one at least"),
+        ({"allowed_token_ids": ["5"]}, "allowed_token_ids must be token ids"),
+        ({"min_tokens": -1}, r"min_tokens must be at least 0 and at most max_tokens \(16\)"),
+        ({"min_tokens": 17}, "min_tokens must be at least 0 and at most max_tokens"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        SamplingParams(**options)
+
+
+def test_what_a_model_does_not_know_is_refused_when_it_is_queued(path) -> None:
+    engine = engines.make_engine(path)
+    for options, sentence in (
+        (
+            {"logit_bias": {VOCAB_SIZE: 1}},
+            r"logit_bias has token ids outside the vocabulary \[0, 2",
+        ),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids has token ids outside"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids has token ids outside"),
+        ({"bad_words": ["x"]}, "bad_words need a tokenizer"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            engine.add_request([1, 2], SamplingParams(**options))
+    engine._encode = encode
+    with pytest.raises(InvalidRequest, match="bad_words must have tokens, and '  ' has none"):
+        engine.add_request([1, 2], SamplingParams(bad_words=["  "]))
+    assert not engine.has_work
+    engine.check()

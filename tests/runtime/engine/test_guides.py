@@ -1,0 +1,411 @@
+"""Guided answers against a plain loop over the grammar's matcher, and against `jsonschema`."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from radixcache import InvalidRequest, PagePool, RadixCache, SamplingParams, Structured
+from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine import guides as guides_module
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.guides import Guides
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.text.tokenizer import Tokenizer
+from tests.engines import assert_no_page_is_lost
+from tests.hash_model import HashModel, HashPool, logits_after
+from tests.schemas import random_schema
+
+SEED = 20_261_122
+VOCAB, EOS = 2176, 1  # of the bundled model
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "department": {"enum": ["sales", "law"]},
+    },
+    "required": ["name", "department"],
+    "additionalProperties": False,
+}
+ADDRESS = 'root ::= street " " [0-9]+ "!"\nstreet ::= ("High" | "Low") " Street"'
+STRUCTURES = {
+    "json": Structured.json(PERSON),
+    "regex": Structured.regex("(ab|b+)c{2,3}[0-9]{3} (the end|an end)"),
+    "choice": Structured.choice(["yes, of course", "no", 'ein "é" 😀\n']),
+    "grammar": Structured.grammar(ADDRESS),
+    "json_object": Structured.json_object(),
+}
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    loaded = Tokenizer.load(str(BUNDLED_MODEL))
+    assert loaded is not None
+    return loaded
+
+
+@cache
+def guides() -> Guides:
+    return Guides(tokenizer(), VOCAB, [EOS])
+
+
+def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200) -> Engine:
+    """Over a model whose every token depends on all tokens before it."""
+    index = RadixCache(PagePool(num_pages, 4))
+    model, pool, scheduler = (
+        HashModel(VOCAB, EOS),
+        HashPool(num_pages, 4),
+        Scheduler(index, tokens, 32),
+    )
+    text = tokenizer()
+    engine = Engine(
+        model, pool, index, scheduler, text.decode,  # type: ignore[arg-type]
+        encode=lambda word: text.encode(word, special=False), guides=guides(),
+    )  # fmt: skip
+    engine._forces_tokens = forces
+    return engine
+
+
+def finish(engine: Engine) -> int:
+    """Step to the end, with all checks after each step; how many steps it took."""
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        engine.check()
+        steps += 1
+        assert steps < 2000
+    assert not engine.model.unwritten  # type: ignore[attr-defined]
+    return steps
+
+
+@cache
+def vocabulary() -> LLTokenizer:
+    return LLTokenizer(str(BUNDLED_MODEL / "tokenizer.json"), VOCAB, [EOS])
+
+
+def plain(prompt: list[int], structured: Structured, max_tokens: int) -> list[int]:
+    """The likeliest token of those that the matcher takes, tried one by one; then the next."""
+    if structured.kind in ("json", "json_object"):
+        schema = structured.value or '{"type": "object"}'
+        grammar = LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False})
+    else:
+        grammar = grammar_from(structured.kind, structured.value)  # type: ignore[arg-type]
+    matcher, said = LLMatcher(vocabulary(), grammar, log_level=0), list[int]()
+    while len(said) < max_tokens and not matcher.is_stopped():
+        forced = matcher.compute_ff_tokens()[:1]  # of all ways to write it the tokenizer's own
+        allowed = forced or [t for t in range(VOCAB) if matcher.validate_tokens([t])]
+        logits = logits_after(np.array(prompt + said), VOCAB)
+        said.append(max(allowed, key=lambda token: logits[token]))
+        assert matcher.consume_token(said[-1])
+        if said[-1] == EOS:
+            break
+    return said
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_greedy_tokens_are_the_likeliest_that_the_grammar_takes(kind: str) -> None:
+    prompt, structured = [5, 6, 7], STRUCTURES[kind]
+    wanted = plain(prompt, structured, 24)
+    steps = []
+    for forces in (False, True):
+        engine = make_engine(forces=forces)
+        request = engine.add_request(
+            prompt, SamplingParams(temperature=0, max_tokens=24, structured=structured)
+        )
+        steps.append(finish(engine))
+        (sequence,) = request.sequences
+        assert sequence.generated.tolist() == wanted
+        assert sequence.finish_reason == ("length" if len(wanted) == 24 else "stop")
+        assert sequence.output().text == tokenizer().decode(wanted)
+        assert_no_page_is_lost(engine)
+    assert steps[0] == len(wanted)
+    if kind in ("json", "regex", "grammar"):
+        assert steps[1] < steps[0]
+
+
+def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Sixteen rows and more, guided and free, with everything else that may be asked for."""
+    asked: list[tuple[list[int], SamplingParams]] = []
+    stem = [rng.randrange(10, 2000) for _ in range(20)]
+    for i in range(18):
+        structured = rng.choice([*STRUCTURES.values(), None])
+        if structured is not None and rng.random() < 0.2:
+            structured = Structured(structured.kind, structured.value, after="e")
+        options: dict[str, Any] = {
+            "temperature": rng.choice([0, 1.0]),
+            "seed": i,
+            "structured": structured,
+            "max_tokens": rng.choice([1, 3, 20, 40]),
+            "n": rng.choice([1, 1, 2]),
+            "ignore_eos": rng.random() < 0.3,
+        }
+        more: dict[str, Any] = rng.choice(
+            [
+                {"logprobs": 2},
+                {"stop": ["art", "a", "!"]},
+                {"stop_token_ids": [rng.randrange(60, 120) for _ in range(20)]},
+                {"min_tokens": options["max_tokens"]},
+                {"presence_penalty": 1.0},
+                {"top_k": 3},
+                *[{}] * 4,
+            ]
+        )
+        prompt = stem[: rng.choice([0, 7, 20])] + [rng.randrange(10, 2000) for _ in range(1 + i)]
+        asked.append((prompt, SamplingParams(**options, **more)))
+    asked.append(asked[0])  # whose logits are kept
+    return asked
+
+
+def told(request: Request) -> list[Any]:
+    return [
+        (s.generated.tolist(), s.finish_reason, s.stop_reason, s.output().text, len(s.logprobs))
+        for s in request.sequences
+    ]
+
+
+@pytest.mark.parametrize(("num_pages", "tokens"), [(1000, 200), (30, 30)])
+def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(num_pages: int, tokens: int) -> None:
+    seed = SEED + num_pages
+    print(f"seed {seed}")
+    asked = mixed(random.Random(seed))
+    alone = []
+    for prompt, params in asked:
+        engine = make_engine(forces=False)
+        request = engine.add_request(prompt, params)
+        finish(engine)
+        alone.append(told(request))
+    for forces in (False, True):
+        engine = make_engine(forces=forces, num_pages=num_pages, tokens=tokens)
+        requests = [engine.add_request(prompt, params) for prompt, params in asked]
+        finish(engine)
+        assert [told(request) for request in requests] == alone
+        put_back = [s.preemptions for request in requests for s in request.sequences]
+        assert any(put_back) == (num_pages == 30)
+        assert_no_page_is_lost(engine)
+    reasons = {reason for answers in alone for _, reason, *_ in answers}
+    assert reasons >= {"stop", "length"}
+
+
+def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
+    engine = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=40, structured=STRUCTURES["json"])
+    request = engine.add_request([5, 6, 7, 8], params)
+    (sequence,) = request.sequences
+    lengths = [4]
+    while engine.has_work:
+        engine.step()
+        lengths.append(len(sequence))
+    assert max(np.diff(lengths)) > 4 and len(lengths) < len(sequence.generated)
+    assert request.prefilled_tokens == 4
+    assert engine.match(sequence.tokens) == lengths[-2]  # what the last step gave has no KV
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_an_end_within_forced_tokens_is_the_end(max_tokens: int) -> None:
+    structured = Structured.regex("[ab] quite a long way to the end")
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured=structured)
+    engine = make_engine()
+    cut = engine.add_request([9], params)
+    stopped = engine.add_request(
+        [9], SamplingParams(temperature=0, max_tokens=40, structured=structured, stop="way")
+    )
+    finish(engine)
+    assert told(cut)[0][:2] == (plain([9], structured, max_tokens), "length")
+    assert told(stopped)[0][1:3] == ("stop", "way")
+    assert stopped.output().outputs[0].text[1:] == " quite a long "
+
+
+def schemas_hold(count: int, seed: int) -> None:
+    print(f"seed {seed}")
+    rng, engine = random.Random(seed), make_engine(num_pages=20_000, tokens=500)
+    asked = []
+    for index in range(count):
+        schema = random_schema(rng)
+        params = SamplingParams(
+            temperature=index % 2, seed=index, max_tokens=300, structured=Structured.json(schema)
+        )
+        asked.append((schema, engine.add_request([10 + index], params)))
+    finish(engine)
+    cut = 0
+    for schema, request in asked:
+        (answer,) = request.output().outputs
+        assert request.error is None, (schema, request.error)
+        if answer.finish_reason == "length":
+            cut += 1
+            continue
+        try:
+            jsonschema.validate(json.loads(answer.text), schema)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {schema} gave {answer.text!r}: {error}") from error
+    print(f"{count} answers: {count - cut} valid, {cut} cut at 300 tokens")
+    assert cut <= count // 20
+
+
+def test_answers_to_random_schemas_are_valid() -> None:
+    schemas_hold(40, SEED)
+
+
+@pytest.mark.exhaustive
+def test_answers_to_a_thousand_random_schemas_are_valid() -> None:
+    schemas_hold(1000, SEED + 1)
+
+
+def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:
+    engine = make_engine()
+    params = SamplingParams(
+        temperature=0, max_tokens=30, logprobs=3, structured=STRUCTURES["choice"]
+    )
+    request = engine.add_request([4, 4], params)
+    finish(engine)
+    (answer,) = request.output().outputs
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids) > 1
+    for place, (token, top) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        logits = logits_after(np.array([4, 4, *answer.token_ids[:place]]), VOCAB)
+        raw = torch.from_numpy(logits).log_softmax(-1)
+        assert next(iter(top)) == token
+        assert {*top} == {token, *raw.topk(3).indices.tolist()}
+        assert list(top.values()) == pytest.approx([raw[t].item() for t in top], abs=1e-5)
+
+
+def test_a_guide_begins_behind_the_text_that_is_named() -> None:
+    engine = make_engine()
+    structured = Structured.choice(["first", "second"], after="e")
+    requests = [
+        engine.add_request(
+            [i], SamplingParams(temperature=0, max_tokens=400, structured=structured)
+        )
+        for i in range(10, 16)
+    ]
+    finish(engine)
+    free = 0
+    for request in requests:
+        said, reason, _, text, _ = told(request)[0]
+        begins = next(i for i in range(1, 400) if "e" in tokenizer().decode(said[:i]))
+        before = tokenizer().decode(said[:begins])
+        if reason == "stop" and said[-1] != EOS:
+            assert text in (before + "first", before + "second")
+        free += begins > 1
+        assert [int(logits_after(np.array([*request.prompt_token_ids, *said[:i]]), VOCAB).argmax())
+                for i in range(begins)] == said[:begins]  # fmt: skip
+    assert free, "nothing was said before"
+
+
+def test_a_token_that_the_grammar_refuses_fails_its_request_alone(monkeypatch) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine_module, "mask", lambda logits, *_: logits.clone())
+    params = SamplingParams(temperature=0, max_tokens=9, structured=Structured.regex("q{5}"))
+    wrong = engine.add_request([5], params)
+    free = engine.add_request([6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    finish(engine)
+    assert wrong.error is not None and "the structure cannot be followed" in wrong.error
+    assert wrong.sequences[0].finish_reason == "error"
+    assert free.error is None and len(free.sequences[0].generated) == 9
+    assert_no_page_is_lost(engine)
+
+
+def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:
+    engine = make_engine()
+    letters = {c: tokenizer().encode(c, special=False)[0] for c in "abx"}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+    whole = engine.add_request(
+        [5],
+        SamplingParams(
+            structured=Structured.regex("a{3}(x[0-9])?"),
+            allowed_token_ids=[letters["a"]],
+            **options,
+        ),
+    )
+    half = engine.add_request(
+        [5],
+        SamplingParams(
+            structured=Structured.regex("a{3}b"), allowed_token_ids=[letters["a"]], **options
+        ),
+    )
+    finish(engine)
+    assert told(whole)[0][:4] == ([letters["a"]] * 3, "stop", None, "aaa")
+    assert half.sequences[0].finish_reason == "error" and "no token is left" in str(half.error)
+
+
+def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
+    engine = make_engine()
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 50, "ignore_eos": True}
+    endless, ending = (
+        engine.add_request([7], SamplingParams(structured=Structured.regex(regex), **options))
+        for regex in ("a(a|b)*", "a(a|b){0,9}")
+    )
+    finish(engine)
+    assert told(endless)[0][1] == "length" and len(told(endless)[0][0]) == 50
+    assert told(ending)[0][1] == "stop" and len(told(ending)[0][3]) == 10
+
+
+@pytest.mark.parametrize(
+    ("structured", "reason"),
+    [
+        (Structured.json({"not": {}}), 'Unimplemented keys: ["not"]'),
+        (Structured.json("{"), "json does not compile: EOF while parsing"),
+        (Structured.json({"type": "text"}), "Invalid type: text"),
+        (Structured.json({"not": {}, "x-guidance": {"lenient": True}}), "Unimplemented keys"),
+        (Structured.json({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
+        (Structured.regex("(a"), "regex does not compile: at 1(8): invalid regex"),
+        (Structured.regex("(?=a)b"), "look-around"),
+        (Structured.regex("\ud800"), "surrogates not allowed"),
+        (Structured.grammar("start: x"), 'unknown name: "x"'),
+        (Structured.grammar("root ::= ("), "Failed to convert"),
+        (Structured.regex("a" * (1 << 18)), "regex of 262144 characters: 131072 at most"),
+    ],
+)
+def test_what_does_not_compile_is_refused_with_the_reason(
+    structured: Structured, reason: str
+) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest) as refused:
+        engine.add_request([5], SamplingParams(structured=structured))
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Structured.json(False), "no JSON is of the schema false"),
+        (lambda: Structured.json({"x": {1, 2}}), "the schema is no JSON"),
+        (lambda: Structured.choice([]), "a choice is a list of strings, one at least"),
+        (lambda: Structured.choice("yes"), "a choice is a list of strings"),
+        (lambda: Structured("xml", ""), "the kind of a structure must be one of"),  # type: ignore[arg-type]
+        (lambda: Structured.regex(7), "text is wanted, not int"),  # type: ignore[arg-type]
+        (lambda: Structured.regex("a", after=""), "None is at once"),
+        (lambda: SamplingParams(structured={"json": {}}), "structured must be a Structured"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        make()
+
+
+def test_a_model_without_a_fast_tokenizer_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="tokenizers library, and this model has none"):
+        Guides(None, VOCAB, [EOS]).compile(STRUCTURES["json"])
+
+
+def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatch) -> None:
+    own = Guides(tokenizer(), VOCAB, [EOS])
+    many = [Structured.regex(f"a{{{i}}}") for i in range(1, 9)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(own.compile, many * 4))
+    assert all(own.compile(one) is matcher for one, matcher in zip(many, found[-8:], strict=True))
+    monkeypatch.setattr(guides_module, "MAX_GRAMMARS", 4)
+    own.compile(many[0])
+    own.compile(Structured.regex("z"))
+    assert own.compile(many[0]) is found[-8]
+    assert own.compile(many[1]) is not found[-7] and len(own._compiled) == 4

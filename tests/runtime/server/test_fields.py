@@ -1,0 +1,302 @@
+"""No field is ignored: each that the stock client and vLLM's server know does what it says, is
+refused in a sentence that says what to do, or says nothing about the answer."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai.resources.chat.completions import Completions as ChatResource
+from openai.resources.completions import Completions as CompletionResource
+from openai.types.chat import ChatCompletionStreamOptionsParam
+
+from radixcache import SamplingParams
+from radixcache.runtime.server.fields import Asked
+from radixcache.runtime.server.requests import ChatRequest, CompletionRequest, StreamOptions
+from radixcache.runtime.server.unsupported import HARMLESS
+from tests.runtime.server.live import LiveServer, ask
+from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.test_openai_client import ANSWER, PROMPT, QUESTION
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+REQUESTS: dict[str, type[Asked]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
+RESOURCES: dict[str, Any] = {CHAT: ChatResource, COMPLETIONS: CompletionResource}
+OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+
+VLLM = {  # those of the protocol of vLLM 0.33
+    CHAT: """messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens
+        max_completion_tokens n presence_penalty response_format seed stop stream stream_options
+        temperature top_p tools tool_choice reasoning_effort thinking_token_budget
+        include_reasoning parallel_tool_calls user use_beam_search top_k min_p repetition_penalty
+        watermarking length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens
+        skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
+        prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo add_generation_prompt
+        continue_final_message add_special_tokens documents chat_template chat_template_kwargs
+        media_io_kwargs mm_processor_kwargs structured_outputs priority request_id session_id
+        return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
+        return_token_offsets return_prompt_text mm_payload return_mm_kwargs cache_salt
+        kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval""",
+    COMPLETIONS: """model prompt echo frequency_penalty logit_bias logprobs max_tokens n
+        presence_penalty seed stop stream stream_options suffix temperature top_p user
+        use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+        include_stop_str_in_output ignore_eos min_tokens skip_special_tokens
+        spaces_between_special_tokens truncate_prompt_tokens truncation_side allowed_token_ids
+        prompt_logprobs logprob_token_ids bad_words prompt_embeds add_special_tokens
+        response_format structured_outputs priority request_id session_id
+        return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
+        return_token_offsets mm_payload return_mm_kwargs cache_salt kv_transfer_params
+        ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval""",
+}
+OTHERS = """guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
+    return_weight_versions""".split()  # of older vLLMs, and newer ones
+
+SHOWN_ELSEWHERE = {
+    "test_openai_client.py": """model messages prompt n max_tokens max_completion_tokens temperature
+        top_p seed stop stream stream_options logprobs top_logprobs echo top_k min_p stop_token_ids
+        ignore_eos""",
+    "test_tenants.py": "cache_salt",
+    "test_errors.py": "best_of",
+    "the tests of structured output": """response_format structured_outputs guided_json
+        guided_regex guided_choice guided_grammar""",
+    "the tests of tools": """tools tool_choice parallel_tool_calls chat_template_kwargs
+        reasoning_effort include_reasoning add_generation_prompt continue_final_message""",
+}
+"""Where fields that are honoured are seen to do what they say, if not below."""
+
+
+def names(path: str) -> set[str]:
+    client = {*inspect.signature(RESOURCES[path].create).parameters} - OF_THE_CLIENT
+    assert len(client) > 16
+    return client | {*VLLM[path].split(), *OTHERS}
+
+
+def body(path: str, **more: Any) -> dict[str, Any]:
+    asked = {"messages": ask(QUESTION)} if path == CHAT else {"prompt": PROMPT, "stop": "\n"}
+    return {**asked, "temperature": 0, "max_tokens": 20, **more}
+
+
+def answer(server: LiveServer, path: str, **more: Any) -> str:
+    response = server.post(path, body(path, **more))
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    text: str = choice["message"]["content"] if path == CHAT else choice["text"]
+    return text.removeprefix(" ")
+
+
+def choice(server: LiveServer, path: str, **more: Any) -> Any:
+    return server.post(path, body(path, **more)).json()["choices"][0]
+
+
+# Of fields that are honoured and not shown elsewhere: what they do. The plain answer is
+# "The age of Nora Holm is 57." in a chat, that of Nora Lund in a completion.
+
+
+def _token(server: LiveServer, text: str) -> int:
+    token: int
+    (token,) = server.backend.tokenizer.encode(text, special=False)
+    return token
+
+
+def _changes_as_embedded(server: LiveServer, path: str, **more: Any) -> None:
+    """Another answer than without, and that of the embedded runtime; `test_edits` says which."""
+    llm = server.backend.llm
+    params = SamplingParams(temperature=0, max_tokens=60, min_tokens=60, **more)
+    (wanted,) = llm.chat(ask(QUESTION), params) if path == CHAT else llm.generate(PROMPT, params)
+    text = answer(server, path, stop=None, max_tokens=60, min_tokens=60, **more)
+    assert text == wanted.outputs[0].text.removeprefix(" ")
+    assert text != answer(server, path, stop=None, max_tokens=60, min_tokens=60)
+
+
+def presence_penalty(server: LiveServer, path: str) -> None:
+    _changes_as_embedded(server, path, presence_penalty=2)
+
+
+def frequency_penalty(server: LiveServer, path: str) -> None:
+    _changes_as_embedded(server, path, frequency_penalty=1.5)
+
+
+def repetition_penalty(server: LiveServer, path: str) -> None:
+    _changes_as_embedded(server, path, repetition_penalty=2.5)
+
+
+def logit_bias(server: LiveServer, path: str) -> None:
+    assert answer(server, path, logit_bias={str(_token(server, ".")): 100}) == "." * 20
+
+
+def bad_words(server: LiveServer, path: str) -> None:
+    text = answer(server, path, bad_words=["age of Nora"])
+    assert text.startswith("The age of") and "age of Nora" not in text
+
+
+def allowed_token_ids(server: LiveServer, path: str) -> None:
+    assert answer(server, path, allowed_token_ids=[_token(server, ".")]) == "." * 20
+
+
+def min_tokens(server: LiveServer, path: str) -> None:
+    more = choice(server, path, min_tokens=20, stop=None)
+    assert more["finish_reason"] == "length"
+    assert choice(server, path, stop=None)["finish_reason"] == "stop"
+    assert "Nora" in answer(server, path, min_tokens=8, stop=" Nora")
+    assert answer(server, path, stop=" Nora") == "The age of"
+
+
+def include_stop_str_in_output(server: LiveServer, path: str) -> None:
+    assert answer(server, path, stop="Nora", include_stop_str_in_output=True) == "The age of Nora"
+
+
+def skip_special_tokens(server: LiveServer, path: str) -> None:
+    shown = answer(
+        server, path, skip_special_tokens=False, include_stop_str_in_output=True, stop=None
+    )
+    assert shown.endswith(".<|end|>")
+
+
+def prompt_logprobs(server: LiveServer, path: str) -> None:
+    whole = server.post(path, body(path, prompt_logprobs=2)).json()
+    told = whole["prompt_logprobs"] if path == CHAT else whole["choices"][0]["prompt_logprobs"]
+    asked = body(path)
+    prompt = server.post(
+        "/tokenize", {k: v for k, v in asked.items() if k in ("prompt", "messages")}
+    ).json()["tokens"]
+    assert len(told) == len(prompt) == whole["usage"]["prompt_tokens"] and told[0] is None
+    (wanted,) = server.backend.llm.generate(
+        {"prompt_token_ids": prompt}, SamplingParams(max_tokens=0, prompt_logprobs=2)
+    )
+    assert wanted.prompt_logprobs is not None
+    ranked = 0
+    for token, seen, expected in zip(prompt[1:], told[1:], wanted.prompt_logprobs[1:], strict=True):
+        assert expected is not None and seen.keys() == {str(t) for t in expected}
+        best = sorted(expected, key=lambda t: -expected[t])
+        for key, value in seen.items():
+            assert value["logprob"] == pytest.approx(expected[int(key)], abs=1e-3)
+            assert value["decoded_token"] == server.backend.token_text(int(key))
+            if value["rank"] is not None:
+                assert expected[best[value["rank"] - 1]] == expected[int(key)]
+        ranks = {value["rank"] for value in seen.values()} - {None}
+        assert ranks == {1, 2} and (seen[str(token)]["rank"] is None) == (len(seen) == 3)
+        ranked += seen[str(token)]["rank"] == 1
+    assert ranked
+
+
+def return_token_ids(server: LiveServer, path: str) -> None:
+    whole = server.post(path, body(path, return_token_ids=True)).json()
+    first = whole["choices"][0]
+    prompt = (whole if path == CHAT else first)["prompt_token_ids"]
+    assert len(prompt) == whole["usage"]["prompt_tokens"]
+    assert len(first["token_ids"]) == whole["usage"]["completion_tokens"]
+    said = server.post("/detokenize", {"tokens": first["token_ids"]}).json()["prompt"]
+    assert said.startswith((ANSWER, " The age of Nora Lund is 30."))
+    lines = server.post(path, body(path, return_token_ids=True, stream=True)).text.split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = [t for c in chunks for t in c["choices"][0].get("token_ids", [])]
+    assert streamed == first["token_ids"]
+    begun = chunks[0] if path == CHAT else chunks[0]["choices"][0]
+    assert begun["prompt_token_ids"] == prompt
+    assert whole["choices"][0].keys() - {"token_ids"} == choice(server, path).keys() - {"token_ids"}
+
+
+def return_tokens_as_token_ids(server: LiveServer, path: str) -> None:
+    options: dict[str, Any] = (
+        {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    )
+    found = choice(server, path, return_tokens_as_token_ids=True, return_token_ids=True, **options)
+    logprobs, ids = found["logprobs"], [f"token_id:{token}" for token in found["token_ids"]]
+    if path == CHAT:
+        assert [token["token"] for token in logprobs["content"]] == ids
+        assert [token["top_logprobs"][0]["token"] for token in logprobs["content"]] == ids
+        assert bytes(logprobs["content"][0]["bytes"]) == b"The"
+    else:
+        assert logprobs["tokens"] == ids and [{*top} for top in logprobs["top_logprobs"]] == [
+            {name} for name in ids
+        ]
+        texts = [server.backend.token_text(token) for token in found["token_ids"]]
+        assert logprobs["text_offset"][3] == sum(map(len, texts[:3]))
+
+
+def add_special_tokens(server: LiveServer, path: str) -> None:
+    with_, without = (
+        server.post(path, body(path, add_special_tokens=add, return_token_ids=True)).json()
+        for add in (True, False)
+    )
+    encode = server.backend.tokenizer.encode
+    assert with_["choices"][0]["prompt_token_ids"] == encode(PROMPT)
+    assert without["choices"][0]["prompt_token_ids"] == encode(PROMPT, special=False)
+
+
+SHOWN: dict[str, Callable[[LiveServer, str], None]] = {
+    check.__name__: check
+    for check in (
+        presence_penalty,
+        frequency_penalty,
+        repetition_penalty,
+        logit_bias,
+        bad_words,
+        allowed_token_ids,
+        min_tokens,
+        include_stop_str_in_output,
+        skip_special_tokens,
+        prompt_logprobs,
+        return_token_ids,
+        return_tokens_as_token_ids,
+        add_special_tokens,
+    )
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_no_field_is_ignored(server: LiveServer, path: str) -> None:
+    known, elsewhere = REQUESTS[path], " ".join(SHOWN_ELSEWHERE.values()).split()
+    for name in sorted(names(path)):
+        if name in known.model_fields:
+            assert name in SHOWN or name in elsewhere, f"who shows what {name} does?"
+        elif name in known.harmless:
+            assert name in HARMLESS
+        else:
+            response = server.post(path, body(path, **{name: {"some": "thing"}}))
+            error = assert_error(response, 400, f"{name}: ")
+            assert error["param"] == name
+            if name not in elsewhere:
+                assert name in known.refused or name in OTHERS
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("name", SHOWN)
+def test_fields_do_what_they_say(server: LiveServer, path: str, name: str) -> None:
+    if name not in REQUESTS[path].model_fields:
+        assert name in REQUESTS[path].refused
+        return
+    SHOWN[name](server, path)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_harmless_fields_and_values_that_ask_for_nothing_change_no_answer(server, path) -> None:
+    known = REQUESTS[path]
+    plain, nothing = answer(server, path), dict.fromkeys(known.harmless, "x")
+    nothing |= {name: off[0] for name, (_, off) in known.refused.items() if off}
+    assert len(nothing) > 30
+    assert answer(server, path, **nothing) == plain
+    assert answer(server, path, **dict.fromkeys([*known.refused, "whatever"])) == plain
+    for name, (_, off) in known.refused.items():
+        for value in off:
+            known.model_validate(body(path, **{name: value}))
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_a_refusal_says_what_to_do(path: str) -> None:
+    for name, (instead, _) in REQUESTS[path].refused.items():
+        assert name not in REQUESTS[path].model_fields, f"{name} is refused, and taken"
+        assert len(instead) > 15 and not instead.endswith("."), name
+
+
+def test_options_of_a_stream_are_all_known() -> None:
+    for name in {*ChatCompletionStreamOptionsParam.__annotations__, "continuous_usage_stats"}:
+        assert (
+            name in StreamOptions.model_fields
+            or name in StreamOptions.harmless
+            or name in StreamOptions.refused
+        ), name

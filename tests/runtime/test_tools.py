@@ -1,0 +1,90 @@
+"""Tools in Python: text in, text out, and a message that says what was called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from radixcache import LLM, Chat, SamplingParams
+from radixcache.errors import InvalidRequest
+from tests.scripted import scripted_llm, turns
+
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+LOOK_UP: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"properties": {"name": {"type": "string"}}}},
+}
+NUM_TURNS = 20
+
+
+def script(prompt: str) -> str:
+    said = turns(prompt)[:-1]
+    results = sum("<tool_response>" in text for _, text in said)
+    if said[-1][1] == "Hello" or results == NUM_TURNS:
+        return "<think>Hm.</think>Hello."
+    return f'On it. <tool_call>{{"name":"look_up", "arguments":{{"name":"{results}"}}}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with scripted_llm(script) as llm:
+        yield llm
+
+
+def test_a_message_is_read_and_sent_back(llm: LLM):
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Go"}]
+    computed = 0
+    for turn in range(NUM_TURNS):
+        (output,) = llm.chat(messages, GREEDY, tools=[LOOK_UP])
+        if turn:
+            assert output.num_cached_tokens == computed - 1
+        computed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        assert "<tool_call>" in output.outputs[0].text
+        message = llm.read_message(output, [LOOK_UP])
+        assert message["content"] == "On it."
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "look_up", "arguments": {"name": str(turn)}}
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "found"}]
+    (output,) = llm.chat(messages, GREEDY, tools=[LOOK_UP])
+    assert llm.read_message(output) == {
+        "role": "assistant",
+        "content": "Hello.",
+        "reasoning_content": "Hm.",
+    }
+
+
+def test_a_chat_takes_results_of_tools(llm: LLM):
+    chat = Chat(llm, "Be brief.", tools=[LOOK_UP])
+    output = chat.ask("Go", GREEDY)
+    for _ in range(NUM_TURNS):
+        computed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        (call,) = chat.messages[-1]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "found"}
+        output = chat.ask([result], GREEDY)
+        assert output.num_cached_tokens == computed - 1
+    assert chat.messages[-1]["content"] == "Hello."
+
+
+def test_the_template_takes_values_and_an_unfinished_message(llm: LLM):
+    (plain,) = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)
+    (silent,) = llm.chat(
+        [{"role": "user", "content": "Hello"}],
+        GREEDY,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert len(silent.prompt_token_ids) > len(plain.prompt_token_ids)
+    begun = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<think>Hm"}]
+    (rest,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert rest.outputs[0].text == ".</think>Hello."
+    with pytest.raises(InvalidRequest, match="takes no tonality"):
+        llm.chat(begun, chat_template_kwargs={"tonality": "warm"})
+
+
+def test_a_model_that_knows_no_tools_is_given_none():
+    with LLM(kv_memory="4MiB") as llm:
+        if "tools" in llm.turns.history.tokenizer.chat_template():
+            pytest.skip("the bundled model knows tools")
+        with pytest.raises(InvalidRequest, match="takes no tools"):
+            llm.chat([{"role": "user", "content": "Hello"}], tools=[LOOK_UP])

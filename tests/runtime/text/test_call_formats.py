@@ -1,0 +1,128 @@
+"""Grammars of calls let through what each family of models writes, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from radixcache.runtime.text.call_formats import as_rule
+from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tool_calls import Tool, ToolChoice
+from tests.runtime.text.test_answer_parser import (
+    CODER,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_11,
+    fmt,
+    written,
+)
+from tests.scripted import make_tokenizer
+
+ALL = pytest.mark.parametrize(
+    "template", [HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA], ids=lambda t: t[:12]
+)
+F = Tool(
+    "f",
+    {
+        "properties": {"a": {"$ref": "#/$defs/short"}, "n": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"short": {"type": "string", "enum": ["x", "y"]}},
+    },
+    strict=True,
+)
+G = Tool("g", {"properties": {}, "additionalProperties": False})
+THOUGHTS = "<think>\nWell.\n</think>\n\n"
+
+
+class Grammars:
+    """What a grammar lets a tokenizer's tokens say."""
+
+    def __init__(self) -> None:
+        self._tokenizer = make_tokenizer()
+        self._tokenizer.add_tokens(
+            ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"], special_tokens=True
+        )
+        self.spell = Tokenizer(self._tokenizer).spell
+        self._llguidance = LLTokenizer(
+            self._tokenizer.backend_tokenizer.to_str(),
+            n_vocab=len(self._tokenizer),
+            eos_token=[self._tokenizer.eos_token_id],
+        )
+
+    def takes(self, grammar: str, text: str) -> bool:
+        matcher = LLMatcher(self._llguidance, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        assert matcher.get_error() == ""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars()
+
+
+def grammar(grammars: Grammars, template: str, choice: ToolChoice, **more: Any) -> str:
+    tools = [tool for tool in (F, G) if not choice.names or tool.name in choice.names]
+    return fmt(template).grammar(tools, choice, grammars.spell, **more)
+
+
+@ALL
+def test_required_calls_follow_their_schemas(grammars: Grammars, template: str):
+    lark = grammar(grammars, template, ToolChoice("required"), thinks=True)
+    for name, arguments, valid in (
+        ("f", {"a": "x"}, True),
+        ("f", {"a": "y", "n": 12}, True),
+        ("g", {}, True),
+        ("f", {"a": "z"}, False),
+        ("f", {"n": 12}, False),
+        ("f", {"a": "x", "n": "twelve"}, False),
+        ("h", {}, False),
+    ):
+        call = written(template, name, arguments)
+        assert grammars.takes(lark, call) == valid, (name, arguments)
+        assert grammars.takes(lark, THOUGHTS + call) == valid, (name, arguments)
+    assert not grammars.takes(lark, "No.")
+    assert not grammars.takes(lark, "")
+    assert not grammars.takes(lark, THOUGHTS)
+
+
+@pytest.mark.parametrize("template", [HERMES, CODER, MISTRAL_11], ids=lambda t: t[:12])
+def test_one_call_or_many(grammars: Grammars, template: str):
+    between = "" if template == MISTRAL_11 else "\n"
+    two = between.join([written(template, "g", {})] * 2)
+    assert grammars.takes(grammar(grammars, template, ToolChoice("required")), two)
+    one = grammar(grammars, template, ToolChoice("required", parallel=False))
+    assert not grammars.takes(one, two)
+    only_f = grammar(grammars, template, ToolChoice("required", ("f",)))
+    assert not grammars.takes(only_f, written(template, "g", {}))
+
+
+@ALL
+def test_calls_that_are_free_to_come_are_as_strict(grammars: Grammars, template: str):
+    lark = grammar(grammars, template, ToolChoice("auto"))
+    assert grammars.takes(lark, "No call.\n")
+    for before in ("", "Well.\n") if template != LLAMA else ("",):
+        assert grammars.takes(lark, before + written(template, "f", {"a": "x"}))
+        assert not grammars.takes(lark, before + written(template, "f", {"a": "z"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("json", '{"type": "object", "properties": {"b": {"type": "null"}}}', '{"b": null}'),
+        ("json_object", "", '{"b": [1]}'),
+        ("regex", "a/b+", "a/bb"),
+        ("choice", '["one \\"two\\"", "é"]', 'one "two"'),
+    ],
+)
+def test_an_answer_without_calls_may_have_a_form(
+    grammars: Grammars, kind: str, value: str, said: str
+):
+    lark = grammar(grammars, HERMES, ToolChoice("auto"), answer=as_rule(kind, value))
+    assert grammars.takes(lark, said)
+    assert grammars.takes(lark, written(HERMES, "g", {}))
+    assert not grammars.takes(lark, "said")
