@@ -220,6 +220,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
+        self.call(self.prefixes.drop_yielding)
         self.call(self.engine.reset_cache)
 
     def generate(
@@ -478,6 +479,9 @@ class LLM:
                     whole = tokens
                     if prefix is not None:
                         whole = self.prefixes.extend(prefix, tokens, cache_salt)
+                    most = params.max_tokens
+                    most = self.engine.model.max_context if most is None else most
+                    self.prefixes.make_room(len(whole) + most)
                     request = self.engine.add_request(
                         whole, params, prompt=text, namespace=cache_salt, client=client
                     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -23,12 +24,14 @@ class NamedPrefix:
 
     Attributes:
         expires: when it is unpinned, in the seconds of `time.monotonic`; None is never.
+        yields: it is unpinned as soon as anything else needs its pages.
     """
 
     name: str
     tokens: Tokens
     cache_salt: str | None
     expires: float | None
+    yields: bool = False
 
 
 class NamedPrefixes:
@@ -67,6 +70,7 @@ class NamedPrefixes:
             raise PinError(f"a prefix named {name!r} is pinned already")
         if lifetime is not None and not lifetime > 0:
             raise InvalidRequest(f"lifetime must be above 0 seconds, not {lifetime!r}")
+        self.make_room(len(as_tokens(tokens)) + 1)
         one_token = SamplingParams(temperature=0, max_tokens=1)
         return self._engine.add_request(tokens, one_token, namespace=cache_salt, client=client)
 
@@ -80,10 +84,59 @@ class NamedPrefixes:
         if request.error is not None:
             raise PinError(f"{name!r} cannot be computed: {request.error}")
         tokens, cache_salt = request.prompt_token_ids, cast(str | None, request.namespace)
-        self._engine.cache.pin(name, tokens, cache_salt)
+        try:
+            self._engine.cache.pin(name, tokens, cache_salt)
+        except PinError:
+            self.drop_yielding()
+            self._engine.cache.pin(name, tokens, cache_salt)
         expires = None if lifetime is None else self._now() + lifetime
         prefix = self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires)
         return prefix
+
+    def prefer(self, tokens: TokensLike, lifetime: float, cache_salt: str | None = None) -> None:
+        """Pin cached tokens for `lifetime` seconds if, and as long as, nothing else needs the room.
+
+        That is, no request and no other pin is refused, fails or ends sooner for it. It takes the
+        place of those of the same kind that it begins with and outlives. Its name is made of its
+        tokens.
+        """
+        tokens, expires = as_tokens(tokens), self._now() + lifetime
+        name = f"cache_control.{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}"
+        self.drop_expired()
+        same = self._prefixes.get((cache_salt, name))
+        if same is None:
+            try:
+                self._engine.cache.pin(name, tokens, cache_salt)
+            except PinError:
+                return
+        elif same.expires is not None:
+            expires = max(expires, same.expires)
+        self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires, True)
+        for old in [*self._prefixes.values()]:
+            length = len(old.tokens)
+            if old.yields and old.cache_salt == cache_salt and length < len(tokens):
+                outlived = old.expires is not None and old.expires <= expires
+                if outlived and np.array_equal(old.tokens, tokens[:length]):
+                    self._drop(old)
+        open_sequences = self._engine.scheduler.open
+        self.make_room(max((sequence.max_length for sequence in open_sequences), default=0))
+
+    def make_room(self, num_tokens: int) -> None:
+        """Drop all that yields if a sequence of so many tokens might not fit beside what is pinned.
+
+        To be called before a request is added to the engine.
+        """
+        if any(prefix.yields for prefix in self._prefixes.values()):
+            pool, cache = self._engine.kv_pool, self._engine.cache
+            num_pages = -(-min(num_tokens, self._engine.model.max_context) // pool.page_size)
+            if num_pages + 1 + cache.pinned_pages > pool.num_pages:  # one for a branch in mid-page
+                self.drop_yielding()
+
+    def drop_yielding(self) -> None:
+        """Unpin what `prefer` has pinned."""
+        for prefix in [*self._prefixes.values()]:
+            if prefix.yields:
+                self._drop(prefix)
 
     def unpin(self, name: str, cache_salt: str | None = None) -> None:
         """Let a prefix be evicted like any other; `PinError` if the salt has none of that name."""

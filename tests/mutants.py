@@ -264,6 +264,13 @@ MUTANTS = [
         f"{SERVER}/test_tenants.py",
     ),
     Mutant(
+        "salt: a response is found by its id alone",
+        "runtime/server/past.py",
+        'kept = self._pasts[salt].get(name or "") if salt in self._pasts else None',
+        "kept = next((own[name] for own in self._pasts.values() if name in own), None)",
+        f"{SERVER}/test_responses.py",
+    ),
+    Mutant(
         "salt: quotas count the pins of all",
         "runtime/server/prefixes.py",
         "llm.cache.pinned_pages_of(cache_salt)",
@@ -392,8 +399,8 @@ MUTANTS = [
     Mutant(
         "access: any key administrates",
         "runtime/server/access.py",
-        "if _equal(key, options.admin_key):",
-        "if key:",
+        "if _has(keys, options.admin_key):",
+        "if any(keys):",
         f"{SERVER}/test_access.py",
     ),
     Mutant(

@@ -55,7 +55,7 @@ class Access:
             if length.isdecimal() and int(length) > limit:
                 raise ApiError.too_large(limit)
         except ApiError as error:
-            await error.response(scope, receive, send)
+            await error.response_at(scope["path"])(scope, receive, send)
             return
 
         async def receive_limited() -> Message:
@@ -77,12 +77,12 @@ class Access:
             is_foreign = not page or (page != host and _host_name(page) not in self._names)
             if is_foreign and {origin, "*"}.isdisjoint(options.allowed_origins):
                 raise ApiError.forbidden(f"web pages of {origin!r} may not use this server")
-        key, name = _bearer(headers), _host_name(host)
-        if _equal(key, options.admin_key):
+        keys, name = _keys(headers), _host_name(host)
+        if _has(keys, options.admin_key):
             return True
         if scope["path"] not in OPEN_PATHS:
             if options.api_key is not None:
-                if not _equal(key, options.api_key):
+                if not _has(keys, options.api_key):
                     raise ApiError.unauthorized("a valid API key")
             elif name != "localhost" and name not in self._names and not _is_address(name):
                 raise ApiError.forbidden(
@@ -112,14 +112,16 @@ ADMINISTRATOR = Depends(_require_administrator)
 """What a route depends on that tells of all clients, or acts on all: 401 or 403."""
 
 
-def _bearer(headers: Headers) -> bytes:
+def _keys(headers: Headers) -> list[bytes]:
+    """The bearer token, and what Anthropic's clients send."""
     scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
     # The scheme's case means nothing (RFC 9110, 11.1).
-    return key.strip() if scheme.lower() == b"bearer" else b""
+    bearer = key.strip() if scheme.lower() == b"bearer" else b""
+    return [bearer, headers.get("x-api-key", "").encode("latin-1").strip()]
 
 
-def _equal(key: bytes, wanted: str | None) -> bool:
-    return wanted is not None and hmac.compare_digest(key, wanted.encode())
+def _has(keys: list[bytes], wanted: str | None) -> bool:
+    return wanted is not None and any(hmac.compare_digest(key, wanted.encode()) for key in keys)
 
 
 def _host_name(netloc: str) -> str:

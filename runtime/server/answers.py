@@ -9,9 +9,10 @@ from radixcache.runtime.server.fields import Body, TokenIds
 
 
 class PromptTokensDetails(Body):
-    """How many of the prompt's tokens were not computed."""
+    """How many of the prompt's tokens were not computed, and how many were, to be cached."""
 
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class Usage(Body):

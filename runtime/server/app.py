@@ -12,7 +12,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.server import cache, chat, completions, errors, prefixes, static
+from radixcache.runtime.server import (
+    cache,
+    chat,
+    completions,
+    errors,
+    messages,
+    prefixes,
+    responses,
+    static,
+)
 from radixcache.runtime.server.access import ADMINISTRATOR, Access
 from radixcache.runtime.server.answers import (
     Detokenized,
@@ -31,6 +40,7 @@ from radixcache.runtime.server.backend import (
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
+from radixcache.runtime.server.past import Pasts
 from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
 from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.server.settings import Options
@@ -63,9 +73,9 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend = backend
+    app.state.backend, app.state.pasts = backend, Pasts()
     app.include_router(router)
-    for module in (chat, completions, prefixes, cache, static):
+    for module in (chat, completions, responses, messages, prefixes, cache, static):
         app.include_router(module.router)
     errors.install(app)
     app.add_middleware(BodyDeadline)

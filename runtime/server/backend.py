@@ -93,6 +93,11 @@ class Backend:
         return name or self.names[0]
 
     @property
+    def caches(self) -> bool:
+        """Whether what is computed stays for others."""
+        return self.llm.cache.granularity > 0
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; 400 if it has none."""
         if self.llm.tokenizer is None:

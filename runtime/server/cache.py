@@ -95,8 +95,13 @@ async def view_cache(
 @router.post("/v1/cache/flush")
 async def flush_cache(backend: BackendDep) -> Flushed:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
+
+    def flush() -> None:
+        backend.llm.prefixes.drop_yielding()
+        backend.llm.engine.reset_cache()
+
     try:
-        await backend.jobs.call(backend.llm.engine.reset_cache)
+        await backend.jobs.call(flush)
     except LeaseError:
         raise ApiError.conflict(
             "requests run or prefixes are pinned: flush when the ones have ended and the others "

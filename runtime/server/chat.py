@@ -67,7 +67,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
     return ChatCompletion(
         **head,
         choices=choices,
-        usage=usage([output]),
+        usage=usage(backend, [output]),
         radixcache=extension(backend, answers.job, body),
         prompt_logprobs=prompt_logprobs(backend, body, output),
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,

@@ -78,7 +78,7 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
                 )
             )
     more = extension(backend, job, body)
-    return Completion(**head, choices=choices, usage=usage(outputs), radixcache=more)
+    return Completion(**head, choices=choices, usage=usage(backend, outputs), radixcache=more)
 
 
 async def _encode(body: CompletionRequest, backend: Backend, client: Hashable) -> list[TokensLike]:

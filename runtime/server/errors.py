@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ from radixcache.errors import (
     PinError,
     RadixCacheError,
 )
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -115,10 +125,17 @@ class ApiError(Exception):
             }
         }
 
-    @property
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The error in the words of the API at this path."""
+        if not path.startswith("/v1/messages"):
+            return self.body
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_KINDS.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response_at(self, path: str) -> JSONResponse:
+        """The error as a response of the API at this path."""
+        return JSONResponse(self.body_at(path), self.status, headers=dict(self.headers or {}))
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -172,10 +189,10 @@ def _is_branch(part: int | str) -> bool:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in OpenAI's shape."""
+    """Answer every error of `app` in the shape of the API that was asked."""
 
     def handle(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response
+        return as_api_error(error).response_at(request.url.path)
 
     for kind in (ApiError, RadixCacheError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

@@ -119,3 +119,17 @@ class Asked(Body):
             # The first one only: an error for each field of a large body would take gigabytes.
             _REFUSAL.validate_python({name[:64]: problem})
         return data
+
+
+class OneOf(Asked):
+    """A body whose `type` says which of its other fields there are."""
+
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @model_validator(mode="after")
+    def _has_what_its_type_needs(self) -> OneOf:
+        kind = getattr(self, "type")  # noqa: B009
+        for name in self.needs[kind]:
+            if getattr(self, name) is None:
+                raise ValueError(f"a {kind} has a {name!r}")
+        return self

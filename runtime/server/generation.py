@@ -68,6 +68,8 @@ class EventStream(StreamingResponse):
     Args:
         chunks: what to send for one delta.
         last: what to send when all is done, before the end mark.
+        failed: what to send when it fails.
+        end: the end mark.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class EventStream(StreamingResponse):
         job: Job,
         chunks: Callable[[PromptDelta], Iterable[JSON]],
         last: Callable[[list[RequestOutput]], Iterable[JSON]],
+        failed: Callable[[ApiError], Iterable[JSON]] = lambda error: [error.body],
+        end: str = "data: [DONE]\n\n",
     ) -> None:
         super().__init__(
-            _events(job, chunks, last),
+            _events(job, chunks, last, failed, end),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -94,6 +98,8 @@ async def _events(
     job: Job,
     chunks: Callable[[PromptDelta], Iterable[JSON]],
     last: Callable[[list[RequestOutput]], Iterable[JSON]],
+    failed: Callable[[ApiError], Iterable[JSON]],
+    end: str,
 ) -> AsyncIterator[str]:
     try:
         async for deltas in job.deltas():
@@ -102,15 +108,17 @@ async def _events(
     except Exception as error:  # the status is sent already
         if not isinstance(error, ApiError):
             log.exception("a stream failed")
-        yield _event(as_api_error(error).body)
-    yield "data: [DONE]\n\n"
+        yield "".join(map(_event, failed(as_api_error(error))))
+    yield end
 
 
 def _event(chunk: JSON) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One event; APIs whose events have a type want it on a line of its own as well."""
+    data = f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
 
 
-def usage(outputs: Sequence[RequestOutput]) -> Usage:
+def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> Usage:
     """Tokens over all prompts and completions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
@@ -119,7 +127,9 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached, cache_write_tokens=(prompt - cached) * backend.caches
+        ),
     )
 
 
@@ -133,7 +143,7 @@ def last_chunk(
     """What a stream ends with, if more was asked for than text."""
     more: JSON = {}
     if body.include_usage:
-        more["usage"] = usage(outputs).model_dump()
+        more["usage"] = usage(backend, outputs).model_dump()
     if body.explain or body.include_usage:
         more["radixcache"] = extension(backend, job, body).model_dump()
         yield {**head, "choices": [], **more}

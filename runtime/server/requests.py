@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import AfterValidator, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
@@ -215,3 +216,11 @@ class DetokenizeRequest(Asked):
 
     model: Text | None = None
     tokens: TokenIds
+
+
+def as_chat_request(body: dict[str, Any]) -> ChatRequest:
+    """The body of a chat completion that another API asks for; `RequestValidationError` if none."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None

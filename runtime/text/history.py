@@ -216,14 +216,14 @@ class TokenHistory:
         if place < len(self._sorted):
             other = self._texts[self._sorted[place]]
             if other.cache_salt == cache_salt:
-                yield other, _common_prefix(text, other.text)
+                yield other, common_prefix(text, other.text)
         for _ in range(_RELATIVES):
             if not place:
                 return
             other = self._texts[self._sorted[place - 1]]
             if other.cache_salt != cache_salt:
                 return
-            shared = _common_prefix(text, other.text)
+            shared = common_prefix(text, other.text)
             yield other, shared
             if shared == len(other.text):
                 return
@@ -298,8 +298,11 @@ def _no_cuts() -> NDArray[np.int64]:
     return np.empty((0, 2), np.int64)
 
 
-def _common_prefix(one: str, other: str) -> int:
-    """Bisection, because comparing strings is much faster than comparing characters. O(length)."""
+def common_prefix(one: str, other: str) -> int:
+    """Characters that two texts begin with alike. O(length).
+
+    By bisection, because comparing strings is much faster than comparing characters.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -52,7 +52,7 @@ class Turns:
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> TokenisedText:
         """The prompt that a conversation makes; `how` as in `Tokenizer.render_chat`."""
-        return self.history.encode(self._render(messages, how), cache_salt)
+        return self.history.encode(self.render(messages, **how), cache_salt)
 
     def remember(
         self, prompt: TokenisedText, generated: Sequence[int], said: Said | None = None
@@ -73,8 +73,8 @@ class Turns:
                 _, oldest = self._turns.popitem(last=False)
                 self._num_bytes -= 4 * len(oldest.raw)
 
-    def _render(self, messages: Sequence[_Message], how: Mapping[str, Any]) -> str:
-        """The text of a conversation, with turns as they were generated."""
+    def render(self, messages: Sequence[_Message], **how: Any) -> str:
+        """The text of a conversation, with turns as they were generated; `how` as in `encode`."""
         tokenizer = self.history.tokenizer
         known = {i: turn for i, message in enumerate(messages) if (turn := self._find(message))}
         if not known:

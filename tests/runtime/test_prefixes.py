@@ -147,3 +147,61 @@ def test_a_prefix_whose_pin_a_broken_cache_forgot_is_pinned_anew_once_computed(p
             llm.generate("a", GREEDY, prefix="system", cache_salt="s")
         assert llm.cache.pins == {("s", "system"): len(SYSTEM)}
         llm.call(llm.engine.check)
+
+
+def test_what_is_preferred_survives_pressure_and_yields_to_need(llm: LLM) -> None:
+    def prefer(text: str, lifetime: float = 60.0) -> None:
+        llm.generate(text, GREEDY)
+        llm.call(lambda: llm.prefixes.prefer(llm.encode(text), lifetime))
+        llm.call(llm.engine.check)
+
+    def preferred() -> list[int]:
+        return [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
+
+    prefer(SYSTEM)
+    for i in range(20):
+        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
+    assert llm.generate(SYSTEM + "Hi", GREEDY)[0].num_cached_tokens == len(SYSTEM)
+    # A named prefix takes the place: with both, more than the share were pinned.
+    llm.pin_prefix("named", "y" * 40)
+    assert [prefix.name for prefix in llm.call(llm.prefixes.list)] == ["named"]
+    llm.unpin_prefix("named")
+    # So does a request that needs all pages but one, or may need them: it has no limit.
+    for limit in (60 * 4 - 4 - 10, None):
+        prefer(SYSTEM)
+        assert preferred() == [len(SYSTEM)]
+        params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+        (output,) = llm.generate("0123456789", params)
+        assert len(output.outputs[0].token_ids) >= 60 * 4 - 4 - 10 and preferred() == []
+    # Nothing is pinned that is not cached, or is too much.
+    llm.call(lambda: llm.prefixes.prefer(llm.encode("never sent"), 60))
+    prefer("z" * 80)
+    assert preferred() == []
+
+
+def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(llm: LLM) -> None:
+    def prefer(length: int, lifetime: float, cache_salt: str | None = None) -> None:
+        tokens = llm.encode(SYSTEM)[:length]
+        llm.call(lambda: llm.prefixes.prefer(tokens, lifetime, cache_salt))
+
+    def preferred() -> list[tuple[int, str | None]]:
+        prefixes = llm.call(llm.prefixes.list)
+        assert all(prefix.yields for prefix in prefixes)
+        return [(len(prefix.tokens), prefix.cache_salt) for prefix in prefixes]
+
+    for salt in (None, "a"):
+        llm.generate(SYSTEM, GREEDY, cache_salt=salt)
+    prefer(10, 3600)
+    prefer(20, 60)
+    assert preferred() == [(10, None), (20, None)]  # the first one lives longer
+    prefer(30, 60)
+    assert preferred() == [(10, None), (30, None)]
+    prefer(40, 7200, "a")
+    assert preferred() == [(10, None), (30, None), (40, "a")]  # of another salt
+    prefer(10, 0.01)  # shorter than what it has: it stays
+    time.sleep(0.02)
+    assert preferred() == [(10, None), (30, None), (40, "a")]
+    prefer(30, 7200)
+    assert preferred() == [(30, None), (40, "a")]
+    llm.reset_prefix_cache()
+    assert preferred() == []

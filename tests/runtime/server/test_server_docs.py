@@ -22,7 +22,7 @@ COMMANDS = re.findall(
     "\n".join(re.findall(r"```bash\n(.*?)```", BOTH, re.DOTALL)),
     re.DOTALL | re.MULTILINE,
 )
-(PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PROGRAM = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
 
 
 def test_every_curl_prints_what_is_below_it(server: LiveServer):
@@ -40,13 +40,13 @@ def test_every_curl_prints_what_is_below_it(server: LiveServer):
     server.assert_idle()
 
 
-def test_the_python_example_prints_what_its_comments_say(server: LiveServer):
+def test_the_python_examples_print_what_their_comments_say(server: LiveServer):
     server.post("/v1/cache/flush")
     out = io.StringIO()
     with redirect_stdout(out):
         exec(compile(PROGRAM.replace(ADDRESS, server.url), "server.md", "exec"), {})
     claims = re.findall(r"^print\(.*\)  # (.+)$", PROGRAM, re.MULTILINE)
-    assert len(claims) == 3 and out.getvalue().splitlines() == claims
+    assert len(claims) == 5 and out.getvalue().splitlines() == claims
 
 
 def test_the_flags_of_the_page_are_those_of_the_command(capsys: pytest.CaptureFixture[str]):
