@@ -54,15 +54,16 @@ def _problem_of_hub(name: str, file: str) -> str | None:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
         return ""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
         if not isinstance(try_to_load_from_cache(name, file), str):
             get_hf_file_metadata(hf_hub_url(name, file), timeout=_HUB_SECONDS)
-    except RepositoryNotFoundError:
-        return ""
-    except HfHubHTTPError:  # it has answered; whoever loads the model says what
-        return None
+    except HfHubHTTPError as error:  # it has answered; whoever loads the model says what
+        absent = isinstance(error, RepositoryNotFoundError) and not isinstance(
+            error, GatedRepoError
+        )
+        return "" if absent else None
     except Exception as error:  # whatever the network makes of the library that asks
         return f" ({first_sentence(error)})"
     return None

@@ -7,25 +7,19 @@ from typing import Any
 from radixcache.errors import InvalidRequest
 
 _PARALLEL = "one process uses one device here: start one for each and balance the requests"
-_AS_IT_IS = "the checkpoint is loaded as it is: convert it with transformers first"
 _CODE = "code of a checkpoint is never run: take a model that transformers has itself"
 
 _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "gpu_memory_utilization": ((), "say kv_memory, the size of the KV pages, as in '2GB'"),
     "kv_cache_memory_bytes": ((), "say kv_memory"),
-    "num_gpu_blocks_override": ((None,), "say kv_memory"),
-    "max_model_len": (
-        (None, -1),
-        "the context is the model's: say max_tokens, kv_memory",
-    ),
+    "max_model_len": ((None, -1), "the context is the model's: say max_tokens, kv_memory"),
     "enable_prefix_caching": ((True, None), "say cache='none'"),
     "enable_chunked_prefill": ((True, None), "say max_num_batched_tokens, the size of a chunk"),
     "scheduling_policy": (("fcfs",), "say schedule='fcfs' or 'longest-prefix'"),
-    "enforce_eager": ((True, False, None), ""),
-    "disable_log_stats": ((True, False), ""),
+    "enforce_eager": ((True, False, None), "it is True or False"),
+    "disable_log_stats": ((True, False), "it is True or False"),
     "tokenizer": ((None,), "the tokenizer is the one in the model's folder"),
     "tokenizer_mode": (("auto",), "the tokenizer is the one that transformers takes"),
-    "skip_tokenizer_init": ((False,), "leave the tokenizer out of the model's folder"),
     "tensor_parallel_size": ((1,), _PARALLEL),
     "pipeline_parallel_size": ((1,), _PARALLEL),
     "data_parallel_size": ((1,), _PARALLEL),
@@ -35,9 +29,6 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None,), "download that revision and name its folder"),
     "download_dir": ((None,), "set the variable HF_HUB_CACHE"),
     "hf_token": ((None,), "set the variable HF_TOKEN"),
-    "hf_overrides": ((None,), "change config.json in a copy of the model's folder"),
-    "load_format": (("auto",), _AS_IT_IS),
-    "cpu_offload_gb": ((0,), "say device='cpu'"),
     "swap_space": ((0,), "preempted sequences keep their pages, or compute them again"),
     "enable_lora": ((False,), "merge the adapter into the weights (peft's merge_and_unload)"),
     "speculative_config": ((None,), "there is no speculative decoding here"),
@@ -46,8 +37,8 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def instead(name: str) -> str | None:
-    """What to do here for an argument of vLLM's; None if it is none, or needs nothing."""
-    return _INSTEAD[name][1] or None if name in _INSTEAD else None
+    """What to do here for an argument of vLLM's; None if it is none."""
+    return _INSTEAD[name][1] if name in _INSTEAD else None
 
 
 def check(arguments: dict[str, Any]) -> None:

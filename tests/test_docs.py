@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import SOURCES
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,8 +53,8 @@ def test_a_block_is_at_most_24_lines() -> None:
     assert all(len(str(block.values[0]).strip().splitlines()) <= 24 for block in BLOCKS)
 
 
-def test_no_page_installs_what_is_not_published() -> None:
-    for page in PAGES:
+def test_nothing_says_to_install_what_is_not_published() -> None:
+    for page in [*PAGES, *(ROOT / source for source in SOURCES)]:
         assert not re.search(r"pip install [^\n`]*\bradixcache\b", page.read_text()), page.name
 
 

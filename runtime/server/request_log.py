@@ -59,7 +59,7 @@ class RequestLog:
         except Exception as error:  # nothing further out would know the id
             _log.error("request %s failed", request_id)
             if not status:
-                await as_api_error(error).response(scope, receive, send_with_id)
+                await as_api_error(error).response_at(scope["path"])(scope, receive, send_with_id)
             raise
         finally:
             if self._access_log:

@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
+    EnvSettingsSource,
     NoDecode,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
@@ -185,21 +184,8 @@ def read_settings(flags: Mapping[str, Any]) -> Settings:
         _check_name(name, f"the variable {variables[name]}", f"{_PREFIX}{{}}", str.upper)
     path = flags.get("config") or os.environ.get(f"{_PREFIX}CONFIG")
     file = {} if path is None else _read_file(path)
-
-    class _Settings(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(cls, file)
-
     try:
-        return _Settings(**flags)
+        return Settings(**{**file, **EnvSettingsSource(Settings)(), **flags})
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])

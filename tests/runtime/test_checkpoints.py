@@ -10,10 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
+from radixcache.runtime.files import check_model
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.models import tiny_model
@@ -198,6 +200,19 @@ def test_an_unknown_name_is_refused_after_one_question(monkeypatch):
         LLM("no-org/no-model")
     assert len(asked) == 1 and "no-org/no-model" in asked[0]
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_must_be_asked_for_is_not_called_absent(monkeypatch):
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    def answer(kind: type[Exception], name: str) -> None:
+        error = kind.__new__(kind)
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", Mock(side_effect=error))
+        check_model(name)
+
+    answer(GatedRepoError, "org/gated")
+    with pytest.raises(ModelError, match=r"no model of that name in reach$"):
+        answer(RepositoryNotFoundError, "org/absent")
 
 
 @pytest.mark.parametrize("value", ["flash_attention_2", "somebody/some-kernel"])
