@@ -53,7 +53,7 @@ class CallFormat:
         signs: what its chat templates hold, all of it.
         opener: with this, calls begin.
         call: one call; NAME and VALUE stand for its name and its arguments.
-        bare: calls may also begin a message without the opener.
+        bare: a call may also begin a message without the opener, and is the only one.
         tagged: the arguments are tags, not JSON.
         short_ids: the template takes no ids of calls but those of 9 letters and digits.
     """
@@ -118,7 +118,7 @@ class CallFormat:
             schema = {"type": "object", **({} if free else tool.parameters)}
             rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
-        more = f"({spell(self.between)} call)*" if choice.parallel else ""
+        more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
         opening = "" if self.bare else spell(self.open)
         rules["calls"] = f"{opening} call {more} {spell(self.close)}"
         said = "calls"
@@ -191,14 +191,14 @@ def _json(schema: dict[str, Any]) -> str:
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'
 _FORMATS = (
-    CallFormat(  # Hermes, Qwen2.5, Qwen3
-        ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
-    ),
     CallFormat(  # Qwen3-Coder, Qwen3.5
         ("<tool_call>", "<parameter="),
         "<tool_call>",
         "<tool_call>\n<function=NAME>\nVALUE</function>\n</tool_call>",
         tagged=True,
+    ),
+    CallFormat(  # Hermes, Qwen2.5, Qwen3
+        ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
     ),
     CallFormat(  # Mistral from its tokenizer's version 11 on
         ("[TOOL_CALLS]", "[ARGS]"),
@@ -228,4 +228,6 @@ _FORMATS = (
 
 def find_format(template: str) -> CallFormat | None:
     """The format that a chat template is for."""
+    if "[CALL_ID]" in template:  # some of Mistral's write one between name and arguments
+        return None
     return next((known for known in _FORMATS if all(s in template for s in known.signs)), None)

@@ -94,11 +94,11 @@ async function receive(messages, answer) {
   refresh();
   for await (const chunk of events(response)) {
     if (chunk.error) throw new Error(chunk.error.message);
-    const delta = chunk.choices?.[0]?.delta?.content;
-    if (delta) {
+    const { content, reasoning } = chunk.choices?.[0]?.delta ?? {};
+    if (content || reasoning) {
       reply.ttft ??= (performance.now() - start) / 1000;
-      answer.content += delta;
-      follow(() => answer.text.append(delta));
+      answer.content += content ?? "";
+      follow(() => answer.text.append(content || reasoning));
     }
     reply.usage = chunk.usage ?? reply.usage;
     Object.assign(reply, chunk.radixcache); // the server's own TTFT, and the explanation

@@ -166,4 +166,5 @@ def test_thoughts_without_an_end_are_thoughts():
 def test_templates_of_unknown_formats_are_not_mistaken():
     assert find_format("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>") is None  # GLM
     assert find_format("<|tool▁calls▁begin|>") is None
+    assert find_format("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]") is None
     assert find_format("{{ tools }}") is None
