@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     allow_origin: Annotated[list[_Origin], NoDecode, _SPLIT] = []
     served_model_name: Annotated[list[str], NoDecode, _SPLIT] = []
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
-    request_timeout: Annotated[float, Field(ge=0)] | None = None
+    request_timeout: Annotated[float, Field(gt=0)] | None = None
     max_body_size: Annotated[int, Field(ge=1)] | None = None
     hide_texts: bool | None = None
     access_log: bool | None = None

@@ -123,12 +123,12 @@ class Run:
         model, pool = self.model, self.pool
         decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
         self.engine = Engine(
-            model,
-            pool,
+            model,  # type: ignore[arg-type]
+            pool,  # type: ignore[arg-type]
             cache,
             scheduler,
             decode,
-            guides=GUIDES,  # type: ignore[arg-type]
+            guides=GUIDES,
         )
         explainer = Explainer(cache, 400)
         scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from radixcache import LLM
+from radixcache import LLM, InvalidRequest
 from radixcache.runtime.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     PrefixRequest,
 )
+from radixcache.runtime.server.settings import Options
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 
@@ -191,3 +192,9 @@ def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
             assert_error(server.post(path_, body), 400, "no tokenizer")
         assert server.get("/v1/cache").status_code == 200
         server.assert_idle()
+
+
+def test_a_timeout_of_no_time_is_refused():
+    for seconds in (0, -1, float("nan")):
+        with pytest.raises(InvalidRequest, match="request_timeout must be above 0 seconds"):
+            Options(request_timeout=seconds)

@@ -69,7 +69,7 @@ def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
     ("flags", "sentence"),
     [
         ("--port many", "--port: must be a valid integer, not 'many'"),
-        ("--request-timeout -1", "--request-timeout: must be greater than or equal to 0, not '-1'"),
+        ("--request-timeout 0", "--request-timeout: must be greater than 0, not '0'"),
         ("--allow-origin app.example", "--allow-origin: an origin like https://app.example.org"),
         ("--allow-origin https://a.example/x", "--allow-origin: an origin like "),
         ("--allowed-host http://a.example", "a name without scheme and port, not 'http://a"),
