@@ -140,7 +140,7 @@ $(LLAMA_CPP)/.stamp: bench/peers/llama-cpp-requirements.txt
 	@touch $@
 
 $(CLIENTS)/.stamp: tests/clients/requirements.txt
-	@echo "Installing clients into $(CLIENTS); the first time takes a minute or two ..."
+	@echo "Installing clients into $(CLIENTS); the first time takes some minutes and 0.7 GB ..."
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -qq -r $<
 	@touch $@

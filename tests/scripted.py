@@ -128,7 +128,7 @@ class ScriptedModel(PagedModel):
     layers_by = "a script"
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Script) -> None:
-        end = tokenizer.convert_tokens_to_ids(END)
+        end: Any = tokenizer.convert_tokens_to_ids(END)
         super().__init__(
             "qwen3",
             GenerationConfig(eos_token_id=end, max_new_tokens=1024),
