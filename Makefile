@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve test test-clients test-exhaustive stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
-	bench-history bench-exact bench-serve conformance gpu-check check clean
+	bench-history bench-exact bench-structured bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +60,9 @@ bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 
 bench-threads: $(VENV)/.stamp-runtime  ## threads that share one LLM, against one call
 	@$(BIN)/python -m radixcache.bench.probes.threads $(ARGS)
+
+bench-structured: $(VENV)/.stamp-runtime  ## tokens per second with a schema, against without (1 minute)
+	@$(BIN)/python -m radixcache.bench.probes.structured $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true

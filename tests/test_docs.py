@@ -39,7 +39,7 @@ def test_a_block_runs_and_prints_what_its_comments_say(block: str) -> None:
 
 def test_the_blocks_are_found() -> None:
     found = [block.id for block in BLOCKS]
-    assert found == ["README-0", "README-1", "own-engine-0", "runtime-0", "runtime-1"]
+    assert found == ["README-0", "README-1", "own-engine-0", "runtime-0", "runtime-1", "runtime-2"]
 
 
 def test_the_readme_is_read_in_two_minutes() -> None:
