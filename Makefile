@@ -27,7 +27,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve test test-clients test-exhaustive stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
+.PHONY: help demo serve test test-clients test-exhaustive \
+	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
 	bench-history bench-exact bench-structured bench-serve conformance gpu-check check clean
 
 help:  ## list these targets

@@ -186,8 +186,9 @@ def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(num_pages: int, t
         request = engine.add_request(prompt, params)
         finish(engine)
         alone.append(told(request))
-    for forces in (False, True):
+    for forces, ahead in ((False, False), (True, False), (True, True)):
         engine = make_engine(forces=forces, num_pages=num_pages, tokens=tokens)
+        engine._runs_ahead = ahead
         requests = [engine.add_request(prompt, params) for prompt, params in asked]
         finish(engine)
         assert [told(request) for request in requests] == alone
