@@ -11,13 +11,17 @@ answers the second turn from what it has kept of the first.
 import sys
 from pathlib import Path
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 DOCUMENT = (Path(__file__).parent / "people.md").read_text()
 address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 
 client = OpenAI(base_url=f"{address}/v1", api_key="none")
+try:
+    client.with_options(max_retries=0).models.list()
+except APIConnectionError:
+    sys.exit(f"There is no server at {address}: start `make serve` in another terminal.")
 messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": DOCUMENT}]
 
 for question in ("Which country is Omar Haddad from?", "What about Nina Wolf?"):

@@ -83,6 +83,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _RUNTIME:
         raise AttributeError(f"module 'radixcache' has no attribute {name!r}")

@@ -8,9 +8,11 @@ from threading import Lock, get_ident
 from typing import Any
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.llm import LLM, Message
+from radixcache.runtime.llm import LLM, Message, check_params
+from radixcache.runtime.text.tool_calls import check_tools
 
 
 class Chat:
@@ -40,6 +42,12 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         cache_salt: str | None = None,
     ) -> None:
+        if not isinstance(llm, LLM):
+            raise InvalidRequest(f"a Chat is with an LLM: Chat(LLM()), not {type(llm).__name__}")
+        if not isinstance(system, str | None):
+            kind = type(system).__name__
+            raise InvalidRequest(f"system is a text, not {kind}: give messages to ask, or LLM.chat")
+        check_tools(tools)
         self.llm = llm
         self.cache_salt = cache_salt
         self.tools = tools
@@ -68,6 +76,11 @@ class Chat:
         *_, output = self.stream(text, sampling_params)
         return output
 
+    def explain(self, text: str | Sequence[Message]) -> Explanation:
+        """Why the prompt that `ask` would make is not cached in full; see `LLM.explain`."""
+        messages = [*self.messages, *_said(text)]
+        return self.llm.explain(messages, cache_salt=self.cache_salt, tools=self.tools)
+
     def stream(
         self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
@@ -78,7 +91,8 @@ class Chat:
         Raises:
             InvalidRequest: this thread has not read the turn before to its end.
         """
-        params = sampling_params or self.llm.default_params
+        params = self.llm.default_params if sampling_params is None else sampling_params
+        check_params(params)
         if params.n != 1:
             raise InvalidRequest("a conversation goes on with one answer: n must be 1")
         if self._asking == get_ident():
@@ -95,8 +109,7 @@ class Chat:
     def _stream(
         self, text: str | Sequence[Message], params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
-        said = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        messages = [*self.messages, *said]
+        messages = [*self.messages, *_said(text)]
         prompt = self.llm.turns.encode(messages, self.cache_salt, tools=self.tools)
         output = None
         for output in self.llm.stream(
@@ -112,3 +125,12 @@ class Chat:
             message = self.llm.read_message(output, self.tools)
         self.messages = [*messages, message]
         self.llm.turns.remember(prompt, answer.token_ids)
+
+
+def _said(text: str | Sequence[Message]) -> Sequence[Message]:
+    """What a user says, as messages."""
+    if isinstance(text, str):
+        return [{"role": "user", "content": text}]
+    if isinstance(text, Sequence):
+        return text
+    raise InvalidRequest(f"say a text or a list of messages, not {type(text).__name__}")

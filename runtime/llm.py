@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -40,6 +41,7 @@ from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
 from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tool_calls import check_tools
 from radixcache.runtime.text.turns import Turns, thoughts_of
 from radixcache.runtime.worker import Job, News, Worker, answer
 
@@ -128,7 +130,7 @@ class LLM:
         seed: int = 0,
         **vllm: Any,
     ) -> None:
-        vllm_names.check(vllm)
+        check_names(LLM, vllm)
         _check_choice("exact", exact, (True, False))
         _check_choice("cache", cache, tuple(CACHES))
         _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
@@ -231,6 +233,7 @@ class LLM:
         prefix: str | None = None,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
+        **vllm: Any,
     ) -> list[RequestOutput]:
         """Complete prompts, batched continuously; outputs come in the order of the prompts.
 
@@ -241,6 +244,7 @@ class LLM:
                 `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
+            vllm: arguments of vLLM's; as `LLM`'s, here and below.
 
         Raises:
             InvalidRequest: any prompt is unusable; then none is run.
@@ -250,6 +254,7 @@ class LLM:
         """
         from tqdm import tqdm
 
+        check_names(self.generate, vllm)
         inputs = self._inputs(prompts, sampling_params, special=prefix is None)
         bar = tqdm(
             total=len(inputs),
@@ -271,27 +276,41 @@ class LLM:
         *,
         prefix: str | None = None,
         cache_salt: str | None = None,
+        **vllm: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding its state after every token.
 
         Closing the iterator before its end aborts the request.
         """
+        check_names(self.stream, vllm)
         inputs = self._inputs([prompt], sampling_params, special=prefix is None)
         return self._run(Outputs(), lambda: self._add(inputs, cache_salt, prefix))
 
     def explain(
-        self, prompt: Prompt, *, prefix: str | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        *,
+        prefix: str | None = None,
+        cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Explanation:
         """Why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
 
-        It may show texts that other prompts have put into the cache: it is for whoever runs the
-        engine. See `radixcache.runtime.engine.explain`.
+        `prompt` is one of `generate`'s, or the messages, and `tools`, of one of `chat`'s. It may
+        show texts that other prompts have put into the cache: it is for whoever runs the engine.
+        See `radixcache.runtime.engine.explain`.
 
         Raises:
             InvalidRequest: the prompt is unusable.
             PinError: no prefix of that name and salt is pinned.
         """
-        given = as_tokens(self.encode(prompt, special=prefix is None))
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            if prefix is not None:
+                raise InvalidRequest("a prefix goes before text or token ids, not before messages")
+            messages = cast(Sequence[Message], prompt)
+            given = as_tokens(self.turns.encode(messages, cache_salt, tools=tools).tokens)
+        else:
+            given = as_tokens(self.encode(cast(Prompt, prompt), special=prefix is None))
         decode = self.tokenizer.decode if self.tokenizer else None
 
         def explain() -> Explanation:
@@ -343,6 +362,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        **vllm: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template.
 
@@ -356,6 +376,7 @@ class LLM:
             continue_final_message: go on with the last message instead; `add_generation_prompt`
                 does not matter then.
         """
+        check_names(self.chat, vllm)
         texts = self._render(
             messages,
             cache_salt,
@@ -381,6 +402,7 @@ class LLM:
         """
         tokenizer, completion = self._need_tokenizer(), output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
+        check_tools(tools)
         functions = [tool["function"] for tool in tools]
         schemas = {told["name"]: told.get("parameters", {}) for told in functions}
         parser = AnswerParser(tokenizer.call_format, tokenizer.reasons, bool(begun), schemas)
@@ -450,12 +472,7 @@ class LLM:
         inputs: list[_Input] = []
         for prompt, one in zip(many, each, strict=True):
             with _naming(len(inputs), len(many)):
-                if not isinstance(one, SamplingParams):
-                    kind = type(one).__name__
-                    raise InvalidRequest(
-                        f"sampling_params are SamplingParams, not {kind}: say, for example, "
-                        "SamplingParams(temperature=0, max_tokens=64)"
-                    )
+                check_params(one)
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 if one.structured is not None:
@@ -607,6 +624,24 @@ def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
         raise
     thread.join()
     return future.result()
+
+
+def check_params(params: object) -> None:
+    """Refuse what are no sampling parameters."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(
+            f"sampling_params are SamplingParams, not {type(params).__name__}: say, for example, "
+            "SamplingParams(temperature=0, max_tokens=64)"
+        )
+
+
+def check_names(called: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """See `vllm_names.check`; what `SamplingParams` has is for it."""
+    for name, value in given.items():
+        if name in signature(SamplingParams).parameters:
+            said = f"sampling_params=SamplingParams({name}={value!r})"
+            raise TypeError(f"{called.__name__}() takes no {name}: say {said} where it generates")
+    vllm_names.check(called, given)
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from radixcache import LLM, Chat, RequestOutput, SamplingParams
@@ -224,7 +225,7 @@ def _show_plain(turns: Iterable[Turn]) -> Totals:
         print(_PLAIN_ROW.format(*_numbers(turn), _asked(turn)), flush=True)
         print(_PLAIN_ROW.format(*[""] * 7, f"{turn.answer} [{mark}]").rstrip(), flush=True)
     totals = Totals.of(played)
-    print("", *summarise(played, totals), sep="\n")
+    print("", *(fill(line, 80) for line in summarise(played, totals)), sep="\n")
     return totals
 
 

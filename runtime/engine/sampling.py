@@ -2,18 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
 from math import inf
-from numbers import Integral
+from typing import Any, TypeVar
+
+import numpy as np
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.structured import Structured
+
+T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 20
 """Likeliest tokens that can be asked for at each position of a prompt."""
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float | np.floating) or (_is_int(value) and abs(value) < 2**1023)
+
+
+def _is_some(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+        return False
+    return all(map(is_one, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (_is_float, "a number"),
+    "int": (_is_int, "an integer"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "str | Sequence[str]": (
+        lambda value: _is_text(value) or _is_some(value, _is_text),
+        "a string or a list of strings that are not empty",
+    ),
+    "Sequence[str]": (
+        lambda value: _is_some(value, _is_text),
+        "a list of strings that are not empty",
+    ),
+    "Collection[int]": (lambda value: _is_some(value, _is_int), "token ids"),
+    "Mapping[int, float]": (
+        lambda value: (
+            isinstance(value, Mapping)
+            and all(_is_int(t) and _is_float(b) and -100 <= b <= 100 for t, b in value.items())
+        ),
+        "of token ids and numbers in [-100, 100]",
+    ),
+    "Structured": (
+        lambda value: isinstance(value, Structured),
+        "a Structured, as by Structured.json(schema)",
+    ),
+}
+"""What a field of `SamplingParams` of each type takes; where the type says so, None besides."""
+
+
+def _refusing(cls: type[T]) -> type[T]:
+    """A dataclass that tells what to do where arguments are not its own."""
+    init: Callable[..., None] = cls.__init__
+
+    @wraps(init)
+    def refusing(self: T, *values: Any, **given: Any) -> None:
+        others = [name for name in given if name not in cls.__dict__["__dataclass_fields__"]]
+        vllm_names.check(cls, {name: given.pop(name) for name in others})
+        init(self, *values, **given)
+
+    cls.__init__ = refusing  # type: ignore[assignment]
+    return cls
+
+
+@_refusing
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request; the names mean what they mean in vLLM.
@@ -74,7 +141,17 @@ class SamplingParams:
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic | np.ndarray):
+                value = value.tolist()
+                object.__setattr__(self, field.name, value)
+            kind, optional, _ = str(field.type).partition(" | None")
+            holds, rule = _KINDS[kind]
+            _require((optional and value is None) or holds(value), field.name, rule, value)
+        _require(
+            0 <= self.temperature < inf, "temperature", "at least 0 and finite", self.temperature
+        )
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(-1 <= self.top_k < 2**31, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
         _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
@@ -98,36 +175,12 @@ class SamplingParams:
             f"from 0 to {MAX_PROMPT_LOGPROBS}",
             self.prompt_logprobs,
         )
-        _require(
-            self.structured is None or isinstance(self.structured, Structured),
-            "structured",
-            "a Structured, as by Structured.json(schema)",
-            self.structured,
-        )
-        _require(all(self.stop_strings), "stop", "non-empty strings", self.stop)
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, "in [-2, 2]", getattr(self, name))
-        penalty, bias, words = self.repetition_penalty, self.logit_bias, self.bad_words
+        penalty, allowed = self.repetition_penalty, self.allowed_token_ids
         _require(0 < penalty < inf, "repetition_penalty", "above 0", penalty)
         _require(
-            bias is None
-            or (
-                isinstance(bias, Mapping)
-                and all(isinstance(t, Integral) and -100 <= b <= 100 for t, b in bias.items())
-            ),
-            "logit_bias",
-            "of token ids and numbers in [-100, 100]",
-            bias,
-        )
-        _require(
-            not isinstance(words, str) and all(isinstance(w, str) and w for w in words or ()),
-            "bad_words",
-            "a list of strings that are not empty",
-            words,
-        )
-        allowed = self.allowed_token_ids
-        _require(
-            allowed is None or (len(allowed) > 0 and all(isinstance(t, Integral) for t in allowed)),
+            allowed is None or len(allowed) > 0,
             "allowed_token_ids",
             "token ids, one at least",
             allowed,
@@ -145,6 +198,6 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
+def _require(holds: object, name: str, rule: str, value: object) -> None:
     if not holds:
-        raise InvalidRequest(f"{name} must be {rule}, not {value!r}")
+        raise InvalidRequest(f"{name} must be {rule}, not {value!r:.100}")

@@ -44,8 +44,12 @@ class Structured:
         return cls("json_object", "", after)
 
     @classmethod
-    def json(cls, schema: dict[str, Any] | str | bool, *, after: str | None = None) -> Structured:
-        """JSON of a schema, compact, the keys in the schema's order."""
+    def json(
+        cls, schema: dict[str, Any] | str | bool | type, *, after: str | None = None
+    ) -> Structured:
+        """JSON of a schema, or of a pydantic model; compact, the keys in the schema's order."""
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
         if isinstance(schema, bool):
             if not schema:
                 raise InvalidRequest("no JSON is of the schema false")

@@ -34,6 +34,8 @@ _log = logging.getLogger("radixcache")
 VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"float": "float32", "fp32": "float32", "bf16": "bfloat16"}
+_SHORT |= {"half": "float16", "fp16": "float16"}
 
 
 def load_model(
@@ -49,8 +51,8 @@ def load_model(
     Code that comes with a checkpoint is never run.
 
     Args:
-        dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is float32 on a CPU and the
-            checkpoint's own elsewhere.
+        dtype: "float32", "bfloat16", "float16", "fp16" and so on, or a torch dtype; "auto" is
+            float32 on a CPU and the checkpoint's own elsewhere.
         device: a torch device; "auto" is CUDA where there is one.
         attention: the backend; None chooses the fastest that works.
         exact: a row's bits depend on its own tokens only (see `exact.py`).
@@ -66,7 +68,9 @@ def load_model(
     if not isinstance(settings, dict):
         raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
     gate.check_sizes(settings)
-    kind: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    kind: Any = dtype
+    if isinstance(dtype, str):
+        kind = _DTYPES.get(_SHORT.get(dtype, dtype), dtype)
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
     elif dtype != "auto" and kind not in _DTYPES.values():

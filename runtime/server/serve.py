@@ -48,7 +48,7 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     names = ", ".join(app.state.backend.names)
     placement = app.state.backend.llm.engine.model.placement
     where = f"http://{host}:{port}"
-    print(f"Serving {names} at {where} ({placement})", file=sys.stderr, flush=True)
+    print(f"Serving {names} at {where}\n{placement}", file=sys.stderr, flush=True)
     _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.files import find_file, split_gguf
 from radixcache.runtime.text.call_formats import THINK, THOUGHT, CallFormat, find_format
-from radixcache.runtime.text.tool_calls import for_template
+from radixcache.runtime.text.tool_calls import check_tools, for_template
 
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
@@ -255,6 +255,7 @@ class Tokenizer:
         """
         if not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest("a chat message has a 'role' and a 'content'")
+        check_tools(tools)
         conversation = [for_template(message) for message in messages]
         template, values = self.chat_template(bool(tools)), dict(template_kwargs or {})
         wanted = {"tools": tools, **values}

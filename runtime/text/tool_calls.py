@@ -113,6 +113,17 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
+def check_tools(tools: Any) -> None:
+    """Refuse what is not described as OpenAI's chat API does it."""
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(
+                "a tool is {'type': 'function', 'function': {'name': ..., 'parameters': ...}}: "
+                "its name goes under 'function', not beside it"
+            )
+
+
 def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
+import radixcache
+from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
 from radixcache.runtime.text.detokenizer import Detokenizer
@@ -352,6 +357,100 @@ def test_bad_sampling_parameters_are_one_sentence(options: dict, sentence: str) 
     assert "\n" not in str(caught.value)
 
 
+ODD_VALUES: list[Any] = [
+    None, True, False, -1, 0, 1, 3, 999, 2**40, 10**400, 0.0, 0.5, 1.5, 1e-300, 1e300, -0.5,
+    float("inf"), float("nan"), "", "a", "5", b"5", [], ["a"], ["a", ""], [1], [1.5], [True], [[1]],
+    [2**70], (1, 2), {1}, {"a"}, {}, {1: 1}, {1: True}, {1: 10**400}, {"1": 1}, {1: "x"}, object(),
+    1j, len, np.int64(1), np.float32(0.5), np.bool_(True), np.array([1, 2]), np.array(1),
+    np.array([0.5]), iter([1]),
+]  # fmt: skip
+
+
+def test_whatever_a_sampling_parameter_is_given_is_refused_in_a_sentence_or_runs(llm: LLM) -> None:
+    taken: dict[str, list[str]] = {field.name: [] for field in fields(SamplingParams)}
+    refused, runnable = [], []
+    for name, value in product(taken, ODD_VALUES):
+        try:
+            params = SamplingParams(**{"max_tokens": 2, "prompt_logprobs": 0, name: value})
+        except InvalidRequest as error:
+            refused.append((name, str(error)))
+            continue
+        taken[name].append(repr(value))
+        runnable += [params] * (name not in {"n", "max_tokens"} or value in (1, 3))
+    assert all(said.startswith(f"{name} must be ") and len(said) < 200 for name, said in refused)
+    assert taken["ignore_eos"] == ["True", "False", repr(np.True_)]
+    integers = ["0", "1", "3", "999", "1099511627776"]
+    assert taken["logprobs"][:6] == ["None", *integers] and "0.5" not in taken["seed"]
+    assert {"1.5", "0.0", "1", repr(np.float32(0.5))} < {*taken["temperature"]}
+    assert taken["stop"][:4] == ["None", "'a'", "'5'", "[]"] and "['a']" in taken["bad_words"]
+    assert {"[1]", "(1, 2)", "{1}", repr(np.array([1, 2]))} < {*taken["stop_token_ids"]}
+    assert not {"[True]", "[1.5]", "b'5'", "{1: 1}"} & {*taken["stop_token_ids"]}
+    assert not {"True", "{1: True}", "'5'"} & {*taken["top_p"], *taken["logit_bias"]}
+    for i, params in enumerate(runnable):  # alone: what fails with others could be another's fault
+        try:
+            (output,) = llm.generate("odd", params)
+        except InvalidRequest:  # token ids that the model does not have
+            continue
+        assert output.outputs[0].finish_reason in ("length", "stop"), (i, params)
+    outputs = llm.generate(["x"] * 3, [SamplingParams(n=np.int64(2)), GREEDY, GREEDY])  # type: ignore[arg-type]
+    assert [len(output.outputs) for output in outputs] == [2, 1, 1]
+
+
+def test_arguments_of_vllm_are_taken_or_told_what_to_do_instead(llm: LLM) -> None:
+    said = [{"role": "user", "content": "x"}]
+    harmless = {"detokenize": True, "best_of": None, "guided_decoding": None}
+    assert SamplingParams(max_tokens=3, **harmless) == SamplingParams(max_tokens=3)  # type: ignore[arg-type]
+    assert replace(SamplingParams(max_tokens=3), n=2) == SamplingParams(max_tokens=3, n=2)
+    assert llm.generate("x", GREEDY, lora_request=None, priority=0)[0].finished
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: SamplingParams(best_of=3), InvalidRequest, "best_of=3 .* ask for n"),  # type: ignore[call-arg]
+        (lambda: SamplingParams(guided_decoding={}), InvalidRequest, "say structured=Str"),  # type: ignore[call-arg]
+        (lambda: SamplingParams(temprature=1), TypeError, "did you mean temperature?"),  # type: ignore[call-arg]
+        (lambda: llm.generate("x", max_tokens=5), TypeError, r"SamplingParams\(max_tokens=5\)"),
+        (lambda: llm.stream("x", top_k=5), TypeError, r"stream\(\) takes no top_k: say"),
+        (lambda: llm.generate("x", chache_salt="5"), TypeError, "did you mean cache_salt"),
+        (lambda: llm.chat(said, chat_template="x"), InvalidRequest, "render the prompt yourself"),
+        (lambda: LLM(load_format="gguf"), InvalidRequest, "load_format='gguf' is not supported"),
+        (lambda: LLM(kvmemory="1GB"), TypeError, "did you mean kv_memory"),
+        (lambda: asyncio.run(AsyncLLM(llm).generate("x", n=5)), TypeError, "takes no n: say"),
+    ]
+    for call, kind, sentence in calls:
+        with pytest.raises(kind, match=sentence):
+            call()
+
+
+def test_a_chat_of_the_wrong_types_is_refused_in_a_sentence(tabletalk: LLM) -> None:
+    flat: list[dict[str, Any]] = [{"type": "function", "name": "look_up", "parameters": {}}]
+    said = [{"role": "user", "content": "x"}]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
+        (lambda: Chat(tabletalk, said), "system is a text, not list"),  # type: ignore[arg-type]
+        (lambda: Chat(tabletalk, tools=flat), "name goes under 'function'"),
+        (lambda: tabletalk.chat(said, tools=flat), "name goes under 'function'"),
+        (lambda: Chat(tabletalk).ask("x", {"n": 1}), "SamplingParams, not dict"),  # type: ignore[arg-type]
+        (lambda: Chat(tabletalk).ask(5), "a text or a list of messages, not int"),  # type: ignore[arg-type]
+    ]
+    for call, sentence in calls:
+        with pytest.raises(InvalidRequest, match=sentence):
+            call()
+
+
+def test_a_chat_is_explained_as_it_would_be_sent(tabletalk: LLM) -> None:
+    chat = Chat(tabletalk, TABLE, cache_salt="explained")
+    chat.ask("How old is Clara Frost?", GREEDY)
+    told = chat.explain("What about Hugo Marsh?")
+    messages = [*chat.messages, {"role": "user", "content": "What about Hugo Marsh?"}]
+    same = tabletalk.explain(messages, cache_salt="explained")
+    later = asyncio.run(AsyncLLM(tabletalk).explain(messages, cache_salt="explained"))
+    assert str(told) == str(same) == str(later) and len(chat.messages) == 3
+    output = chat.ask("What about Hugo Marsh?", GREEDY)
+    assert str(told).startswith(
+        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens cached"
+    )
+    with pytest.raises(InvalidRequest, match="a prefix goes before text"):
+        tabletalk.explain(messages, prefix="p")
+
+
 def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
         llm.generate(["fine", {"prompt_token_ids": []}, "fine too"], GREEDY)
@@ -437,6 +536,16 @@ def test_arguments_of_vllm_that_ask_for_nothing_are_taken(byte_model: Path) -> N
     assert llm.generate("x", GREEDY)[0].finished
     with pytest.raises(TypeError, match="unexpected keyword argument 'page_sise'"):
         LLM(byte_model, page_sise=4)
+
+
+def test_a_dtype_has_the_names_that_people_give_it(byte_model: Path) -> None:
+    for name, dtype in (("half", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        assert LLM(byte_model, kv_memory="1MiB", dtype=name).engine.model.dtype == dtype
+
+
+def test_the_package_shows_what_it_has() -> None:
+    assert [name for name in dir(radixcache) if not name.startswith("_")] == radixcache.__all__
+    assert "__version__" in dir(radixcache)
 
 
 def test_a_half_made_llm_can_be_shown(byte_model: Path) -> None:

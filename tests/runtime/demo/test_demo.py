@@ -108,7 +108,9 @@ def test_piped_output_is_plain_text(
     assert "\x1b" not in out and "\r" not in out
     for turn in turns:
         assert turn.question in out and f"{turn.answer} [right]" in out
-    assert out.splitlines()[-1].startswith("12 of 12 answers right; the cache served ")
+    closing = out.rpartition("\n\n")[2].splitlines()
+    assert all(len(line) <= 80 for line in closing)
+    assert any(line.startswith("12 of 12 answers right; the cache served ") for line in closing)
 
 
 def test_a_terminal_gets_colours(

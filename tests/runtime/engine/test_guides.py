@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
+from pydantic import BaseModel
 
 from radixcache import InvalidRequest, PagePool, RadixCache, SamplingParams, Structured
 from radixcache.runtime.engine import engine as engine_module
@@ -440,3 +441,11 @@ def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatc
     own.compile(Structured.regex("z"))
     assert own.compile(many[0]) is found[-8]
     assert own.compile(many[1]) is not found[-7] and len(own._compiled) == 4
+
+
+def test_a_pydantic_model_is_its_schema():
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    assert Structured.json(Person) == Structured.json(Person.model_json_schema())
