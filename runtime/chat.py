@@ -129,8 +129,7 @@ class Chat:
 
 def _said(text: str | Sequence[Message]) -> Sequence[Message]:
     """What a user says, as messages."""
-    if isinstance(text, str):
-        return [{"role": "user", "content": text}]
-    if isinstance(text, Sequence):
-        return text
-    raise InvalidRequest(f"say a text or a list of messages, not {type(text).__name__}")
+    said = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if not isinstance(said, Sequence):
+        raise InvalidRequest(f"say a text or a list of messages, not {type(text).__name__}")
+    return said
