@@ -55,7 +55,8 @@ TOKENS_BEFORE = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    found: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    found: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    assert isinstance(found, PreTrainedTokenizerFast)
     return found
 
 
