@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, List, OneOf, Refused, Salt, Text
+from radixcache.runtime.server.fields import Asked, Json, List, OneOf, Refused, Salt, Text
 from radixcache.runtime.server.responses_bodies import merge_system
 
 JSON = dict[str, Any]
@@ -49,7 +49,7 @@ class Block(OneOf):
     thinking: Text | None = None
     id: Text | None = None
     name: Text | None = None
-    input: JSON | None = None
+    input: Json | None = None
     tool_use_id: Text | None = None
     content: Text | List[TextBlock] | None = None
     is_error: bool | None = None
@@ -115,7 +115,7 @@ class ClientTool(Asked):
     type: Literal["custom"] | None = None
     name: Text
     description: Text | None = None
-    input_schema: JSON
+    input_schema: Json
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -140,7 +140,7 @@ class OutputConfig(Asked):
     """The form of the answer."""
 
     effort: Text | None = None
-    format: JSON | None = None
+    format: Json | None = None
 
 
 class Diagnostics(Asked):

@@ -17,6 +17,7 @@ from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
     MAX_STOPS,
+    Allowed,
     Asked,
     List,
     LogitBias,
@@ -80,7 +81,7 @@ class GenerationRequest(StructuredFields, Asked):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: LogitBias | None = None
     bad_words: Annotated[List[Text], AfterValidator(check_stop)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    allowed_token_ids: Allowed | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

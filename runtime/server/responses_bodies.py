@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, List, OneOf, Refused, Salt, Text
+from radixcache.runtime.server.fields import Asked, Json, List, Metadata, OneOf, Refused, Salt, Text
 
 JSON = dict[str, Any]
 
@@ -65,7 +65,7 @@ class FunctionTool(Asked):
     type: Literal["function"]
     name: Text
     description: Text | None = None
-    parameters: JSON | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
 
@@ -93,7 +93,7 @@ class TextOptions(Asked):
 
     refused: ClassVar = {"verbosity": Refused("say it in the instructions", ("medium",))}
 
-    format: JSON | None = Field(None, description="As `response_format` of chat, but flat.")
+    format: Json | None = Field(None, description="As `response_format` of chat, but flat.")
 
 
 class Reasoning(Asked):
@@ -151,7 +151,7 @@ class ResponsesRequest(Asked):
         None, description="Changes nothing: reasoning is never encrypted."
     )
     truncation: Literal["disabled"] | None = None
-    metadata: dict[str, Text] | None = None
+    metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
     cache_salt: Salt | None = None
     explain: bool | None = None
