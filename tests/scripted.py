@@ -97,7 +97,7 @@ def scripted_llm(script: Script, **options: Any) -> LLM:
             return LLM(folder, **{"kv_memory": "4MiB", **options})
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """The text of a tool call."""
     told = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{told}\n</tool_call>"
@@ -128,7 +128,7 @@ class ScriptedModel(PagedModel):
     layers_by = "a script"
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Script) -> None:
-        end = tokenizer.convert_tokens_to_ids(END)
+        end: Any = tokenizer.convert_tokens_to_ids(END)
         super().__init__(
             "qwen3",
             GenerationConfig(eos_token_id=end, max_new_tokens=1024),

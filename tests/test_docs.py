@@ -39,7 +39,7 @@ def test_a_block_runs_and_prints_what_its_comments_say(block: str) -> None:
 
 def test_the_blocks_are_found() -> None:
     found = [block.id for block in BLOCKS]
-    assert found == ["README-0", "README-1", "own-engine-0", "runtime-0", "runtime-1"]
+    assert found == ["README-0", "README-1", "own-engine-0", "runtime-0", "runtime-1", "runtime-2"]
 
 
 def test_the_readme_is_read_in_two_minutes() -> None:
@@ -51,6 +51,17 @@ def test_the_readme_is_read_in_two_minutes() -> None:
 
 def test_a_block_is_at_most_24_lines() -> None:
     assert all(len(str(block.values[0]).strip().splitlines()) <= 24 for block in BLOCKS)
+
+
+def test_the_clients_that_were_tried_are_those_that_the_tests_have() -> None:
+    page = (ROOT / "docs" / "server.md").read_text()
+    pins = (ROOT / "tests" / "clients" / "requirements.txt").read_text()
+    ours = re.findall(r"^(?:openai|anthropic)==.*\n", (ROOT / "constraints.txt").read_text(), re.M)
+    tried = re.findall(r"^([a-z-]+)[^=\n]*==([\d.]+)", "".join([*ours, pins]), re.M)
+    assert len(tried) > 8
+    for name, version in tried:
+        row = rf"\n\| {name} \|[^|]*\b{re.escape(version)}\b"
+        assert name == "pytest" or re.search(row, page), f"{name} {version}"
 
 
 def test_nothing_says_to_install_what_is_not_published() -> None:

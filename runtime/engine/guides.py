@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from threading import Lock
+from concurrent.futures import Future, wait
+from threading import Lock, Semaphore, Thread, stack_size
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,8 +28,17 @@ if TYPE_CHECKING:  # nobody imports it before somebody asks for a structure
 MAX_GRAMMARS = 256
 """Compiled ones that are kept, the least recently used dropped."""
 
-MAX_TEXT = 1 << 17
+MAX_TEXT = 1 << 16
 """Characters of a schema or a grammar."""
+
+COMPILE_SECONDS = 10.0
+"""For which a request waits; intersections of patterns may take exponential time."""
+
+MAX_COMPILERS = 2
+"""Threads that compile at the same time."""
+
+COMPILER_STACK = 1 << 29
+"""Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
 
 MAX_LEXER_STATES = 25_000
 """Of each matcher; a state takes one or two kilobytes."""
@@ -127,8 +137,10 @@ def mask(
     for place, tokens in enumerate(forbidden):
         if tokens:
             refused[place, [*tokens]] = 1
-    where = send([row for row, _ in rows], logits.device)
     refusals = send(refused.view(np.bool_), logits.device)
+    if len(rows) == len(logits):
+        return logits.masked_fill(refusals, -torch.inf)
+    where = send([row for row, _ in rows], logits.device)
     return logits.index_copy(0, where, logits[where].masked_fill_(refusals, -torch.inf))
 
 
@@ -150,6 +162,7 @@ class Guides:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._making = Lock()
+        self._compilers = Semaphore(MAX_COMPILERS)
 
     def guide(self, structured: Structured) -> Guide:
         """A guide for one sequence; compiles what is not compiled yet."""
@@ -176,12 +189,41 @@ class Guides:
             raise InvalidRequest(
                 f"{structured.kind} of {len(structured.value)} characters: {MAX_TEXT} at most"
             )
-        matcher = _compile(structured, vocabulary)
+        matcher = self._compile_aside(structured, vocabulary)
         with self._making:
             matcher = self._compiled.setdefault(key, matcher)  # or another thread's
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _compile_aside(self, structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
+        """`_compile` on a thread with a large stack, which goes on alone if it takes too long."""
+        future: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(_compile(structured, vocabulary))
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                self._compilers.release()
+
+        if not self._compilers.acquire(timeout=COMPILE_SECONDS):
+            raise InvalidRequest("other structures take too long to compile: try again later")
+        with self._making:
+            before = stack_size(COMPILER_STACK)
+            try:
+                Thread(target=run, name="compiler", daemon=True).start()
+            except BaseException:
+                self._compilers.release()
+                raise
+            finally:
+                stack_size(before)
+        if wait([future], COMPILE_SECONDS).not_done:
+            raise InvalidRequest(
+                f"{structured.kind} takes more than {COMPILE_SECONDS:g} seconds to compile"
+            )
+        return future.result()
 
     def _read_vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer

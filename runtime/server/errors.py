@@ -131,7 +131,10 @@ class ApiError(Exception):
             return self.body
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_KINDS.get(self.status, other)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param == "thread":  # then Anthropic's client goes on without one
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
+        return {"type": "error", "error": error}
 
     def response_at(self, path: str) -> JSONResponse:
         """The error as a response of the API at this path."""

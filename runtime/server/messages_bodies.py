@@ -156,6 +156,7 @@ class CountRequest(Asked):
         "container": Refused("run the tools yourself"),
         "context_management": Refused("leave out what is old", ({"edits": []},)),
         "mcp_servers": Refused("call them yourself", ([],)),
+        "thread": Refused("send all messages each time"),
     }
     harmless: ClassVar = frozenset({"speed"})
 

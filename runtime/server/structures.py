@@ -39,7 +39,7 @@ class ResponseFormat(Body):
         """None for free text."""
         if self.type == "text":
             return None
-        schema = self.json_schema and self.json_schema.schema_
+        schema = None if self.json_schema is None else self.json_schema.schema_
         return Structured.json_object() if schema is None else Structured.json(schema)
 
 

@@ -36,7 +36,7 @@ class ToolCall(Body):
 class ChatMessage(Asked):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
-    harmless = frozenset({"refusal", "annotations"})
+    harmless = frozenset({"refusal", "annotations", "provider_specific_fields"})  # LiteLLM's
     refused: ClassVar[Mapping[str, Refused]] = {
         "function_call": Refused("send tool_calls"),
         "audio": Refused("send text"),

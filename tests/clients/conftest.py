@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -36,8 +37,9 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def fresh() -> str:
+    """A text that nobody has sent before, so that nothing behind it is cached."""
+    return f"Session {uuid.uuid4()}."
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

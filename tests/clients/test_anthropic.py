@@ -95,9 +95,9 @@ def test_tokens_are_counted(client: Any):
     assert counted == total(used)
 
 
-def test_what_is_marked_is_cached(client: Any):
+def test_what_is_marked_is_cached(client: Any, fresh: str):
     control: Any = {"type": "ephemeral"}
-    system = [{"type": "text", "text": "Words. " * 40, "cache_control": control}]
+    system = [{"type": "text", "text": f"{fresh} Be kind. " * 4, "cache_control": control}]
     first = ask(client, "Hello, for the first time!", system=system).usage
     assert first.cache_creation_input_tokens > 40
     second = ask(client, "Hello, for the second time!", system=system).usage
@@ -106,8 +106,8 @@ def test_what_is_marked_is_cached(client: Any):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_tools_are_called_and_their_results_are_read(client: Any, stream: bool):
-    question = user("How is the weather in Oslo and Rome?")
+def test_tools_are_called_and_their_results_are_read(client: Any, fresh: str, stream: bool):
+    question = user(f"{fresh} How is the weather in Oslo and Rome?")
     options: Any = {"model": MODEL, "max_tokens": 500, "tools": [WEATHER]}
     if stream:
         with client.messages.stream(messages=question, **options) as events:
@@ -128,9 +128,24 @@ def test_tools_are_called_and_their_results_are_read(client: Any, stream: bool):
     said = {"role": "assistant", "content": [block.to_dict() for block in first.content]}
     second = client.messages.create(messages=[*question, said, *user(results)], **options)
     assert second.content[0].text == "It is rainy and dry."
-    assert (
-        second.usage.cache_read_input_tokens == total(first.usage) + first.usage.output_tokens - 1
+    cached = second.usage.cache_read_input_tokens
+    assert cached == total(first.usage) + first.usage.output_tokens - 1
+
+
+def test_the_helper_that_runs_tools(client: Any):
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return {"Oslo": "rainy", "Rome": "dry"}[city]
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=500,
+        tools=[get_weather],
+        messages=user("How is the weather in Oslo and Rome?"),
     )
+    *_, last = runner
+    assert last.content[0].text == "It is rainy and dry."
 
 
 def test_one_tool_at_a_time(client: Any):

@@ -61,9 +61,9 @@ def test_chat_async(model: Any):
     assert asyncio.run(talk()) == [HELLO] * 4
 
 
-def test_tools_are_called_and_their_results_are_read(model: Any):
+def test_tools_are_called_and_their_results_are_read(model: Any, fresh: str):
     tooled = model.bind_tools([get_weather])
-    history: list[Any] = [messages.HumanMessage(QUESTION)]
+    history: list[Any] = [messages.HumanMessage(f"{fresh} {QUESTION}")]
     history.append(first := tooled.invoke(history))
     assert arguments(first) == CITIES
     for call in first.tool_calls:

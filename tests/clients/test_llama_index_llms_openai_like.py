@@ -11,6 +11,7 @@ from pydantic import BaseModel
 like: Any = pytest.importorskip("llama_index.llms.openai_like", reason="`make test-clients` has it")
 types: Any = pytest.importorskip("llama_index.core.llms", reason="`make test-clients` has it")
 tools: Any = pytest.importorskip("llama_index.core.tools", reason="`make test-clients` has it")
+agents: Any = pytest.importorskip("llama_index.core.agent.workflow")
 
 HELLO = "You are the user, and said: Hello!"
 QUESTION = "How is the weather in Oslo and Rome?"
@@ -100,6 +101,14 @@ def test_a_call_that_is_required(model: Any, weather: Any):
     answer = model.chat_with_tools([weather], user_msg="Hello!", tool_required=True)
     (call,) = model.get_tool_calls_from_response(answer)
     assert call.tool_kwargs == {"city": "Oslo"}
+
+
+def test_an_agent(model: Any):
+    async def talk() -> str:
+        agent = agents.FunctionAgent(tools=[get_weather], llm=model, system_prompt="Be kind.")
+        return str(await agent.run(QUESTION))
+
+    assert asyncio.run(talk()) == "It is rainy and dry."
 
 
 def test_predict_and_call(model: Any, weather: Any):

@@ -101,17 +101,16 @@ def test_chat_async(url: str):
     assert streamed == HELLO
 
 
-def test_a_turn_is_cached(client: Any):
-    first = ask(client, "What is this?")
-    said = first.choices[0].message
-    messages = [*user("What is this?"), said, *user("And that?")]
+def test_a_turn_is_cached(client: Any, fresh: str):
+    first = ask(client, fresh)
+    messages = [*user(fresh), first.choices[0].message, *user("And that?")]
     second = client.chat.completions.create(model=MODEL, messages=messages)
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached == first.usage.total_tokens - 1
 
 
-def test_a_tool_is_called_and_its_result_is_read(client: Any):
-    question = user("How is the weather in Oslo?")
+def test_a_tool_is_called_and_its_result_is_read(client: Any, fresh: str):
+    question = user(f"{fresh} How is the weather in Oslo?")
     first = client.chat.completions.create(model=MODEL, messages=question, tools=[WEATHER])
     (choice,) = first.choices
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -123,6 +122,27 @@ def test_a_tool_is_called_and_its_result_is_read(client: Any):
     assert second.choices[0].message.content == "It is rainy."
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached == first.usage.total_tokens - 1
+
+
+def test_a_message_may_come_back_with_all_its_fields(client: Any):
+    question = user("How is the weather in Oslo?")
+    first = client.chat.completions.create(model=MODEL, messages=question, tools=[WEATHER])
+    said = first.choices[0].message.model_dump()
+    assert "refusal" in said and said["content"] is None
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "rainy"}
+    second = client.chat.completions.create(
+        model=MODEL, messages=[*question, said, result], tools=[WEATHER]
+    )
+    assert second.choices[0].message.content == "It is rainy."
+
+
+def test_several_answers_each_with_its_call_and_its_logprobs(client: Any):
+    answer = ask(
+        client, "How is the weather in Oslo?", tools=[WEATHER], n=2, temperature=1.0, logprobs=True
+    )
+    for choice in answer.choices:
+        assert calls_of(choice.message) == [("get_weather", {"city": "Oslo"})]
+        assert "Oslo" in "".join(token.token for token in choice.logprobs.content)
 
 
 def test_a_tool_call_streamed(client: Any):
@@ -178,11 +198,11 @@ def test_a_call_that_is_required(client: Any, choice: Any, reason: str, stream: 
     assert told == [("get_weather", {"city": "Oslo"})]
 
 
-def test_each_of_twenty_tool_turns_computes_its_new_tokens_only(client: Any):
+def test_each_of_twenty_tool_turns_computes_its_new_tokens_only(client: Any, fresh: str):
     """All of a turn is cached in the next one but its last token, which has no KV."""
     number = {"type": "object", "properties": {"number": {"type": "integer"}}}
     tool: Any = {"type": "function", "function": {"name": "room", "parameters": number}}
-    history, usages = user("Walk through the rooms."), []
+    history, usages = user(f"{fresh} Walk through the rooms."), []
     for _ in range(ROOMS + 1):
         answer = client.chat.completions.create(model=MODEL, messages=history, tools=[tool])
         history.append(message := answer.choices[0].message)
@@ -297,8 +317,8 @@ def test_a_response_that_is_cut_says_so(client: Any):
     assert answer.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_response_goes_on_from_another_one(client: Any):
-    first = respond(client, "What is this, please?")
+def test_a_response_goes_on_from_another_one(client: Any, fresh: str):
+    first = respond(client, fresh)
     second = respond(client, "And that?", previous_response_id=first.id)
     assert second.output_text == HELLO.replace("Hello!", "And that?")
     cached = second.usage.input_tokens_details.cached_tokens
@@ -308,8 +328,8 @@ def test_a_response_goes_on_from_another_one(client: Any):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_response_calls_tools_and_reads_their_results(client: Any, stream: bool):
-    history: list[Any] = user("How is the weather in Oslo and Rome?")
+def test_a_response_calls_tools_and_reads_their_results(client: Any, fresh: str, stream: bool):
+    history: list[Any] = user(f"{fresh} How is the weather in Oslo and Rome?")
     first = respond(client, history, tools=[FLAT_WEATHER], stream=stream)
     if stream:
         events = [*first]
@@ -323,7 +343,7 @@ def test_a_response_calls_tools_and_reads_their_results(client: Any, stream: boo
         history += [{"type": "function_call_output", "call_id": item.call_id, "output": weather}]
     second = respond(client, history, tools=[FLAT_WEATHER])
     assert second.output_text == "It is rainy and dry."
-    assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1
 
 
 def test_a_response_parsed_as_a_class(client: Any):

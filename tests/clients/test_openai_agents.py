@@ -53,8 +53,11 @@ def test_chat_streamed(model: Any):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_tools(model: Any, tools: list[Any], stream: bool):
-    agent = agents.Agent(name="one", model=model, tools=tools)
+def test_tools(model: Any, tools: list[Any], fresh: str, stream: bool):
+    settings = agents.ModelSettings(include_usage=True)
+    agent = agents.Agent(
+        name="one", instructions=fresh, model=model, tools=tools, model_settings=settings
+    )
 
     async def talk() -> Any:
         if not stream:

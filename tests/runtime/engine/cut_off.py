@@ -120,16 +120,10 @@ class Run:
         self.model, self.pool = HashModel(), HashPool(num_pages, page_size)
         cache: PrefixCache = rng.choice(CACHES)(PagePool(num_pages, page_size))
         scheduler = Scheduler(cache, rng.choice([8, 24, 200]), rng.choice([2, 16]))
-        model, pool = self.model, self.pool
+        model: Any = self.model
+        pool: Any = self.pool
         decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
-        self.engine = Engine(
-            model,  # type: ignore[arg-type]
-            pool,  # type: ignore[arg-type]
-            cache,
-            scheduler,
-            decode,
-            guides=GUIDES,
-        )
+        self.engine = Engine(model, pool, cache, scheduler, decode, guides=GUIDES)
         explainer = Explainer(cache, 400)
         scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])
         stem = [rng.randrange(VOCAB - 1) for _ in range(30)]

@@ -6,6 +6,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Event
 from typing import Any
 
 import jsonschema
@@ -185,8 +186,9 @@ def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(num_pages: int, t
         request = engine.add_request(prompt, params)
         finish(engine)
         alone.append(told(request))
-    for forces in (False, True):
+    for forces, ahead in ((False, False), (True, False), (True, True)):
         engine = make_engine(forces=forces, num_pages=num_pages, tokens=tokens)
+        engine._runs_ahead = ahead
         requests = [engine.add_request(prompt, params) for prompt, params in asked]
         finish(engine)
         assert [told(request) for request in requests] == alone
@@ -362,7 +364,7 @@ def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
         (Structured.regex("\ud800"), "surrogates not allowed"),
         (Structured.grammar("start: x"), 'unknown name: "x"'),
         (Structured.grammar("root ::= ("), "Failed to convert"),
-        (Structured.regex("a" * (1 << 18)), "regex of 262144 characters: 131072 at most"),
+        (Structured.regex("a" * (1 << 17)), "regex of 131072 characters: 65536 at most"),
     ],
 )
 def test_what_does_not_compile_is_refused_with_the_reason(
@@ -396,6 +398,35 @@ def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -
 def test_a_model_without_a_fast_tokenizer_says_so() -> None:
     with pytest.raises(InvalidRequest, match="tokenizers library, and this model has none"):
         Guides(None, VOCAB, [EOS]).compile(STRUCTURES["json"])
+
+
+def test_rules_that_lead_through_thousands_of_others_compile() -> None:
+    """On a stack of 8 MiB, as other threads have, the library ends the process."""
+    rules = {f"r{i}": {"items": {"$ref": f"#/$defs/r{i + 1}"}} for i in range(1500)}
+    schema = {"$ref": "#/$defs/r0", "$defs": {**rules, "r1500": {"type": "null"}}}
+    guides().compile(Structured.json(json.dumps(schema, separators=(",", ":"))))
+
+
+def test_what_takes_too_long_to_compile_is_refused_and_holds_up_nobody(monkeypatch) -> None:
+    own, compile_one, go_on = Guides(tokenizer(), VOCAB, [EOS]), guides_module._compile, Event()
+    slow = [Structured.regex(f"slow{i}") for i in range(3)]
+    done = own.compile(STRUCTURES["json"])
+
+    def take_long(structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
+        go_on.wait(30)
+        return compile_one(structured, vocabulary)
+
+    monkeypatch.setattr(guides_module, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(guides_module, "_compile", take_long)
+    for one in slow[:2]:
+        with pytest.raises(InvalidRequest, match=r"regex takes more than 0.05 seconds"):
+            own.compile(one)
+    with pytest.raises(InvalidRequest, match="other structures take too long"):
+        own.compile(slow[2])
+    assert own.compile(STRUCTURES["json"]) is done
+    go_on.set()
+    monkeypatch.setattr(guides_module, "COMPILE_SECONDS", 10.0)
+    assert own.compile(slow[2]).get_error() == ""
 
 
 def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatch) -> None:
