@@ -9,7 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, Json, List, OneOf, Refused, Salt, Text
+from radixcache.runtime.server.fields import (
+    Asked,
+    Items,
+    Json,
+    List,
+    OneOf,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+)
 from radixcache.runtime.server.responses_bodies import merge_system
 
 JSON = dict[str, Any]
@@ -161,9 +171,9 @@ class CountRequest(Asked):
     harmless: ClassVar = frozenset({"speed"})
 
     model: Text | None = None
-    messages: Annotated[List[ChatTurn], Field(min_length=1)]
-    system: Text | List[TextBlock] | None = None
-    tools: List[ClientTool] | None = None
+    messages: SomeItems[ChatTurn]
+    system: Text | Items[TextBlock] | None = None
+    tools: Items[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

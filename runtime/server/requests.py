@@ -24,6 +24,7 @@ from radixcache.runtime.server.fields import (
     PrefixName,
     Refused,
     Salt,
+    SomeItems,
     Text,
     TokenIds,
     check_stop,
@@ -165,7 +166,7 @@ class ChatRequest(ToolFields, GenerationRequest):
 
     refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
 
-    messages: Annotated[List[ChatMessage], Field(min_length=1)]
+    messages: SomeItems[ChatMessage]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -183,7 +184,7 @@ class PrefixRequest(Asked):
 
     name: PrefixName
     prompt: Text | TokenIds | None = None
-    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
+    messages: SomeItems[ChatMessage] | None = None
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds until it is unpinned by itself; null is never."
     )
@@ -201,7 +202,7 @@ class TokenizeRequest(Asked):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
+    messages: SomeItems[ChatMessage] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

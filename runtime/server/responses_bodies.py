@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import Asked, Json, List, Metadata, OneOf, Refused, Salt, Text
+from radixcache.runtime.server.fields import (
+    Asked,
+    Items,
+    Json,
+    List,
+    Metadata,
+    OneOf,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+)
 
 JSON = dict[str, Any]
 
@@ -133,7 +144,7 @@ class ResponsesRequest(Asked):
         "top_logprobs": Refused("/v1/chat/completions has log-probabilities", (0,)),
     }
 
-    input: Text | Annotated[List[Item], Field(min_length=1)]
+    input: Text | SomeItems[Item]
     model: Text | None = None
     instructions: Text | None = None
     previous_response_id: Text | None = None
@@ -142,7 +153,7 @@ class ResponsesRequest(Asked):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: List[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.server.fields import Asked, Body, Json, List, Refused, Text
+from radixcache.runtime.server.fields import Asked, Body, Items, Json, List, Refused, Text
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -121,7 +121,7 @@ class AllowedToolChoice(Body):
 class ToolFields(Body):
     """What a request says of tools, thoughts and the chat template."""
 
-    tools: List[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = Field(

@@ -176,6 +176,26 @@ def test_what_could_not_be_written_again_is_refused_wherever_anything_may_stand(
     assert any(reason in message for reason in ("nested deeper", "surrogate", "no numbers"))
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 10_001}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{}] * 10_000}]}),
+        ("chat/completions", {"messages": ask("?"), "tools": [{"type": "function"}] * 10_001}),
+        ("responses", {"input": [{"role": "user", "content": "x"}] * 10_001}),
+        ("messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}] * 10_001}),
+    ],
+    ids=["messages", "parts", "tools", "items", "turns"],
+)  # fmt: skip
+def test_more_items_than_anybody_has_are_refused(
+    server: LiveServer, path: str, body: dict[str, Any]
+):
+    """2 MB of short messages stopped all clients for six seconds."""
+    response = server.post(f"/v1/{path}", body)
+    assert response.status_code == 400
+    assert "at most 10000 items" in response.json()["error"]["message"]
+
+
 def test_what_is_allowed_a_hundred_times_over_is_looked_at_once():
     """A body of 2 MB took 16 bytes a token and row in every step."""
     body = {"prompt": "x", "allowed_token_ids": [7, 8] * 500}
