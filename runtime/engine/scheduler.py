@@ -347,7 +347,7 @@ class Scheduler:
                 if self._ahead == 1:
                     raise
                 self._ahead = max(1, self._ahead // 8)
-                self.reserve_decode(sequence)
+                self.reserve_decode(sequence, count)
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
