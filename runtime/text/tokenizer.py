@@ -186,6 +186,12 @@ class Tokenizer:
             and stands_apart(token.content)
         }
 
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """What special tokens are spelt."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return frozenset(token.content for token in added.values() if token.special)
+
     def _find_hidden(self) -> frozenset[int]:
         """The special tokens that are no text, if some of them are text."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})

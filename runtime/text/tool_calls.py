@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from radixcache.errors import InvalidRequest
+
+
+def read_json(text: str) -> Any:
+    """What `text` says; `ValueError` if it is no JSON, or nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Call(NamedTuple):
     def values(self) -> dict[str, Any] | None:
         """The arguments; None if they are no JSON object."""
         try:
-            values = json.loads(self.arguments)
+            values = read_json(self.arguments)
         except ValueError:
             return None
         return values if isinstance(values, dict) else None
@@ -95,7 +103,13 @@ class Said(NamedTuple):
     @property
     def meaning(self) -> tuple[Any, ...]:
         """What two answers have in common that differ in spelling and ids only."""
-        return self.content, self.reasoning, [(call.name, call.values) for call in self.calls]
+        calls = [(call.name, spelling(call.values)) for call in self.calls]
+        return self.content, self.reasoning, calls
+
+
+def spelling(arguments: Any) -> str:
+    """The same for the same arguments; for Python, True is 1."""
+    return json.dumps(arguments, sort_keys=True)
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +120,8 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise InvalidRequest("'tool_calls' is a list")
         message["tool_calls"] = [*map(_call_for_template, calls)]
         message.setdefault("content", "")
     if not {"role", "content"} <= message.keys():
@@ -117,7 +133,7 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        arguments = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
     except (LookupError, TypeError, ValueError):
         arguments = None
     if not isinstance(arguments, Mapping):
