@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from threading import Lock, Semaphore, Thread, stack_size
 from typing import TYPE_CHECKING, NamedTuple
@@ -201,11 +201,11 @@ class Guides:
     def _compile_aside(self, structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
         """`_compile` on a thread with a large stack, which goes on alone if it takes too long."""
         future: Future[LLMatcher] = Future()
+        added = self._tokenizer.added if self._tokenizer else {}
 
         def run() -> None:
             try:
-                special = self._tokenizer.special_texts if self._tokenizer else ()
-                future.set_result(_compile(structured, vocabulary, special))
+                future.set_result(_compile(structured, vocabulary, added))
             except BaseException as error:
                 future.set_exception(error)
             finally:
@@ -245,9 +245,9 @@ class Guides:
 
 
 def _compile(
-    structured: Structured, vocabulary: LLTokenizer, special: Collection[str] = ()
+    structured: Structured, vocabulary: LLTokenizer, added: Mapping[int, str]
 ) -> LLMatcher:
-    """The matcher before the first token; `special` are the texts of special tokens."""
+    """The matcher before the first token; `added` are the texts of added tokens."""
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     kind, text = structured.kind, structured.value
@@ -260,7 +260,9 @@ def _compile(
             )
         else:
             grammar = grammar_from(kind, text)
-        if any(one in spelling for one in special for spelling in _spellings(text)):
+        spellings = _spellings(text)
+        special = (one for i, one in added.items() if vocabulary.is_special_token(i))
+        if any(one in spelling for one in special for spelling in spellings):
             grammar = _unforced(grammar)
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)

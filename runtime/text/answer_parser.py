@@ -197,11 +197,12 @@ class AnswerParser:
 
     def _match(self, wanted: Shape) -> _Reading:
         """The match of what comes next; None if it is something else."""
-        while (found := wanted.whole.match(self._held)) is None:
-            if self._ended or not wanted.begun.fullmatch(self._held):
-                return None
+        while True:
+            self._trim()
+            found = wanted.whole.match(self._held)
+            if found or self._ended or not wanted.begun.fullmatch(self._held):
+                return found
             yield
-        return found
 
     def _skip(self, wanted: Shape) -> _Reading:
         found = yield from self._match(wanted)

@@ -135,7 +135,7 @@ class CallFormat:
         rules["answer"] = answer or "ANSWER"
         rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
         first = r"[^{\s]" if self.bare else r"(.|\n)"
-        rules |= {"ANSWER": rf"/{first}(.|\n)*/", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s+/"}
+        rules |= {"ANSWER": rf"/{first}(.|\n)*/", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 

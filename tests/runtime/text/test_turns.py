@@ -117,7 +117,7 @@ def test_an_answer_that_was_cut_comes_back_as_it_was_read():
     more = ANSWER.split("\n\n")[1] + '\n<tool_call>{"name":"g","arguments":{}}</tool_call>'
     turns.remember(prompt, plain.encode(more, add_special_tokens=False), said)
     calls = [call.as_template() for call in said.calls]
-    message = {"role": "assistant", "content": said.content, "tool_calls": calls}
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
     messages = [QUESTION, message, result(message)]
     assert turns.encode(messages).text == turns.history.tokenizer.render_chat(messages)
 
