@@ -549,6 +549,7 @@ class Engine:
             return  # logits are asked for, or a token may be forbidden
         for token in guide.forced(sequence.generated):
             sequence.append(token)
+            self.num_generated += 1
             self._end_if_done(sequence)
             if sequence.finish_reason is not None:
                 break

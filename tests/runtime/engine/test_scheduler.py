@@ -14,6 +14,7 @@ from radixcache import SamplingParams
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.modes import parse_mode
 from radixcache.bench.workloads.generators import generate
+from radixcache.errors import OutOfPages
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import LOOK_AHEAD, MAX_PASSED_OVER, Scheduler
 from tests import engines
@@ -69,6 +70,28 @@ def test_nobody_waits_for_less_than_half_of_what_is_missing(own, step):
     ]
     assert first_tokens(engine, requests) == [1, step]
     assert requests[1].prefilled_tokens == (own if step == 2 else 12 + own)
+
+
+@pytest.mark.parametrize("free", range(5, 33))
+def test_a_decode_of_several_tokens_gets_pages_for_all_of_them_or_none(free):
+    engine = make_engine("radix-4")
+    params = SamplingParams(max_tokens=200)
+    request = Request(0, None, PROMPT, params)
+    request.add_sequences(200, None, lambda index: None)
+    (sequence,) = request.sequences
+    engine.scheduler.add(sequence)
+    engine.scheduler.schedule()
+    cache = engine.cache
+    cache.commit()
+    others = cache.acquire(PROMPT[::-1].copy())
+    cache.reserve(others, 4 * (cache.pool.num_free - free))
+    if free < 10:
+        with pytest.raises(OutOfPages):
+            engine.scheduler.reserve_decode(sequence, 40)
+    else:
+        engine.scheduler.reserve_decode(sequence, 40)
+        assert sequence.lease.capacity >= len(PROMPT) + 40
+    cache.check()
 
 
 def test_nobody_waits_twice():
