@@ -116,7 +116,7 @@ class CallFormat:
             before = spell(head.replace("NAME", tool.name))
             rules[f"call_{index}"] = f"{before} value_{index} {spell(tail)}"
             free = choice.mode == "auto" and not tool.strict
-            schema = {} if free else _of_object(tool)
+            schema = {"type": "object"} if free else _of_object(tool)
             rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
