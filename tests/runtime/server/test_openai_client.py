@@ -256,7 +256,7 @@ def test_completion_logprobs_have_tokens_values_and_offsets(client: Any):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_shows_the_prompt_and_its_logprobs(client: Any, stream: bool):
-    text = "| 1 | Nora Lund | 30 |"
+    text = "Question: How old is Nora Lund? Your answer: The age of"  # the name is to follow
     seen = client.completions.create(
         model="tabletalk", prompt=text, max_tokens=2, echo=True, logprobs=1, stream=stream
     )
