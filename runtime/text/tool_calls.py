@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from radixcache.errors import InvalidRequest
+
+MAX_DEPTH = 100
+"""Of JSON. More, and what writes or renders it may give up."""
+
+
+def read_json(text: str) -> Any:
+    """What `text` says; `ValueError` if it is no JSON, or has a flaw."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    if (flaw := flaw_of(value)) is not None:
+        raise ValueError(flaw)
+    return value
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,7 @@ class Call(NamedTuple):
     @property
     def values(self) -> dict[str, Any] | None:
         """The arguments; None if they are no JSON object."""
-        try:
-            values = json.loads(self.arguments)
-        except ValueError:
-            return None
-        return values if isinstance(values, dict) else None
+        return read_object(self.arguments)
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -95,7 +105,39 @@ class Said(NamedTuple):
     @property
     def meaning(self) -> tuple[Any, ...]:
         """What two answers have in common that differ in spelling and ids only."""
-        return self.content, self.reasoning, [(call.name, call.values) for call in self.calls]
+        calls = [(call.name, spelling(call.values)) for call in self.calls]
+        return self.content, self.reasoning, calls
+
+
+def spelling(arguments: Any) -> str:
+    """The same for the same arguments; for Python, True is 1."""
+    return json.dumps(arguments, sort_keys=True)
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is none, or has a flaw."""
+    try:
+        values = read_json(text)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def flaw_of(value: Any) -> str | None:
+    """Why a value that was read as JSON cannot be written as JSON; None if it can. O(its size)."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        branches = [one for one in level if isinstance(one, dict | list)]
+        level = [x for one in branches for x in (one.values() if isinstance(one, dict) else one)]
+    if level:
+        return f"nested deeper than {MAX_DEPTH} levels"
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "not valid Unicode: half of a surrogate pair"
+    except ValueError:
+        return "NaN and infinity are no numbers of JSON's"
+    return None
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +148,8 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise InvalidRequest("'tool_calls' is a list")
         message["tool_calls"] = [*map(_call_for_template, calls)]
         message.setdefault("content", "")
     if not {"role", "content"} <= message.keys():
@@ -128,8 +172,8 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (LookupError, TypeError, ValueError):
+        arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (LookupError, TypeError):
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
+from radixcache.runtime import prefixes
 from radixcache.runtime.prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
 from tests.models import BYTES_PER_TOKEN, tiny_model
@@ -179,6 +181,25 @@ def test_what_is_preferred_survives_pressure_and_yields_to_need(llm: LLM) -> Non
     assert preferred() == []
 
 
+def test_a_request_that_finds_no_room_gets_that_of_what_is_preferred(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it came that both are there."""
+    monkeypatch.setattr(llm.prefixes, "make_room", lambda num_tokens: None)
+    params = SamplingParams(temperature=0, max_tokens=60 * 4 - 4 - 10, ignore_eos=True)
+    (alone,) = llm.generate("0123456789", params)
+    llm.reset_prefix_cache()
+    llm.generate(SYSTEM, GREEDY)
+    stream = llm.stream("0123456789", params)
+    next(stream)
+    llm.call(lambda: llm.prefixes.prefer(llm.encode(SYSTEM), 60.0))
+    assert llm.call(llm.prefixes.list)
+    *_, output = stream
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids and output.error is None
+    assert not llm.call(llm.prefixes.list)
+    llm.call(llm.engine.check)
+
+
 def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(llm: LLM) -> None:
     def prefer(length: int, lifetime: float, cache_salt: str | None = None) -> None:
         tokens = llm.encode(SYSTEM)[:length]
@@ -200,8 +221,23 @@ def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(l
     assert preferred() == [(10, None), (30, None), (40, "a")]  # of another salt
     prefer(10, 0.01)  # shorter than what it has: it stays
     time.sleep(0.02)
-    assert preferred() == [(10, None), (30, None), (40, "a")]
+    assert preferred() == [(30, None), (40, "a"), (10, None)]
     prefer(30, 7200)
-    assert preferred() == [(30, None), (40, "a")]
+    assert preferred() == [(40, "a"), (30, None)]
     llm.reset_prefix_cache()
     assert preferred() == []
+
+
+def test_of_many_that_are_preferred_those_asked_for_last_stay(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the longest to the shortest they need no page but those of the first."""
+    monkeypatch.setattr(prefixes, "MAX_PREFERRED", 4)
+    llm.generate(SYSTEM, GREEDY)
+    for seconds, length in enumerate([*range(20, 10, -1), 14]):
+        tokens = llm.encode(SYSTEM)[:length]
+        llm.call(partial(llm.prefixes.prefer, tokens, 60 + seconds))
+        llm.call(llm.engine.check)
+        told = [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
+        last = [*range(min(20, length + 3), length - 1, -1)]
+        assert told == ([14] if seconds == 10 else last)
