@@ -28,42 +28,48 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, float | np.floating) or (_is_int(value) and abs(value) < 2**1023)
 
 
-def _is_some(value: Any, is_one: Callable[[Any], bool]) -> bool:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
-        return False
-    return all(map(is_one, value))
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_int(token) and _is_float(bias) and -100 <= bias <= 100 for token, bias in value.items()
+    )
+
+
+def _all(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def holds(value: Any) -> bool:
+        listed = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        return listed and all(map(is_one, value))
+
+    return holds
+
+
+_STRINGS = "a list of strings that are not empty"
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float": (_is_float, "a number"),
     "int": (_is_int, "an integer"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
-    "str | Sequence[str]": (
-        lambda value: _is_text(value) or _is_some(value, _is_text),
-        "a string or a list of strings that are not empty",
-    ),
-    "Sequence[str]": (
-        lambda value: _is_some(value, _is_text),
-        "a list of strings that are not empty",
-    ),
-    "Collection[int]": (lambda value: _is_some(value, _is_int), "token ids"),
-    "Mapping[int, float]": (
-        lambda value: (
-            isinstance(value, Mapping)
-            and all(_is_int(t) and _is_float(b) and -100 <= b <= 100 for t, b in value.items())
-        ),
-        "of token ids and numbers in [-100, 100]",
-    ),
-    "Structured": (
-        lambda value: isinstance(value, Structured),
-        "a Structured, as by Structured.json(schema)",
-    ),
+    "str | Sequence[str]": (lambda v: _is_text(v) or _all(_is_text)(v), f"a string or {_STRINGS}"),
+    "Sequence[str]": (_all(_is_text), _STRINGS),
+    "Collection[int]": (_all(_is_int), "token ids"),
+    "Mapping[int, float]": (_is_bias, "of token ids and numbers in [-100, 100]"),
+    "Structured": (lambda v: isinstance(v, Structured), "a Structured, as by Structured.json(...)"),
 }
 """What a field of `SamplingParams` of each type takes; where the type says so, None besides."""
+
+_RANGES = [
+    ("temperature", 0, 1e308, "at least 0 and finite"),
+    ("top_k", -1, 2**31 - 1, "at least 1, or 0 or -1 for all"),
+    ("min_p", 0, 1, "in [0, 1]"),
+    ("seed", -(2**63), 2**63 - 1, "of 64 bits"),
+    ("n", 1, inf, "at least 1"),
+    ("logprobs", 0, inf, "at least 0"),
+    ("prompt_logprobs", 0, MAX_PROMPT_LOGPROBS, f"from 0 to {MAX_PROMPT_LOGPROBS}"),
+    ("presence_penalty", -2, 2, "in [-2, 2]"),
+    ("frequency_penalty", -2, 2, "in [-2, 2]"),
+]
 
 
 def _refusing(cls: type[T]) -> type[T]:
@@ -149,48 +155,19 @@ class SamplingParams:
             kind, optional, _ = str(field.type).partition(" | None")
             holds, rule = _KINDS[kind]
             _require((optional and value is None) or holds(value), field.name, rule, value)
-        _require(
-            0 <= self.temperature < inf, "temperature", "at least 0 and finite", self.temperature
-        )
-        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(-1 <= self.top_k < 2**31, "top_k", "at least 1, or 0 or -1 for all", self.top_k)
-        _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
+        for name, least, most, rule in _RANGES:
+            value = getattr(self, name)
+            _require(value is None or least <= value <= most, name, rule, value)
         least = 1 if self.prompt_logprobs is None else 0
-        _require(
-            self.max_tokens is None or self.max_tokens >= least,
-            "max_tokens",
-            f"at least {least}",
-            self.max_tokens,
-        )
-        _require(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "of 64 bits", self.seed
-        )
-        _require(self.n >= 1, "n", "at least 1", self.n)
-        _require(
-            self.logprobs is None or self.logprobs >= 0, "logprobs", "at least 0", self.logprobs
-        )
-        _require(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_PROMPT_LOGPROBS,
-            "prompt_logprobs",
-            f"from 0 to {MAX_PROMPT_LOGPROBS}",
-            self.prompt_logprobs,
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, "in [-2, 2]", getattr(self, name))
-        penalty, allowed = self.repetition_penalty, self.allowed_token_ids
+        longest = inf if self.max_tokens is None else self.max_tokens
+        _require(longest >= least, "max_tokens", f"at least {least}", self.max_tokens)
+        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        penalty = self.repetition_penalty
         _require(0 < penalty < inf, "repetition_penalty", "above 0", penalty)
-        _require(
-            allowed is None or len(allowed) > 0,
-            "allowed_token_ids",
-            "token ids, one at least",
-            allowed,
-        )
-        _require(
-            0 <= self.min_tokens <= (inf if self.max_tokens is None else self.max_tokens),
-            "min_tokens",
-            f"at least 0 and at most max_tokens ({self.max_tokens})",
-            self.min_tokens,
-        )
+        rule = f"at least 0 and at most max_tokens ({self.max_tokens})"
+        _require(0 <= self.min_tokens <= longest, "min_tokens", rule, self.min_tokens)
+        allowed, rule = self.allowed_token_ids, "token ids, one at least"
+        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", rule, allowed)
 
     @property
     def stop_strings(self) -> list[str]:

@@ -286,7 +286,7 @@ def forked(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
 
 def address(line: str) -> str:
     """That of the server which says this; it answers."""
-    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+)\nqwen3 in ", line)
+    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+)\n", line)
     assert match, line
     end = time.monotonic() + 60
     while True:
