@@ -16,7 +16,7 @@ Graph = dict[str, set[str]]
 
 FLOORS = [
     {"radixcache"},
-    {"radixcache.kernels", "radixcache.runtime.files"},
+    {"radixcache.kernels", "radixcache.runtime.files", "radixcache.runtime.sizes"},
     {"radixcache.runtime.model", "radixcache.runtime.text"},
     {"radixcache.runtime.engine"},
     {"radixcache.runtime"},

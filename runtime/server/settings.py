@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
+from radixcache.runtime.sizes import parse_memory
 
 _PREFIX = "RADIXCACHE_"
 _OTHER_VARIABLES = {"data"}
@@ -106,7 +107,20 @@ def _host_name(text: str) -> str:
 def _origin(text: str) -> str:
     parts = urlsplit(text)
     if text != "*" and (not parts.hostname or text != f"{parts.scheme}://{parts.netloc}".lower()):
-        raise ValueError("an origin like https://app.example.org, or *")
+        raise ValueError("an origin like https://app.example.org, with no slash at its end, or *")
+    return text
+
+
+def _memory(amount: int | str) -> int:
+    try:
+        return parse_memory(amount)
+    except InvalidRequest:
+        raise ValueError("an amount like 2GB or 512MiB, or bytes") from None
+
+
+def _model_name(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a name")
     return text
 
 
@@ -118,6 +132,8 @@ def _collector(text: str) -> str:
 
 _SPLIT = BeforeValidator(_split)
 _HostName = Annotated[str, AfterValidator(_host_name)]
+_Memory = Annotated[int | str, AfterValidator(_memory)]
+_ModelName = Annotated[str, AfterValidator(_model_name)]
 _Origin = Annotated[str, AfterValidator(_origin)]
 _Collector = Annotated[str, AfterValidator(_collector)]
 
@@ -131,7 +147,7 @@ class Settings(BaseSettings):
     model: str | None = None
     cache: Literal["radix", "hash-block", "none"] | None = None
     page_size: int | None = None
-    kv_memory: int | str | None = None
+    kv_memory: _Memory | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     device: str | None = None
     exact: bool | None = None
@@ -149,7 +165,7 @@ class Settings(BaseSettings):
     admin_key_file: Path | None = None
     allowed_host: Annotated[list[_HostName], NoDecode, _SPLIT] = []
     allow_origin: Annotated[list[_Origin], NoDecode, _SPLIT] = []
-    served_model_name: Annotated[list[str], NoDecode, _SPLIT] = []
+    served_model_name: Annotated[list[_ModelName], NoDecode, _SPLIT] = []
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
     request_timeout: Annotated[float, Field(gt=0)] | None = None
     max_body_size: Annotated[int, Field(ge=1)] | None = None
@@ -207,9 +223,12 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         read = YamlConfigSettingsSource(Settings, path)()
     except Exception as error:  # whatever a file makes of the parser
-        reason = first_sentence(error)
+        mark = getattr(error, "problem_mark", None)
+        reason = first_sentence(error) if mark is None else f"line {mark.line + 1}, {error.problem}"
         raise InvalidRequest(f"the settings in {path} are no YAML mapping: {reason}") from None
     settings = {str(name).replace("-", "_"): value for name, value in read.items()}
+    if "config" in settings:
+        raise InvalidRequest(f"'config' in {path}: settings are in one file")
     for name in settings:
         _check_name(name, f"{name!r} in {path}", "{}", str)
     return settings

@@ -104,8 +104,13 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "x", "--temprature", "1"], "(see radixcache generate --help)"),
         (
             ["chat", "--gpu-memory-utilization=0.5"],
-            "arguments: --gpu-memory-utilization=0.5: say kv_",
+            "arguments: --gpu-memory-utilization=0.5: say --kv-memory, ",
         ),
+        (["serve", "--max-model-len", "9"], "the model's: say max_tokens, --kv-memory (see"),
+        (["chat", "--enable-prefix-caching"], "say --cache='none' (see"),
+        (["serve", "--prot", "3"], "unrecognized arguments: --prot: did you mean --port? (see"),
+        (["generate", "--foo", "3"], "unrecognized arguments: --foo (see"),
+        (["generate", "-", "--seeed", "3"], "--seeed 3: did you mean --seed? (see"),
     ],
 )
 def test_bad_input_gets_one_sentence(

@@ -73,6 +73,8 @@ def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
         ("--allow-origin app.example", "--allow-origin: an origin like https://app.example.org"),
         ("--allow-origin https://a.example/x", "--allow-origin: an origin like "),
         ("--allowed-host http://a.example", "a name without scheme and port, not 'http://a"),
+        ("--allow-origin https://a.example/", "with no slash at its end"),
+        ("--kv-memory 2gigs", "--kv-memory: an amount like 2GB or 512MiB, or bytes, not '2gigs'"),
         ("--config /no/file", "no settings at /no/file: no such file"),
         ("--api-key-file /no/file", "cannot read /no/file: No such file"),
         ("--api-key a --api-key-file b", "--api-key and --api-key-file are both given"),
@@ -90,6 +92,7 @@ def test_a_flag_that_makes_no_sense_is_named(flags: str, sentence: str):
         ("SPOON", "1", "the variable RADIXCACHE_SPOON is no setting of radixcache serve"),
         ("CACHE", "disk", "RADIXCACHE_CACHE: must be 'radix', 'hash-block' or 'none', not 'disk'"),
         ("API_KEY", "", "the API key is empty"),
+        ("SERVED_MODEL_NAME", "", "RADIXCACHE_SERVED_MODEL_NAME: a name, not ''"),
     ],
 )
 def test_a_variable_that_makes_no_sense_is_named(name, value, sentence, monkeypatch):
@@ -107,7 +110,10 @@ def test_the_variable_of_the_benchmarks_is_no_typo(monkeypatch):
     [
         ("prt: 8001", "'prt' in FILE is no setting of radixcache serve: did you mean port?"),
         ("port: many", "port in FILE: must be a valid integer, not 'many'"),
-        ("port: [1", "the settings in FILE are no YAML mapping: while parsing"),
+        ("# a comment\nport: [1", "the settings in FILE are no YAML mapping: line 2, expected"),
+        ("port: 1\nhost: a\tb: c", "the settings in FILE are no YAML mapping: line 2, found"),
+        ("kv-memory: 2 gigs", "kv_memory in FILE: an amount like 2GB or 512MiB, or bytes, not '2"),
+        ("config: other.yaml", "'config' in FILE: settings are in one file"),
         ("[port, 1]", "the settings in FILE are no YAML mapping: "),
         ("allow-origin: [7]", "allow_origin in FILE: must be a valid string, not 7"),
     ],
