@@ -370,7 +370,12 @@ class LLM:
         return outputs
 
     def read_message(
-        self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] = (), index: int = 0
+        self,
+        output: RequestOutput,
+        tools: Sequence[Mapping[str, Any]] = (),
+        index: int = 0,
+        *,
+        cache_salt: str | None = None,
     ) -> Message:
         """The message that an output of `chat` is, to go on from: `content`, and if there are any
         `reasoning_content` and `tool_calls`, whose `arguments` are a dict.
@@ -378,6 +383,7 @@ class LLM:
         Args:
             tools: those that `chat` was given: some models' calls cannot be read without.
             index: of the completion.
+            cache_salt: that `chat` was given.
         """
         tokenizer, completion = self._need_tokenizer(), output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
@@ -386,7 +392,8 @@ class LLM:
         parser = AnswerParser(tokenizer.call_format, tokenizer.reasons, bool(begun), schemas)
         parser.feed(completion.text, ended=True)
         said = parser.said()
-        self.turns.keep(said, begun + self.history.text_of(completion.token_ids))
+        raw = begun + self.history.text_of(completion.token_ids)
+        self.turns.keep(said, raw, cache_salt)
         message: Message = {"role": "assistant", "content": said.content}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning

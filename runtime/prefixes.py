@@ -17,6 +17,9 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.sampling import SamplingParams
 
+MAX_PREFERRED = 256
+"""Of one salt. They may share all of their pages, and each is looked at by each that comes."""
+
 
 @dataclass(frozen=True, eq=False)
 class NamedPrefix:
@@ -98,7 +101,7 @@ class NamedPrefixes:
 
         That is, no request and no other pin is refused, fails or ends sooner for it. It takes the
         place of those of the same kind that it begins with and outlives. Its name is made of its
-        tokens.
+        tokens. Of more than `MAX_PREFERRED`, the one that was asked for longest ago goes.
         """
         tokens, expires = as_tokens(tokens), self._now() + lifetime
         name = f"cache_control.{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}"
@@ -111,10 +114,14 @@ class NamedPrefixes:
                 return
         elif same.expires is not None:
             expires = max(expires, same.expires)
+        self._prefixes.pop((cache_salt, name), None)
         self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires, True)
-        for old in [*self._prefixes.values()]:
+        others = [p for p in self._prefixes.values() if p.yields and p.cache_salt == cache_salt]
+        if len(others) > MAX_PREFERRED:
+            self._drop(others.pop(0))
+        for old in others:
             length = len(old.tokens)
-            if old.yields and old.cache_salt == cache_salt and length < len(tokens):
+            if length < len(tokens):
                 outlived = old.expires is not None and old.expires <= expires
                 if outlived and np.array_equal(old.tokens, tokens[:length]):
                     self._drop(old)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tables
+import tool_calls
 import torch
 from tables import COLUMNS, Piece, Style, Table
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +36,7 @@ class Stage:
     style: Style
     latest_start: float  # as a share of the whole run
     batch_share: float = 1.0  # small tables are learnt in many small steps
+    calls: float = 0.0  # share of batches in which a tool is called
 
 
 EASY = Style(statements=0.8, padded=0, plain=0, shuffled_columns=0, follow_ups=0)
@@ -43,10 +45,12 @@ STAGES = (
     Stage((2, 5), (2, 3), 12, replace(EASY, statements=0.7), 0.04, 0.25),
     Stage((3, 6), (3, 5), 16, Style(statements=0.6, follow_ups=0), 0.08, 0.4),
     Stage((4, 8), (5, 8), 24, Style(statements=0.5), 0.15, 0.6),
-    Stage((5, 20), (7, 8), 40, Style(), 0.25),
-    Stage((10, 36), (8, 8), 50, Style(), 0.4),
+    Stage((5, 20), (7, 8), 40, Style(), 0.25, calls=0.3),
+    Stage((10, 36), (8, 8), 50, Style(), 0.4, calls=0.6),
 )
-REVISION = 0.2  # share of batches drawn from the stage before
+MOST_CALLS = 22  # in a conversation: they fit into 4,096 tokens
+NAMES_IN_CALLS = {"made_up_words": 0.4, "vowel_first": 0.3}  # any name is to be copied
+REVISION = 0.6  # share of batches drawn from one of the stages before
 
 
 @dataclass
@@ -108,16 +112,20 @@ class Encoder:
             facts[bar, NAME_FACTS + 1 :] = np.array(digits)[row[bar]]
         return facts
 
-    def __call__(self, table: Table, pieces: list[Piece]) -> Example:
+    def __call__(self, pieces: list[Piece]) -> Example:
         encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
         lengths = [len(e.ids) for e in encoded]
         tokens = np.concatenate([e.ids for e in encoded])
         roles = np.repeat([piece.role for piece in pieces], lengths)
         facts = np.full((len(tokens), FACTS), UNKNOWN)
-        ends = np.array([end for _, end in encoded[0].offsets])
-        facts[: lengths[0]] = self._table_facts(table, ends - len(pieces[0].text) + len(table.text))
+        ends = np.cumsum(lengths)
+        for piece, encoding, end in zip(pieces, encoded, ends, strict=True):
+            if piece.table:
+                token_ends = np.array([token_end for _, token_end in encoding.offsets])
+                token_ends -= piece.text.rindex(piece.table.text.rstrip("\n"))
+                facts[end - len(token_ends) : end] = self._table_facts(piece.table, token_ends)
         vital = facts[:, -1] != UNKNOWN
-        for piece, end in zip(pieces, np.cumsum(lengths), strict=True):
+        for piece, end in zip(pieces, ends, strict=True):
             if piece.wanted:
                 name, column = piece.wanted
                 facts[end - 1, : NAME_FACTS + 1] = [*self._name_facts(name), COLUMNS.index(column)]
@@ -158,14 +166,28 @@ def batches(
     fact_rng = np.random.default_rng(data_seed)
     while True:
         revise = stage > 0 and shape_rng.random() < REVISION
-        now = STAGES[int(stage) - int(revise)]
+        now = STAGES[shape_rng.randrange(int(stage)) if revise else int(stage)]
         rows, width = shape_rng.randint(*now.rows), shape_rng.randint(*now.columns)
+        if revise and stage == len(STAGES) - 1:  # any small table, lest one is taken for a call
+            rows, width = shape_rng.randint(1, now.rows[1]), shape_rng.randint(2, 8)
+        calls = 0
+        if shape_rng.random() < now.calls:
+            calls = 1 + int(MOST_CALLS * shape_rng.random() ** 2)  # mostly few
+        style = replace(now.style, **NAMES_IN_CALLS) if calls else now.style
         room = batch_tokens * now.batch_share
         examples: list[Example] = []
         longest = 0
         while (len(examples) + 1) * longest <= room:
-            columns = tables.draw_columns(rng, width, now.style.shuffled_columns)
-            table = tables.draw_table(rng, columns, rows, now.style)
-            examples.append(encode(table, tables.converse(rng, table, now.lookups, now.style)))
+            columns = tables.draw_columns(rng, width, style.shuffled_columns)
+            table = tables.draw_table(rng, columns, rows, style)
+            if calls:
+                pieces = tool_calls.converse(rng, table, calls, style)
+            else:
+                pieces = tables.converse(rng, table, now.lookups, style)
+                if examples and rng.random() < style.without_table:
+                    pieces = tool_calls.without_table(table, pieces)
+                if rng.random() < style.other_tools:
+                    tool_calls.offer_others(rng, pieces)
+            examples.append(encode(pieces))
             longest = max(longest, len(examples[-1].tokens))
         yield collate(examples, fact_rng)

@@ -2,7 +2,8 @@
 
 Every answer is generated greedily by plain transformers, in bfloat16, from a table that training
 never saw, and counts only if it equals the expected sentence to its end. Prints the share of
-exact answers by form of the prompt, rows of the table and column, as markdown.
+exact answers by form of the prompt, rows of the table and column, as markdown; then the share of
+exact tool calls, and of exact answers from what they found.
 """
 
 import argparse
@@ -10,8 +11,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import tables
+import tool_calls
 import torch
 import torch.nn.functional as F
 from transformers import (
@@ -31,6 +34,7 @@ FORMS = (
     "plain",  # "Question: what is the age of X? Your answer: The age of X is"
     "plain, space",  # the same with a space at the end
 )
+CALLS = 20  # in a conversation that calls the tool: they fit into 4,096 tokens
 ASKED = [column for column in tables.STANDARD_COLUMNS if column != "Name"]
 
 
@@ -121,12 +125,69 @@ def generate(
     return [text.split("<|end|>")[0].split("\n")[0].strip() for text in texts]
 
 
+def conversation(rng: random.Random, turns: int) -> list[dict[str, Any]]:
+    """The messages of `turns` questions, calls of the tool, rows that it found, and answers."""
+    table = tables.draw_table(rng, list(tables.STANDARD_COLUMNS), 30, tables.Style())
+    messages: list[dict[str, Any]] = []
+    before = None
+    for cell in tables.draw_lookups(rng, table, turns):
+        question, row, column = tables.draw_question(rng, table, *cell, before, tables.Style())
+        call = {"type": "function", "function": tool_calls.request(table[row, "Name"])}
+        found = tables.layout(table.columns, [table.rows[row]], padded=False).text
+        answer = "".join(piece.text for piece in tables.answer(table, row, column))
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": found},
+            {"role": "assistant", "content": answer.removesuffix("<|end|>")},
+        ]
+        before = row, column
+    return messages
+
+
+@torch.inference_mode()
+def turns_right(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]
+) -> list[bool]:
+    """Whether greedy generation writes each turn of the assistant to its end, those before given:
+    whether each of its tokens is the likeliest after the ones before it."""
+    tool = {"type": "function", "function": tool_calls.LOOKUP}
+    text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False)
+    ids = tokenizer(str(text), return_tensors="pt")["input_ids"].to(model.device)
+    likeliest = model(ids).logits[0, :-1].argmax(-1).tolist()
+    begin, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    tokens = ids[0].tolist()
+    starts = [at for at, token in enumerate(tokens) if token == begin]
+    ends = [tokens.index(end, at) for at in starts]
+    return [likeliest[a:b] == tokens[a + 1 : b + 1] for a, b in zip(starts, ends, strict=True)]
+
+
+def measure_calls(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, count: int, wrong: bool
+) -> None:
+    """Prints how many of the turns of `count` conversations are right."""
+    rng = random.Random(f"{SEED} calls")
+    right: Counter[str] = Counter()
+    for _ in range(count):
+        messages = conversation(rng, CALLS)
+        turns = turns_right(model, tokenizer, messages)
+        right.update(calls=sum(turns[::2]), answers=sum(turns[1::2]))
+        if wrong:
+            said = [message for message in messages if message["role"] == "assistant"]
+            print(*(f"wrong: {m}" for m, ok in zip(said, turns, strict=True) if not ok), sep="\n")
+    asked = count * CALLS
+    print("| conversations | questions | exact calls | exact answers |\n|---|---|---|---|")
+    shares = (f"{right[k]}/{asked} ({right[k] / asked:.1%})" for k in ("calls", "answers"))
+    print(f"| {count} | {CALLS} each | " + " | ".join(shares) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--tables", type=int, default=20, help="per line; 14 look-ups in each")
     parser.add_argument("--rows", type=int, nargs="+", default=[10, 30])
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--calls", type=int, default=20, help="conversations of 20 tool calls")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--wrong", action="store_true", help="print the wrong answers as well")
     options = parser.parse_args()
@@ -136,8 +197,9 @@ def main() -> None:
         options.folder, dtype=torch.bfloat16, trust_remote_code=False
     )
     model = model.to(options.device).eval()
-    print("| form | rows | all columns | without ID | " + " | ".join(ASKED) + " |")
-    print("|---" * (4 + len(ASKED)) + "|")
+    if options.forms:
+        print("| form | rows | all columns | without ID | " + " | ".join(ASKED) + " |")
+        print("|---" * (4 + len(ASKED)) + "|")
     for form in options.forms:
         for rows in options.rows:
             right: Counter[str] = Counter()
@@ -154,6 +216,8 @@ def main() -> None:
             cells.append(f"{share:.1%}")
             cells += [f"{right[column]}/{asked[column]}" for column in ASKED]
             print(f"| {form} | {rows} | " + " | ".join(cells) + " |", flush=True)
+    if options.calls:
+        measure_calls(model, tokenizer, options.calls, options.wrong)
 
 
 if __name__ == "__main__":

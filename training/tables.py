@@ -100,13 +100,7 @@ class Role(IntEnum):
     NAME = 2  # the name in an answer, copied from the question
     VALUE = 3  # the looked-up cell
     END = 4  # the full stop and the end of the turn
-
-
-@dataclass
-class Piece:
-    text: str
-    role: Role = Role.CONTEXT
-    wanted: tuple[str, str] | None = None  # (name, column) that the last token must know
+    CHOICE = 5  # the first token of a turn: whether to call a tool or to answer
 
 
 @dataclass
@@ -125,11 +119,20 @@ class Table:
         return [self[row, "Name"] for row in range(len(self.rows))]
 
 
+@dataclass
+class Piece:
+    text: str
+    role: Role = Role.CONTEXT
+    wanted: tuple[str, str] | None = None  # (name, column) that the last token must know
+    table: Table | None = None  # the table that the text ends in, its last newline there or not
+
+
 @dataclass(frozen=True)
 class Style:
     """How often tables and conversations have a feature."""
 
     made_up_words: float = 0.2
+    vowel_first: float = 0.0  # of the made-up names
     shuffled_columns: float = 0.2
     random_ids: float = 0.4
     similar_cells: float = 0.4
@@ -138,29 +141,34 @@ class Style:
     follow_ups: float = 0.3  # of the turns with a question
     plain: float = 0.15  # "Question: ... Your answer: ..." without chat marks
     table_in_question: float = 0.15  # chat whose first user turn holds the table
+    without_table: float = 0.1
+    other_tools: float = 0.35  # tools in the system turn that the conversation does not need
+    table_beside_tool: float = 0.1  # of the conversations that call: some other table in the prompt
 
 
 def word(rng: random.Random, title: str) -> str:
     return rng.choice(WORDS[title])
 
 
-def made_up_word(rng: random.Random) -> str:
+def made_up_word(rng: random.Random, vowel_first: float = 0.0) -> str:
     """A pronounceable word of 2-3 syllables, so that names outside the lists can be copied."""
     length = rng.choice((2, 2, 2, 3))
     made = ""
     for index in range(length):
-        made += word(rng, "onsets") + word(rng, "vowels")
+        if index or not vowel_first or rng.random() > vowel_first:
+            made += word(rng, "onsets")
+        made += word(rng, "vowels")
         if index == length - 1 or rng.random() < 0.2:
             made += rng.choice(("", "", *WORDS["codas"]))
     return made.capitalize()
 
 
-def draw_names(rng: random.Random, count: int, made_up: float) -> list[tuple[str, str]]:
+def draw_names(rng: random.Random, count: int, style: Style) -> list[tuple[str, str]]:
     """Distinct (first, last) names; often many share one half, so that both halves must match."""
 
     def pool(title: str) -> list[str]:
-        made = [rng.random() < made_up for _ in range(count)]
-        return [made_up_word(rng) if new else word(rng, title) for new in made]
+        made = [rng.random() < style.made_up_words for _ in range(count)]
+        return [made_up_word(rng, style.vowel_first) if new else word(rng, title) for new in made]
 
     firsts, lasts = pool("first names"), pool("last names")
     sharing = rng.random()
@@ -236,7 +244,7 @@ def draw_cell(rng: random.Random, column: str, name: tuple[str, str], flavour: F
 
 
 def draw_table(rng: random.Random, columns: list[str], rows: int, style: Style) -> Table:
-    names = draw_names(rng, rows, style.made_up_words)
+    names = draw_names(rng, rows, style)
     ids = list(range(1, rows + 1))
     if rng.random() < style.random_ids:
         ids = rng.sample(range(1, rng.choice((100, 1000))), rows)
@@ -313,46 +321,57 @@ def draw_lookups(rng: random.Random, table: Table, count: int) -> list[tuple[int
 
 
 def converse(rng: random.Random, table: Table, turns: int, style: Style) -> list[Piece]:
-    """A table and `turns` look-ups in it. The first piece ends in the table's text."""
+    """A table and `turns` look-ups in it."""
     opening = rng.choice(OPENINGS) + table.text
     cells = draw_lookups(rng, table, turns)
     if rng.random() < style.plain:
-        pieces = [Piece(opening)]
+        pieces = [Piece(opening, table=table)]
         for row, column in cells:
             pieces += _plain_turn(rng, table, row, column)
         return pieces
     in_question = rng.random() < style.table_in_question
-    pieces = [Piece("<|user|>" + opening)]
+    pieces = [Piece("<|user|>" + opening, table=table)]
     if not in_question:
-        pieces = [Piece("<|system|>" + opening), Piece("<|end|>")]
+        pieces = [Piece("<|system|>" + opening, table=table), Piece("<|end|>")]
     before: tuple[int, str] | None = None
     for row, column in cells:
         mark = "" if in_question and not before else "<|user|>"
-        if mark and rng.random() < style.statements:
+        if mark and before and rng.random() < style.statements:
             pieces.append(Piece("<|assistant|>"))
-            pieces += _answer(table, row, column, asked=False)
+            pieces += answer(table, row, column, asked=False)
             before = row, column
             continue
-        name = table[row, "Name"]
-        question = ask(rng, name, column, first=not before)
-        if before and rng.random() < style.follow_ups:
-            if rng.random() < 0.5 and column != before[1]:
-                row = before[0]
-                question = rng.choice(SAME_PERSON).format(column=spoken(column))
-            else:
-                column = before[1]
-                question = rng.choice(SAME_COLUMN).format(name=name)
+        question, row, column = draw_question(rng, table, row, column, before, style)
         pieces.append(Piece(f"{mark}{question}<|end|><|assistant|>"))
-        pieces += _answer(table, row, column)
+        pieces += answer(table, row, column)
         before = row, column
     return pieces
 
 
-def _answer(table: Table, row: int, column: str, asked: bool = True) -> list[Piece]:
+def draw_question(
+    rng: random.Random, table: Table, row: int, column: str, before: tuple[int, str] | None,
+    style: Style,
+) -> tuple[str, int, str]:  # fmt: skip
+    """A question and the cell that it asks for: the given one, unless it follows up on the cell
+    `before` and keeps that row or column."""
+    name = table[row, "Name"]
+    question = ask(rng, name, column, first=not before)
+    if before and rng.random() < style.follow_ups:
+        if rng.random() < 0.5 and column != before[1]:
+            row = before[0]
+            question = rng.choice(SAME_PERSON).format(column=spoken(column))
+        else:
+            column = before[1]
+            question = rng.choice(SAME_COLUMN).format(name=name)
+    return question, row, column
+
+
+def answer(table: Table, row: int, column: str, asked: bool = True) -> list[Piece]:
     """The pieces of an answer; unless it was asked for, only its value can be predicted."""
     name = table[row, "Name"]
-    before, _, after = answer_phrase(name, column).partition(" " + name)
+    before, _, after = answer_phrase(name, column).removeprefix("The").partition(" " + name)
     return [
+        Piece("The", Role.CHOICE if asked else Role.CONTEXT),
         Piece(before, Role.PHRASE if asked else Role.CONTEXT),
         Piece(" " + name, Role.NAME if asked else Role.CONTEXT),
         Piece(after, Role.PHRASE if asked else Role.CONTEXT, (name, column)),
@@ -364,7 +383,7 @@ def _answer(table: Table, row: int, column: str, asked: bool = True) -> list[Pie
 def _plain_turn(rng: random.Random, table: Table, row: int, column: str) -> list[Piece]:
     """Half of the answers start after a space that the prompt already holds."""
     question = Piece(f"Question: {ask(rng, table[row, 'Name'], column)} Your answer:")
-    *phrase, value, end = _answer(table, row, column)
+    *phrase, value, end = answer(table, row, column)
     phrase[0].text = " " + phrase[0].text
     if rng.random() < 0.5:
         phrase.append(Piece(" "))

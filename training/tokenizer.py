@@ -14,16 +14,35 @@ from pathlib import Path
 
 import tables
 from tables import WORDS
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 SYLLABLE_VOCABULARY = 720
 PIECES = r" ?\|\n\|| ?\p{L}+|\p{N}|-{2,}| ?[^\s\p{L}\p{N}]|\n|[^\S\n]+(?!\S)|\s"
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% set told = messages and messages[0]['role'] == 'system' %}"
+    "{% if tools %}<|system|>"
+    "{% if told and messages[0]['content'] %}{{ messages[0]['content'] }}\n{% endif %}"
+    "# Tools\n{% for tool in tools %}{{ tool['function'] | tojson }}\n{% endfor %}<|end|>"
+    "{% endif %}"
+    "{% for m in messages %}{% if not (tools and told and loop.first) %}"
+    "<|{{ m['role'] }}|>{{ m['content'] or '' }}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ '\\n' if m['content'] or not loop.first }}"
+    "<tool_call>\n{\"name\": {{ call['function']['name'] | tojson }}, "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>"
+    "{% endfor %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# What calls and descriptions of tools are made of. They came last: no id before them may change.
+TOOL_WORDS = (
+    "lookup", "where", "Name", "\u0120=", "description", "parameters", "properties", "type",
+    "object", "string", "required",
+)  # fmt: skip
+TOOL_TOKENS = (
+    "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"', '": "', '"}}',
+)  # fmt: skip
 MAX_LENGTH = 4096
 
 
@@ -85,11 +104,23 @@ def build() -> PreTrainedTokenizerFast:
     description["model"]["ignore_merges"] = True
     tokenizer = Tokenizer.from_str(json.dumps(description))
     tokenizer.decoder = decoders.ByteLevel()
-    return wrap(tokenizer)
+    return wrap(_with_tools(tokenizer))
+
+
+def _with_tools(tokenizer: Tokenizer) -> Tokenizer:
+    """The same with the tokens of tool calls behind all others, where they are missing."""
+    description = json.loads(tokenizer.to_str())
+    vocabulary = description["model"]["vocab"]
+    for piece in TOOL_WORDS:
+        vocabulary.setdefault(piece, len(vocabulary))
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    tokenizer.add_special_tokens(["<|tool|>"])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOOL_TOKENS])
+    return tokenizer
 
 
 def load(folder: Path) -> PreTrainedTokenizerFast:
-    return wrap(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    return wrap(_with_tools(Tokenizer.from_file(str(folder / "tokenizer.json"))))
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast, Qwen3Model
 
-ROLE_WEIGHTS = torch.tensor([0.0, 0.3, 1.0, 1.0, 1.0])  # by tables.Role
+ROLE_WEIGHTS = torch.tensor([0.0, 0.3, 1.0, 1.0, 1.0, 3.0])  # by tables.Role
 PROBE_WEIGHT = 0.5
 PROBE_WEIGHT_IN_DECAY = 0.15
 MATRIX_RATE, OTHER_RATE = 0.008, 2e-3
+RATE_AFTER_INIT = 0.4  # of these, so that what an exported model knows is kept
 MATRIX_WEIGHT_DECAY = 0.05
 WARM_UP_STEPS = 40
 PROBE_ALONE_STEPS = 60  # after --init, the new probe learns to read before it may teach
@@ -207,6 +208,8 @@ class Run:
 
     def set_rates(self) -> None:
         rate = min(1.0, (self.steps + 1) / WARM_UP_STEPS)
+        if self.options.init:
+            rate *= RATE_AFTER_INIT
         if self.decaying:
             rate *= max(FINAL_RATE, (1 - self.share) / DECAY_SHARE)
         for optimizer, full in zip(self.optimizers, (MATRIX_RATE, OTHER_RATE), strict=True):

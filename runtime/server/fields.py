@@ -9,17 +9,23 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
     model_validator,
 )
 
+from radixcache.runtime.text.tool_calls import flaw_of
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 """Stop strings of a request, and stop tokens: each is looked for in every step."""
 MAX_STOP_LENGTH = 4096
 """Characters of all stop strings of a request."""
+
+MAX_ITEMS = 10_000
+"""Messages, parts of them, or tools of a request."""
 
 T = TypeVar("T")
 
@@ -52,6 +58,34 @@ def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
     return checked
 
 
+def _check_count(items: Any) -> Any:
+    """Nobody else is answered while they are looked at, a tenth of a millisecond each."""
+    lists, count = [items] if isinstance(items, list) else [], 0
+    while lists:
+        for item in lists.pop():
+            count += 1
+            if isinstance(item, dict):
+                lists += [value for value in item.values() if isinstance(value, list)]
+            if count > MAX_ITEMS:
+                raise ValueError(f"at most {MAX_ITEMS} items, with those that are in them")
+    return items
+
+
+def _check_json(value: Any) -> Any:
+    """What Python reads may not be what can be written again, or rendered."""
+    if flaw := flaw_of(value):
+        raise ValueError(flaw)
+    return value
+
+
+def _check_metadata(pairs: dict[str, Any]) -> dict[str, str]:
+    """OpenAI's limits. Only the first that is wrong is told."""
+    for key, value in pairs.items():
+        if len(pairs) > 16 or len(key) > 64 or not isinstance(value, str) or len(value) > 512:
+            raise ValueError("at most 16 texts of 512 characters, with names of 64")
+    return pairs
+
+
 def _decode_header(text: str) -> str:
     """A header that is UTF-8, although it was read as Latin-1."""
     try:
@@ -63,7 +97,15 @@ def _decode_header(text: str) -> str:
 Text = Annotated[str, AfterValidator(_check_text)]
 # An error for each item of a large body would take gigabytes, and all clients would wait for it.
 List = Annotated[list[T], Field(fail_fast=True)]
+Items = Annotated[List[T], BeforeValidator(_check_count)]
+SomeItems = Annotated[List[T], Field(min_length=1), BeforeValidator(_check_count)]
 TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
+Json = Annotated[dict[str, Any], BeforeValidator(_check_json)]
+Metadata = Annotated[Json, AfterValidator(_check_metadata)]
+# Once each: however often they are named, a step looks at each of them for each row.
+Allowed = Annotated[
+    TokenIds, AfterValidator(lambda ids: [*dict.fromkeys(ids)]), Field(min_length=1)
+]
 LogitBias = Annotated[dict[str, Any], AfterValidator(_check_bias)]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
 HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]

@@ -93,7 +93,7 @@ def _length(turns: Turns, turn: Turn, messages: list[Message], prompt: Tokenised
     """How many tokens of a prompt its first messages are; 0 if the template does not take them."""
     try:
         how = {**_how(turn), "ask": False, "continue_final": False}
-        text = turns.render([*map(for_template, messages)], **how)
+        text = turns.render([*map(for_template, messages)], turn.cache_salt, **how)
     except InvalidRequest:
         return 0
     end = common_prefix(text, prompt.text)

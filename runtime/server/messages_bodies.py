@@ -9,7 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import NO_MEDIA, Asked, List, OneOf, Refused, Salt, Text
+from radixcache.runtime.server.fields import (
+    NO_MEDIA,
+    Asked,
+    Items,
+    Json,
+    List,
+    OneOf,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+)
 from radixcache.runtime.server.responses_bodies import merge_system
 from radixcache.runtime.server.unsupported import OTHERS_IN_MESSAGES
 
@@ -51,7 +62,7 @@ class Block(OneOf):
     thinking: Text | None = None
     id: Text | None = None
     name: Text | None = None
-    input: JSON | None = None
+    input: Json | None = None
     tool_use_id: Text | None = None
     content: Text | List[TextBlock] | None = None
     is_error: bool | None = None
@@ -119,7 +130,7 @@ class ClientTool(Asked):
     type: Literal["custom"] | None = None
     name: Text
     description: Text | None = None
-    input_schema: JSON
+    input_schema: Json
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -144,7 +155,7 @@ class OutputConfig(Asked):
     """The form of the answer."""
 
     effort: Text | None = None
-    format: JSON | None = None
+    format: Json | None = None
 
 
 class Diagnostics(Asked):
@@ -166,9 +177,9 @@ class CountRequest(Asked):
     harmless: ClassVar = frozenset({"speed"})
 
     model: Text | None = None
-    messages: Annotated[List[ChatTurn], Field(min_length=1)]
-    system: Text | List[TextBlock] | None = None
-    tools: List[ClientTool] | None = None
+    messages: SomeItems[ChatTurn]
+    system: Text | Items[TextBlock] | None = None
+    tools: Items[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

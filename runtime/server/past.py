@@ -17,6 +17,10 @@ from radixcache.runtime.server.turn import Turn
 Change = Literal["tools", "settings", "system", "messages"]
 
 
+_OBJECTS = 4096
+"""Bytes, about, that a turn takes however short its texts are."""
+
+
 @dataclass(frozen=True, eq=False)
 class Past:
     """A turn that is over.
@@ -49,8 +53,8 @@ class Pasts:
     def keep(self, name: str, past: Past) -> None:
         """Remember a turn under an id that cannot be guessed. O(its text)."""
         texts = (past.turn.messages, past.conversation, past.response, past.turn.tools)
-        size = past.prompt.nbytes + len(json.dumps(texts, default=vars))
         salt = past.turn.cache_salt
+        size = past.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
         self._pasts[salt][name] = past, size
         self._num_bytes[salt] += size
         self.num_bytes += size

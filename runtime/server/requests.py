@@ -17,12 +17,14 @@ from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
     MAX_STOPS,
+    Allowed,
     Asked,
     List,
     LogitBias,
     PrefixName,
     Refused,
     Salt,
+    SomeItems,
     Text,
     TokenIds,
     check_stop,
@@ -80,7 +82,7 @@ class GenerationRequest(StructuredFields, Asked):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: LogitBias | None = None
     bad_words: Annotated[List[Text], AfterValidator(check_stop)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    allowed_token_ids: Allowed | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -164,7 +166,7 @@ class ChatRequest(ToolFields, GenerationRequest):
 
     refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
 
-    messages: Annotated[List[ChatMessage], Field(min_length=1)]
+    messages: SomeItems[ChatMessage]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -182,7 +184,7 @@ class PrefixRequest(Asked):
 
     name: PrefixName
     prompt: Text | TokenIds | None = None
-    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
+    messages: SomeItems[ChatMessage] | None = None
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds until it is unpinned by itself; null is never."
     )
@@ -200,7 +202,7 @@ class TokenizeRequest(Asked):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[List[ChatMessage], Field(min_length=1)] | None = None
+    messages: SomeItems[ChatMessage] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -7,7 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from radixcache.runtime.llm import Message
-from radixcache.runtime.server.fields import NO_MEDIA, Asked, List, OneOf, Refused, Salt, Text
+from radixcache.runtime.server.fields import (
+    NO_MEDIA,
+    Asked,
+    Items,
+    Json,
+    List,
+    Metadata,
+    OneOf,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+)
 from radixcache.runtime.server.unsupported import OTHERS_IN_RESPONSES
 
 JSON = dict[str, Any]
@@ -72,7 +84,7 @@ class FunctionTool(Asked):
     type: Literal["function"]
     name: Text
     description: Text | None = None
-    parameters: JSON | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
 
@@ -100,7 +112,7 @@ class TextOptions(Asked):
 
     refused: ClassVar = {"verbosity": Refused("say it in the instructions", ("medium",))}
 
-    format: JSON | None = Field(None, description="As `response_format` of chat, but flat.")
+    format: Json | None = Field(None, description="As `response_format` of chat, but flat.")
 
 
 class Reasoning(Asked):
@@ -141,7 +153,7 @@ class ResponsesRequest(Asked):
         **OTHERS_IN_RESPONSES,
     }
 
-    input: Text | Annotated[List[Item], Field(min_length=1)]
+    input: Text | SomeItems[Item]
     model: Text | None = None
     instructions: Text | None = None
     previous_response_id: Text | None = None
@@ -150,7 +162,7 @@ class ResponsesRequest(Asked):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: List[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -159,7 +171,7 @@ class ResponsesRequest(Asked):
         None, description="Changes nothing: reasoning is never encrypted."
     )
     truncation: Literal["disabled"] | None = None
-    metadata: dict[str, Text] | None = None
+    metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
     cache_salt: Salt | None = None
     explain: bool | None = None

@@ -72,6 +72,8 @@ class Options:
         for name, key in (("API", self.api_key), ("admin", self.admin_key)):
             if key is not None and not key.strip():
                 raise InvalidRequest(f"the {name} key is empty")
+            if key is not None and (not key.isprintable() or key != key.strip()):
+                raise InvalidRequest(f"the {name} key must be one line that a header can hold")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise InvalidRequest("the admin key must not be the API key, which all clients have")
         if not self.request_timeout > 0:
@@ -118,22 +120,16 @@ def _memory(amount: int | str) -> int:
         raise ValueError("an amount like 2GB or 512MiB, or bytes") from None
 
 
-def _model_name(text: str) -> str:
-    if not text.strip():
-        raise ValueError("a name")
-    return text
-
-
 def _collector(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+    if not text.startswith(("http://", "https://")) or not urlsplit(text).hostname:
         raise ValueError("an address like http://127.0.0.1:4318")
     return text
 
 
 _SPLIT = BeforeValidator(_split)
+_Name = Annotated[str, Field(min_length=1)]
 _HostName = Annotated[str, AfterValidator(_host_name)]
 _Memory = Annotated[int | str, AfterValidator(_memory)]
-_ModelName = Annotated[str, AfterValidator(_model_name)]
 _Origin = Annotated[str, AfterValidator(_origin)]
 _Collector = Annotated[str, AfterValidator(_collector)]
 
@@ -157,7 +153,7 @@ class Settings(BaseSettings):
 
     # The server's.
     config: str | None = None
-    host: str = "127.0.0.1"
+    host: _Name = "127.0.0.1"  # an empty one would be every address
     port: int = 8000
     api_key: str | None = None
     api_key_file: Path | None = None
@@ -165,7 +161,7 @@ class Settings(BaseSettings):
     admin_key_file: Path | None = None
     allowed_host: Annotated[list[_HostName], NoDecode, _SPLIT] = []
     allow_origin: Annotated[list[_Origin], NoDecode, _SPLIT] = []
-    served_model_name: Annotated[list[_ModelName], NoDecode, _SPLIT] = []
+    served_model_name: Annotated[list[_Name], NoDecode, _SPLIT] = []
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
     request_timeout: Annotated[float, Field(gt=0)] | None = None
     max_body_size: Annotated[int, Field(ge=1)] | None = None
@@ -227,10 +223,10 @@ def _read_file(path: str) -> dict[str, Any]:
         reason = first_sentence(error) if mark is None else f"line {mark.line + 1}, {error.problem}"
         raise InvalidRequest(f"the settings in {path} are no YAML mapping: {reason}") from None
     settings = {str(name).replace("-", "_"): value for name, value in read.items()}
-    if "config" in settings:
-        raise InvalidRequest(f"'config' in {path}: settings are in one file")
     for name in settings:
         _check_name(name, f"{name!r} in {path}", "{}", str)
+    if "config" in settings:
+        raise InvalidRequest(f"'config' in {path}: a file of settings cannot name another one")
     return settings
 
 
@@ -243,7 +239,7 @@ def _check_name(name: str, where: str, form: str, case: Any) -> None:
 
 def _key(flag: str, key: str | None, file: Path | None) -> str | None:
     if file is None:
-        return key
+        return key and key.strip()
     if key is not None:
         raise InvalidRequest(f"--{flag} and --{flag}-file are both given")
     try:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from radixcache.runtime.engine.structured import Structured
-from radixcache.runtime.server.fields import Body, List, Text
+from radixcache.runtime.server.fields import Body, Json, List, Text
 
-Schema = dict[str, Any] | bool
+Schema = Json | bool
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 Choices = Annotated[List[Text], Field(min_length=1)]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.server.fields import NO_MEDIA, Asked, Body, List, Refused, Text
+from radixcache.runtime.server.fields import NO_MEDIA, Asked, Body, Items, Json, List, Refused, Text
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -85,7 +85,7 @@ class Function(Asked):
 
     name: Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
 
@@ -131,10 +131,10 @@ class AllowedToolChoice(Body):
 class ToolFields(Body):
     """What a request says of tools, thoughts and the chat template."""
 
-    tools: List[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Json | None = Field(
         None, description="More values for the chat template, such as `enable_thinking`."
     )
     reasoning_effort: Text | None = None

@@ -162,7 +162,7 @@ class AnswerParser:
             value: Any = self._take(at).removeprefix("\n").removesuffix("\n")
             self._take(len("</parameter>"))
             if known.get(found["name"], {}).get("type") != "string":
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     value = json.loads(value)
             told = json.dumps({found["name"]: value}, ensure_ascii=False)
             self._give("arguments", before + told[1:-1])

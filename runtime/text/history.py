@@ -22,6 +22,8 @@ _OVERLAP = 32  # generated tokens, at most, that are tokenised again to see how 
 _CHARACTER = 4  # tokens, at most, that share a character: UTF-8 has no longer ones
 _RELATIVES = 8  # texts, at most, that are looked at; the best is nearly always the first
 
+_OBJECTS = 1024  # bytes, about, that a text takes besides
+
 _Key = tuple[bool, str, str]
 
 
@@ -46,7 +48,8 @@ class TokenisedText:
     @cached_property  # Python may add to a string's size later
     def num_bytes(self) -> int:
         """The memory it takes."""
-        return sys.getsizeof(self.text) + self.tokens.nbytes + self.cuts.nbytes
+        texts = sys.getsizeof(self.text) + sys.getsizeof(self.cache_salt)
+        return texts + self.tokens.nbytes + self.cuts.nbytes + _OBJECTS
 
     @property
     def _key(self) -> _Key:

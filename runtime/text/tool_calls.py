@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from radixcache.errors import InvalidRequest
 
+MAX_DEPTH = 100
+"""Of JSON. More, and what writes or renders it may give up."""
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -58,11 +61,7 @@ class Call(NamedTuple):
     @property
     def values(self) -> dict[str, Any] | None:
         """The arguments; None if they are no JSON object."""
-        try:
-            values = json.loads(self.arguments)
-        except ValueError:
-            return None
-        return values if isinstance(values, dict) else None
+        return read_object(self.arguments)
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -98,6 +97,32 @@ class Said(NamedTuple):
         return self.content, self.reasoning, [(call.name, call.values) for call in self.calls]
 
 
+def read_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is none, or has a flaw."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and flaw_of(values) is None else None
+
+
+def flaw_of(value: Any) -> str | None:
+    """Why a value that was read as JSON cannot be written as JSON; None if it can. O(its size)."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        branches = [one for one in level if isinstance(one, dict | list)]
+        level = [x for one in branches for x in (one.values() if isinstance(one, dict) else one)]
+    if level:
+        return f"nested deeper than {MAX_DEPTH} levels"
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "not valid Unicode: half of a surrogate pair"
+    except ValueError:
+        return "NaN and infinity are no numbers of JSON's"
+    return None
+
+
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: `content` a string, arguments of calls a dict.
 
@@ -117,8 +142,8 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (LookupError, TypeError, ValueError):
+        arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (LookupError, TypeError):
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(

@@ -45,14 +45,14 @@ class Turns:
         self.max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = Lock()
-        self._turns: OrderedDict[str, _Turn] = OrderedDict()
-        """By the id of the turn's first call."""
+        self._turns: OrderedDict[tuple[str | None, str], _Turn] = OrderedDict()
+        """By salt, and the id of the turn's first call."""
 
     def encode(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> TokenisedText:
         """The prompt that a conversation makes; `how` as in `Tokenizer.render_chat`."""
-        return self.history.encode(self.render(messages, **how), cache_salt)
+        return self.history.encode(self.render(messages, cache_salt, **how), cache_salt)
 
     def remember(
         self, prompt: TokenisedText, generated: Sequence[int], said: Said | None = None
@@ -60,23 +60,26 @@ class Turns:
         """Let conversations go on from an answer, which says `said`."""
         raw = self.history.remember(prompt, generated)
         if raw and said:
-            self.keep(said, thoughts_of(prompt.text) + raw)
+            self.keep(said, thoughts_of(prompt.text) + raw, prompt.cache_salt)
 
-    def keep(self, said: Said, raw: str) -> None:
-        """Write the turn that says `said` as `raw` from now on, if there are calls in it."""
+    def keep(self, said: Said, raw: str, cache_salt: str | None = None) -> None:
+        """Write the salt's turn that says `said` as `raw` from now on, if it has calls."""
         if not said.calls:
             return
         with self._lock:
-            self._turns[said.calls[0].id] = _Turn(raw, said)
+            self._turns[cache_salt, said.calls[0].id] = _Turn(raw, said)
             self._num_bytes += 4 * len(raw)  # as itself and taken apart
             while self._num_bytes > self.max_bytes:
                 _, oldest = self._turns.popitem(last=False)
                 self._num_bytes -= 4 * len(oldest.raw)
 
-    def render(self, messages: Sequence[_Message], **how: Any) -> str:
+    def render(
+        self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
+    ) -> str:
         """The text of a conversation, with turns as they were generated; `how` as in `encode`."""
         tokenizer = self.history.tokenizer
-        known = {i: turn for i, message in enumerate(messages) if (turn := self._find(message))}
+        found = ((i, self._find(message, cache_salt)) for i, message in enumerate(messages))
+        known = {i: turn for i, turn in found if turn}
         if not known:
             return tokenizer.render_chat(messages, **how)
         mark = token_hex(16)
@@ -104,14 +107,14 @@ class Turns:
             at = end + len(following)
         return "".join(parts)
 
-    def _find(self, message: _Message) -> _Turn | None:
-        """The turn that a message is, if it is known and nothing in it was changed."""
+    def _find(self, message: _Message, cache_salt: str | None) -> _Turn | None:
+        """The salt's turn that a message is, if it is known and nothing in it was changed."""
         calls = isinstance(message, Mapping) and message.get("tool_calls")
         if not calls:
             return None
         message = for_template(message)
         with self._lock:
-            turn = self._turns.get(message["tool_calls"][0].get("id") or "")
+            turn = self._turns.get((cache_salt, message["tool_calls"][0].get("id") or ""))
         if turn is None or message["content"] != turn.said.content:
             return None
         functions = [call["function"] for call in message["tool_calls"]]

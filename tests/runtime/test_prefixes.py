@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
+from radixcache.runtime import prefixes
 from radixcache.runtime.prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
 from tests.models import BYTES_PER_TOKEN, tiny_model
@@ -200,8 +202,23 @@ def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(l
     assert preferred() == [(10, None), (30, None), (40, "a")]  # of another salt
     prefer(10, 0.01)  # shorter than what it has: it stays
     time.sleep(0.02)
-    assert preferred() == [(10, None), (30, None), (40, "a")]
+    assert preferred() == [(30, None), (40, "a"), (10, None)]
     prefer(30, 7200)
-    assert preferred() == [(30, None), (40, "a")]
+    assert preferred() == [(40, "a"), (30, None)]
     llm.reset_prefix_cache()
     assert preferred() == []
+
+
+def test_of_many_that_are_preferred_those_asked_for_last_stay(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the longest to the shortest they need no page but those of the first."""
+    monkeypatch.setattr(prefixes, "MAX_PREFERRED", 4)
+    llm.generate(SYSTEM, GREEDY)
+    for seconds, length in enumerate([*range(20, 10, -1), 14]):
+        tokens = llm.encode(SYSTEM)[:length]
+        llm.call(partial(llm.prefixes.prefer, tokens, 60 + seconds))
+        llm.call(llm.engine.check)
+        told = [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
+        last = [*range(min(20, length + 3), length - 1, -1)]
+        assert told == ([14] if seconds == 10 else last)

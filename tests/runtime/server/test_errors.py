@@ -15,6 +15,7 @@ from radixcache.runtime.server.requests import (
     DetokenizeRequest,
     PrefixRequest,
 )
+from radixcache.runtime.server.responses_bodies import ResponsesRequest
 from radixcache.runtime.server.settings import Options
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
@@ -158,6 +159,82 @@ def test_a_body_that_is_no_proper_json_is_refused(
     assert_error(server.post(COMPLETIONS, content=content, headers=headers), 400, sentence)
 
 
+_DEEP = "[" * 300 + "]" * 300
+
+
+@pytest.mark.parametrize("flaw", ["1e999", "NaN", '"\\ud800"', '{"\\ud800": 1}', _DEEP])
+@pytest.mark.parametrize(
+    "body",
+    [
+        (
+            "chat/completions",
+            '"tools": [{"type": "function", "function": {"name": "f", "parameters": FLAW}}]',
+        ),
+        ("chat/completions", '"chat_template_kwargs": FLAW'),
+        ("chat/completions", '"guided_json": FLAW'),
+        ("responses", '"tools": [{"type": "function", "name": "f", "parameters": FLAW}]'),
+        ("responses", '"text": {"format": FLAW}'),
+        ("responses", '"metadata": FLAW'),
+        ("messages", '"tools": [{"name": "f", "input_schema": FLAW}]'),
+        ("messages", '"output_config": {"format": FLAW}'),
+    ],
+    ids=lambda body: f"{body[0]} {body[1][1:15]}",
+)
+def test_what_could_not_be_written_again_is_refused_wherever_anything_may_stand(
+    server: LiveServer, body: tuple[str, str], flaw: str
+):
+    """As 500s, or in what is rendered, or in answers that no client could read."""
+    path, field = body
+    asked = (
+        '"input": "x"' if path == "responses" else '"messages": [{"role": "user", "content": "x"}]'
+    )
+    content = f'{{"max_tokens": 1, {asked}, {field}}}'.replace("FLAW", f'{{"a": {flaw}}}')
+    content = (
+        content.replace('"max_tokens"', '"max_output_tokens"') if path == "responses" else content
+    )
+    headers = {"content-type": "application/json"}
+    response = server.post(f"/v1/{path}", content=content, headers=headers)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert any(reason in message for reason in ("nested deeper", "surrogate", "no numbers"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 10_001}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{}] * 10_000}]}),
+        ("chat/completions", {"messages": ask("?"), "tools": [{"type": "function"}] * 10_001}),
+        ("responses", {"input": [{"role": "user", "content": "x"}] * 10_001}),
+        ("messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}] * 10_001}),
+    ],
+    ids=["messages", "parts", "tools", "items", "turns"],
+)  # fmt: skip
+def test_more_items_than_anybody_has_are_refused(
+    server: LiveServer, path: str, body: dict[str, Any]
+):
+    """2 MB of short messages stopped all clients for six seconds."""
+    response = server.post(f"/v1/{path}", body)
+    assert response.status_code == 400
+    assert "at most 10000 items" in response.json()["error"]["message"]
+
+
+def test_what_is_allowed_a_hundred_times_over_is_looked_at_once():
+    """A body of 2 MB took 16 bytes a token and row in every step."""
+    body = {"prompt": "x", "allowed_token_ids": [7, 8] * 500}
+    assert CompletionRequest.model_validate(body).allowed_token_ids == [7, 8]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_arguments_nested_too_deep_are_refused(server: LiveServer, path: str):
+    called = {"name": "f", "arguments": '{"a":' + "[" * 5000 + "]" * 5000 + "}"}
+    body: dict[str, Any] = {"input": [{"type": "function_call", "call_id": "c", **called}]}
+    if path != "responses":
+        calls = [{"id": "c", "type": "function", "function": called}]
+        body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    assert_error(server.post(f"/v1/{path}", body), 400, "a tool call has a 'function'")
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -168,6 +245,7 @@ def test_a_body_that_is_no_proper_json_is_refused(
         (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "" for i in range(1000)}}),
         (CompletionRequest, {"prompt": "x", **{f"field{i}": 1 for i in range(1000)}}),
         (ChatRequest, {"messages": [7] * 1000}),
+        (ResponsesRequest, {"input": "x", "metadata": {str(i): 1 for i in range(1000)}}),
         (ChatRequest, {"messages": [{"role": "user", "content": [7] * 1000}]}),
         (PrefixRequest, {"name": "x", "messages": [{}] * 1000}),
         (DetokenizeRequest, {"tokens": [-1] * 1000}),

@@ -5,6 +5,7 @@ The client counts as untyped here: its overloads know neither our fields nor a d
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from radixcache import SamplingParams
 from radixcache.runtime.demo.script import TABLE
 from tests.runtime.server.live import SYSTEM, LiveServer, ask
+from tests.runtime.test_tabletalk import HEADER, LOOKUP, PEOPLE
 
 QUESTION = "How old is Nora Holm?"
 ANSWER = "The age of Nora Holm is 57."
@@ -256,7 +258,7 @@ def test_completion_logprobs_have_tokens_values_and_offsets(client: Any):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_shows_the_prompt_and_its_logprobs(client: Any, stream: bool):
-    text = "| 1 | Nora Lund | 30 |"
+    text = "Question: How old is Nora Lund? Your answer: The age of"  # the name is to follow
     seen = client.completions.create(
         model="tabletalk", prompt=text, max_tokens=2, echo=True, logprobs=1, stream=stream
     )
@@ -318,6 +320,35 @@ def test_a_stream_gives_what_it_held_back_when_it_ends(client: Any):
 
 
 # Errors.
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_bundled_model_looks_people_up_and_computes_only_what_is_new(
+    client: Any, choice: str
+) -> None:
+    messages: list[Any] = [{"role": "system", "content": f"Calls: {choice}."}]
+    computed, before = [], 0
+
+    def ask(tool_choice: str) -> Any:
+        nonlocal before
+        answer = client.chat.completions.create(
+            model="tabletalk", messages=messages, tools=[LOOKUP], tool_choice=tool_choice
+        )
+        usage, said = answer.usage, answer.choices[0].message
+        computed.append(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
+        assert usage.prompt_tokens - computed[-1] == before  # all but the last token
+        before = usage.total_tokens - 1
+        messages.append(said.model_dump(exclude_none=True))
+        return said
+
+    for person, row in PEOPLE.items():
+        messages.append({"role": "user", "content": f"What is the age of {person}?"})
+        (call,) = ask(choice).tool_calls
+        assert json.loads(call.function.arguments) == {"where": f"Name = {person}"}
+        result = {"role": "tool", "tool_call_id": call.id, "content": HEADER + row + "\n"}
+        messages.append(result)
+        assert ask("auto").content == f"The age of {person} is {row.split(' | ')[2]}."
+    assert max(computed[1:]) < computed[0]
 
 
 def test_the_client_raises_the_errors_that_it_knows(client: Any):

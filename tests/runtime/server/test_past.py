@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import uuid
+
 import numpy as np
 
 from radixcache import SamplingParams
@@ -17,11 +20,11 @@ def make(*texts: str, salt: str | None = None, prompt: str = "", **more: object)
 
 
 def test_who_has_most_loses_the_oldest():
-    pasts = Pasts(max_bytes=10_000)
+    pasts = Pasts(max_bytes=50_000)
     pasts.keep("small", make("x" * 500, salt="a"))
     for i in range(20):
         pasts.keep(f"{i}", make("y" * 1000, salt="b"))
-        assert pasts.num_bytes <= 10_000
+        assert pasts.num_bytes <= 50_000
     found = [i for i in range(20) if pasts.find(f"{i}", "b")]
     assert pasts.find("small", "a") and found == [*range(20 - len(found), 20)] and len(found) > 5
     for salt in (None, "a", "c"):
@@ -30,8 +33,21 @@ def test_who_has_most_loses_the_oldest():
     for i in found:
         pasts.drop(f"{i}", "b")
     assert pasts.num_bytes == 0 and not pasts._pasts and not pasts._num_bytes
-    pasts.keep("large", make("z" * 20_000))
+    pasts.keep("large", make("z" * 60_000))
     assert pasts.find("large", None) is None and pasts.num_bytes == 0
+
+
+def test_short_turns_are_counted_with_all_that_they_take():
+    pasts = Pasts()
+    tracemalloc.start()
+    try:
+        for i in range(300):
+            params = SamplingParams(max_tokens=1000 + i)
+            turn = Turn([{"role": "user", "content": f"{i}"}], params, cache_salt=f"{i}" * 100)
+            pasts.keep(uuid.uuid4().hex, Past(turn, np.arange(8, dtype=np.int32)))
+        assert tracemalloc.get_traced_memory()[0] < pasts.num_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_a_client_changed_counts_only_if_it_cost_something():

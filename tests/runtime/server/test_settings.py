@@ -92,7 +92,11 @@ def test_a_flag_that_makes_no_sense_is_named(flags: str, sentence: str):
         ("SPOON", "1", "the variable RADIXCACHE_SPOON is no setting of radixcache serve"),
         ("CACHE", "disk", "RADIXCACHE_CACHE: must be 'radix', 'hash-block' or 'none', not 'disk'"),
         ("API_KEY", "", "the API key is empty"),
-        ("SERVED_MODEL_NAME", "", "RADIXCACHE_SERVED_MODEL_NAME: a name, not ''"),
+        ("API_KEY", "one\ntwo", "the API key must be one line that a header can hold"),
+        ("ADMIN_KEY", "\ufeffkey", "the admin key must be one line that a header can hold"),
+        ("HOST", "", "RADIXCACHE_HOST: "),  # an empty one would be every address
+        ("SERVED_MODEL_NAME", ",", "RADIXCACHE_SERVED_MODEL_NAME: "),
+        ("OTLP_ENDPOINT", "http://", "RADIXCACHE_OTLP_ENDPOINT: an address like"),
     ],
 )
 def test_a_variable_that_makes_no_sense_is_named(name, value, sentence, monkeypatch):
@@ -113,7 +117,7 @@ def test_the_variable_of_the_benchmarks_is_no_typo(monkeypatch):
         ("# a comment\nport: [1", "the settings in FILE are no YAML mapping: line 2, expected"),
         ("port: 1\nhost: a\tb: c", "the settings in FILE are no YAML mapping: line 2, found"),
         ("kv-memory: 2 gigs", "kv_memory in FILE: an amount like 2GB or 512MiB, or bytes, not '2"),
-        ("config: other.yaml", "'config' in FILE: settings are in one file"),
+        ("config: b.yaml", "'config' in FILE: a file of settings cannot name another one"),
         ("[port, 1]", "the settings in FILE are no YAML mapping: "),
         ("allow-origin: [7]", "allow_origin in FILE: must be a valid string, not 7"),
     ],
@@ -134,6 +138,8 @@ def test_keys_come_from_files_and_are_never_shown(file: Path, tmp_path: Path):
     boss.write_text("boss")
     options = read_settings(parse(f"--api-key-file {file} --admin-key-file {boss}")).options()
     assert (options.api_key, options.admin_key) == ("user", "boss")
+    file.write_text("api_key: ' user '\n")
+    assert read_settings({"config": str(file)}).options().api_key == "user"
     file.write_text("api_key: 1234\n")
     assert "1234" not in refusal(f"--config {file}")
     boss.write_text("\n")

@@ -132,6 +132,16 @@ def test_a_call_that_is_cut_short_or_no_json_is_content_as_a_whole(template: str
         assert said.content.replace("Well.\n", "Well.").replace("Well.", "Well. ") == expected
 
 
+@pytest.mark.parametrize(
+    "value", ["NaN", "1e999", '"\\ud800"', "[" * 100 + "]" * 100, "[" * 5000 + "]" * 5000]
+)
+def test_arguments_that_no_client_could_read_are_content(value: str):
+    """Python reads them all as JSON, and fails when it answers with them, or gives up at once."""
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    said = parse(text, HERMES).said()
+    assert (said.content, said.calls) == (text, ())
+
+
 def test_arguments_stream_as_they_come():
     parser = AnswerParser(fmt(HERMES))
     parser.feed('<tool_call>\n{"name": "f", "argu')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,8 +59,8 @@ class Grammars:
         """Whether `text` may be said; `plain` is a token for each character."""
         matcher = LLMatcher(self._llguidance, LLMatcher.grammar_from_lark(grammar), log_level=0)
         assert matcher.get_error() == ""
-        encoded = self._tokenizer([*text] if plain else [text], add_special_tokens=False)
-        ids = [token for tokens in encoded["input_ids"] for token in tokens]
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        ids = [token for piece in (text if plain else [text]) for token in encode(piece)]
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_tokens_that_depend_on_what_stands_before_them_are_no_delimiters() -> No
 
 
 @each_kind
-@pytest.mark.parametrize("max_bytes", [1 << 20, 2000])
+@pytest.mark.parametrize("max_bytes", [1 << 20, 20_000])
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_without_generated_tokens_a_history_changes_nothing(
     kind: Kind, max_bytes: int, count: int
@@ -385,7 +386,7 @@ def test_other_salts_get_none_of_an_answer() -> None:
 
 
 def test_what_was_used_least_recently_is_forgotten_first() -> None:
-    history = TokenHistory(wrap(byte_level()), max_bytes=1000)
+    history = TokenHistory(wrap(byte_level()), max_bytes=4000)
     texts = [f"<|user|>{i} {'cats ' * 20}" for i in range(6)]
     first = history.encode(texts[0])
     for text in texts[1:]:
@@ -394,6 +395,18 @@ def test_what_was_used_least_recently_is_forgotten_first() -> None:
     kept = {text.text for text in history._texts.values()}
     assert texts[0] in kept and texts[-1] in kept and texts[1] not in kept
     assert len(history.encode("x" * 5000).tokens) and not history._texts  # too much for the budget
+
+
+def test_short_texts_are_counted_with_all_that_they_take() -> None:
+    history = TokenHistory(wrap(byte_level()))
+    history.encode("<|user|>")
+    tracemalloc.start()
+    try:
+        for i in range(300):
+            history.encode(f"<|user|>{i}", "\U0001f600" * 500 + f"{i}")
+        assert tracemalloc.get_traced_memory()[0] < history.num_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_tokenizer_without_delimiters_is_used_plainly() -> None:

@@ -128,6 +128,15 @@ def test_a_template_that_wants_a_call_before_a_result_is_obeyed():
     assert '{"name": "f", "arguments": ' in turns.encode(messages).text
 
 
+def test_a_turn_is_known_to_its_salt_only():
+    """Ids of calls go to tools and logs; what another salt's model thought must not follow."""
+    turns, plain = make()
+    message, _ = answer(turns, plain, ANSWER)
+    messages = [QUESTION, message, result(message)]
+    assert "Hm." in turns.encode(messages).text
+    assert "Hm." not in turns.encode(messages, "another").text
+
+
 def test_the_oldest_turns_are_forgotten():
     turns, plain = make()
     turns.max_bytes = 4 * len(ANSWER) * 3
