@@ -219,8 +219,8 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         read = YamlConfigSettingsSource(Settings, path)()
     except Exception as error:  # whatever a file makes of the parser
-        mark = getattr(error, "problem_mark", None)
-        reason = first_sentence(error) if mark is None else f"line {mark.line + 1}, {error.problem}"
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
+        reason = first_sentence(error) if mark is None else f"line {mark.line + 1}, {problem}"
         raise InvalidRequest(f"the settings in {path} are no YAML mapping: {reason}") from None
     settings = {str(name).replace("-", "_"): value for name, value in read.items()}
     for name in settings:

@@ -303,7 +303,7 @@ def test_options_of_a_stream_are_all_known() -> None:
 
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ask("?")},
     COMPLETIONS: {"prompt": "x"},
     RESPONSES: {"input": "x"},
@@ -369,9 +369,9 @@ def test_media_are_refused_in_one_sentence(
         {"type": "input_file", "file_id": "file-1"},
         {"type": "image", "source": {"type": "base64", "data": ""}},
     ):
-        said = [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}]
+        said: Any = [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}]
         if path == RESPONSES:
-            said[0]["content"][0]["type"] = "input_text"  # type: ignore[index]
+            said[0]["content"][0]["type"] = "input_text"
         asked = {name: said if value == "PARTS" else value for name, value in body.items()}
         response = server.post(path, asked)
         assert response.status_code == 400
