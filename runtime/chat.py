@@ -109,6 +109,6 @@ class Chat:
             return
         message: Message = {"role": "assistant", "content": answer.text}
         if self.tools:
-            message = self.llm.read_message(output, self.tools)
+            message = self.llm.read_message(output, self.tools, cache_salt=self.cache_salt)
         self.messages = [*messages, message]
         self.llm.turns.remember(prompt, answer.token_ids)

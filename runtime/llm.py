@@ -383,7 +383,7 @@ class LLM:
         Args:
             tools: those that `chat` was given: some models' calls cannot be read without.
             index: of the completion.
-            cache_salt: that `chat` was given.
+            cache_salt: that of `chat`.
         """
         tokenizer, completion = self._need_tokenizer(), output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
@@ -392,8 +392,7 @@ class LLM:
         parser = AnswerParser(tokenizer.call_format, tokenizer.reasons, bool(begun), schemas)
         parser.feed(completion.text, ended=True)
         said = parser.said()
-        raw = begun + self.history.text_of(completion.token_ids)
-        self.turns.keep(said, raw, cache_salt)
+        self.turns.keep(said, begun + self.history.text_of(completion.token_ids), cache_salt)
         message: Message = {"role": "assistant", "content": said.content}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning

@@ -52,6 +52,7 @@ class NamedPrefixes:
         self._engine = engine
         self._now = now
         self._prefixes: dict[tuple[str | None, str], NamedPrefix] = {}
+        engine.scheduler.on_no_room = self.drop_yielding
 
     def prepare(
         self,
@@ -139,11 +140,12 @@ class NamedPrefixes:
             if num_pages + 1 + cache.pinned_pages > pool.num_pages:  # one for a branch in mid-page
                 self.drop_yielding()
 
-    def drop_yielding(self) -> None:
-        """Unpin what `prefer` has pinned."""
-        for prefix in [*self._prefixes.values()]:
-            if prefix.yields:
-                self._drop(prefix)
+    def drop_yielding(self) -> bool:
+        """Unpin what `prefer` has pinned; whether there was any."""
+        yielding = [prefix for prefix in self._prefixes.values() if prefix.yields]
+        for prefix in yielding:
+            self._drop(prefix)
+        return bool(yielding)
 
     def unpin(self, name: str, cache_salt: str | None = None) -> None:
         """Let a prefix be evicted like any other; `PinError` if the salt has none of that name."""

@@ -7,8 +7,10 @@ all at once instead of one a step.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from threading import Lock, Semaphore, Thread, stack_size
 from typing import TYPE_CHECKING, NamedTuple
@@ -199,10 +201,11 @@ class Guides:
     def _compile_aside(self, structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
         """`_compile` on a thread with a large stack, which goes on alone if it takes too long."""
         future: Future[LLMatcher] = Future()
+        added = self._tokenizer.added if self._tokenizer else {}
 
         def run() -> None:
             try:
-                future.set_result(_compile(structured, vocabulary))
+                future.set_result(_compile(structured, vocabulary, added))
             except BaseException as error:
                 future.set_exception(error)
             finally:
@@ -241,7 +244,10 @@ class Guides:
             raise InvalidRequest(f"structured output cannot read the tokenizer: {reason}") from None
 
 
-def _compile(structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
+def _compile(
+    structured: Structured, vocabulary: LLTokenizer, added: Mapping[int, str]
+) -> LLMatcher:
+    """The matcher before the first token; `added` are the texts of added tokens."""
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     kind, text = structured.kind, structured.value
@@ -254,14 +260,37 @@ def _compile(structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
             )
         else:
             grammar = grammar_from(kind, text)
+        spellings = _spellings(text)
+        special = (one for i, one in added.items() if vocabulary.is_special_token(i))
+        if any(one in spelling for one in special for spelling in spellings):
+            grammar = _unforced(grammar)
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         reason = matcher.get_error()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         reason = str(error)
     if reason:
         raise InvalidRequest(f"{kind} does not compile: {_reason(reason)}")
     return matcher
+
+
+def _spellings(text: str) -> tuple[str, str]:
+    """A grammar as it is, and without the escapes that JSON, Lark and patterns have."""
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
+    return text, plain.replace("\\", "")
+
+
+def _unforced(grammar: str) -> str:
+    """The same grammar, whose texts any tokens may spell.
+
+    The library forces the tokenizer's own tokens, which for the text of a special token is that
+    token, and then does not take it for text.
+    """
+    if grammar.startswith("{"):
+        (parts,) = json.loads(grammar)["grammars"]
+        schema = parts["json_schema"]
+        grammar = parts["lark_grammar"] or f"start: %json {json.dumps(schema)}"
+    return '%llguidance {"no_forcing": true}\n' + grammar
 
 
 def _reason(text: str) -> str:

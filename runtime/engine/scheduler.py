@@ -117,6 +117,8 @@ class Scheduler:
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
+        self.on_no_room: Callable[[], bool] | None = None
+        """Called before a request fails for want of pages; says whether some were given up."""
         self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
@@ -207,7 +209,7 @@ class Scheduler:
                     self._short_of_pages = True
                 elif chunks or len(self.running) > 1:
                     return None  # the others go on and will free pages
-                else:
+                elif not self._finds_room():
                     self.fail(sequence, NO_ROOM)
                     return None
 
@@ -232,7 +234,7 @@ class Scheduler:
                 chunk = self._take(sequence, budget)
             except OutOfPages:
                 self._release(sequence)
-                if not self.running:
+                if not self.running and not self._finds_room():
                     self.waiting.remove(sequence)
                     self.fail(sequence, NO_ROOM)
                 self._no_room = bool(self.running)
@@ -348,6 +350,10 @@ class Scheduler:
                     raise
                 self._ahead = max(1, self._ahead // 8)
                 self.reserve_decode(sequence, count)
+
+    def _finds_room(self) -> bool:
+        """Whether pages were given up, before a sequence fails that has the engine for itself."""
+        return self.on_no_room is not None and self.on_no_room()
 
     def _put_back(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from radixcache.runtime.text.call_formats import (
     PARAMETER,
+    TAG_END,
     THINK,
     THOUGHT,
     CallFormat,
@@ -17,7 +18,7 @@ from radixcache.runtime.text.call_formats import (
     properties,
     shape,
 )
-from radixcache.runtime.text.tool_calls import Call, Piece, Said
+from radixcache.runtime.text.tool_calls import Call, Piece, Said, read_json
 
 _Reading = Generator[None, None, Any]
 """Yields where it needs more text."""
@@ -155,15 +156,17 @@ class AnswerParser:
         before = "{"
         while found := (yield from self._match(PARAMETER)):
             self._take(found.end())
-            while (at := self._held.find("</parameter>")) < 0 and not self._ended:
+            seen = 0
+            while (at := self._held.find(TAG_END, seen)) < 0 and not self._ended:
+                seen = max(0, len(self._held) - len(TAG_END))
                 yield
             if at < 0:
                 return
             value: Any = self._take(at).removeprefix("\n").removesuffix("\n")
-            self._take(len("</parameter>"))
+            self._take(len(TAG_END))
             if known.get(found["name"], {}).get("type") != "string":
-                with suppress(ValueError, RecursionError):
-                    value = json.loads(value)
+                with suppress(ValueError):
+                    value = read_json(value)
             told = json.dumps({found["name"]: value}, ensure_ascii=False)
             self._give("arguments", before + told[1:-1])
             before = ", "
@@ -194,11 +197,12 @@ class AnswerParser:
 
     def _match(self, wanted: Shape) -> _Reading:
         """The match of what comes next; None if it is something else."""
-        while (found := wanted.whole.match(self._held)) is None:
-            if self._ended or not wanted.begun.fullmatch(self._held):
-                return None
+        while True:
+            self._trim()
+            found = wanted.whole.match(self._held)
+            if found or self._ended or not wanted.begun.fullmatch(self._held):
+                return found
             yield
-        return found
 
     def _skip(self, wanted: Shape) -> _Reading:
         found = yield from self._match(wanted)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from radixcache.runtime.text.tool_calls import Tool, ToolChoice
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.text.tool_calls import Tool, ToolChoice, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
 """Between these, models reason."""
 
-_NAME = r'(?P<name>[^\s"<>{}\[\]]+)'
+_NAME = r'(?P<name>[^\s"<>{}\[\]]{1,256})'
+_GAP = r"\s{0,64}"
+"""Bounded, as names are: what is read anew with each token must not grow for ever."""
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -29,17 +32,16 @@ def shape(text: str, ahead: str = "") -> Shape:
     """The shape of `text`, in which NAME is any name; `ahead` is a pattern of what follows."""
     whole, begun, after = ahead, "", ""
     for unit in reversed(re.findall(r"NAME|\S", text)):
-        gap = "" if unit.isalpha() and after.isalpha() else r"\s*"
+        gap = "" if unit.isalpha() and after.isalpha() else _GAP
         pattern = _NAME if unit == "NAME" else re.escape(unit)
         whole = pattern + (gap if after else "") + whole
         begun = f"(?:{pattern}{gap}{begun})?"
         after = unit
-    return Shape(re.compile(r"\s*" + whole), re.compile(r"\s*" + begun))
+    return Shape(re.compile(_GAP + whole), re.compile(_GAP + begun))
 
 
-_TAG_END = "\n</parameter>\n"
-PARAMETER = shape("<parameter=NAME>")
-"""Before a tagged argument."""
+PARAMETER, TAG_END = shape("<parameter=NAME>"), "</parameter>"
+"""Before and after a tagged argument."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class CallFormat:
     def heads(self) -> tuple[Shape, Shape, Shape]:
         """Up to the arguments: the first call, a further one, and one that opens a message."""
         head, _ = self.call.split("VALUE")
-        ahead = "" if self.tagged else r"\s*(?=\{)"
+        ahead = "" if self.tagged else _GAP + r"(?=\{)"
         return (
             shape((self.opener if self.bare else self.open) + head, ahead),
             shape(self.between + head, ahead),
@@ -116,7 +118,7 @@ class CallFormat:
             rules[f"call_{index}"] = f"{spell(before)} {rest}"
             opened.append(f"{spell((self.open + before).removeprefix(self.opener))} {rest}")
             free = choice.mode == "auto" and not tool.strict
-            schema = {"type": "object", **({} if free else tool.parameters)}
+            schema = {"type": "object"} if free else _of_object(tool)
             rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
@@ -137,8 +139,8 @@ class CallFormat:
         if thinks and _is_token(spell(THINK)):
             rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({said})"
         rules["answer"] = answer or "ANSWER"
-        rules[f"tagged_text[suffix={_quote(_TAG_END)}]"] = r"/(.|\n)*/"
-        rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s+/"}
+        rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
+        rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
@@ -146,17 +148,34 @@ def _is_token(lark: str) -> bool:
     return lark.startswith("<[") and " " not in lark
 
 
+def _of_object(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whatever it says."""
+    kind = tool.parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(f"the parameters of {tool.name} must be of type object, not {kind!r}")
+    return {**tool.parameters, "type": "object"}
+
+
 def _tagged(schema: Mapping[str, Any]) -> str:
-    """The Lark of arguments as tags, in the schema's order."""
+    """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    parts = []
+    required, parts = schema.get("required"), []
     for name, told in properties(schema).items():
-        value = _json({**told, **shared}) + f" {_quote(_TAG_END)}"
+        value = _json({**told, **shared}) + f" {_quote(chr(10) + TAG_END)}"
         if told.get("type") == "string":
-            choices = told.get("enum", [told["const"]] if "const" in told else [])
-            value = " | ".join(_quote(choice + _TAG_END) for choice in choices) or "tagged_text"
-        optional = "" if name in (schema.get("required") or ()) else "?"
-        parts.append(f"({_quote(f'<parameter={name}>' + chr(10))} ({value})){optional}")
+            choices = told.get("enum", [told["const"]] if "const" in told else None)
+            value = "tagged_text"
+            if isinstance(choices, list):
+                choices = [choice for choice in choices if isinstance(choice, str)]
+                value = " | ".join(_quote(f"{choice}\n{TAG_END}") for choice in choices)
+            if not value or TAG_END in str(choices):
+                raise InvalidRequest(f"no text can be the argument {name!r}")
+        if not re.fullmatch(_NAME, name):
+            raise InvalidRequest(f"this model cannot write an argument of the name {name!r}")
+        optional = "" if isinstance(required, list) and name in required else "?"
+        parts.append(
+            f"({_quote(f'<parameter={name}>' + chr(10))} ({value}) {_quote(chr(10))}){optional}"
+        )
     return " ".join(parts) or '""'
 
 
@@ -176,10 +195,14 @@ def as_rule(kind: str, value: str) -> str | None:
     """The Lark of a form of answers, as `Structured` has them; None of a grammar."""
     match kind:
         case "json_object" | "json":
-            schema = json.loads(value or '{"type": "object"}')
+            try:
+                schema = read_json(value or '{"type": "object"}')
+            except ValueError as error:
+                raise InvalidRequest(f"the schema is no JSON: {error}") from None
             return _json(schema if isinstance(schema, dict) else {})
         case "regex":
-            return "/" + value.replace("/", r"\/") + "/"
+            escaped = {"/": r"\/", "\n": r"\n"}
+            return "/" + re.sub(r"\\.|[/\n]", lambda m: escaped.get(m[0], m[0]), value) + "/"
         case "choice":
             return " | ".join(map(_quote, json.loads(value)))
     return None

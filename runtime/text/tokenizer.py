@@ -188,6 +188,12 @@ class Tokenizer:
             and stands_apart(token.content)
         }
 
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """What the added tokens are spelt."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {index: token.content for index, token in added.items()}
+
     def _find_hidden(self) -> frozenset[int]:
         """The special tokens that are no text, if some of them are text."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
@@ -226,7 +232,7 @@ class Tokenizer:
 
     def spell(self, text: str) -> str:
         """`text` in Lark, for llguidance: what is an added token is that token."""
-        added = {str(token): index for index, token in self._tokenizer.added_tokens_decoder.items()}
+        added = {text: index for index, text in self.added.items()}
         marks = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
         parts = [part for part in re.split(f"({marks})", text) if part]
         return " ".join(

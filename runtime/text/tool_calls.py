@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,17 @@ from radixcache.errors import InvalidRequest
 
 MAX_DEPTH = 100
 """Of JSON. More, and what writes or renders it may give up."""
+
+
+def read_json(text: str) -> Any:
+    """What `text` says; `ValueError` if it is no JSON, or has a flaw."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    if (flaw := flaw_of(value)) is not None:
+        raise ValueError(flaw)
+    return value
 
 
 @dataclass(frozen=True)
@@ -94,16 +105,22 @@ class Said(NamedTuple):
     @property
     def meaning(self) -> tuple[Any, ...]:
         """What two answers have in common that differ in spelling and ids only."""
-        return self.content, self.reasoning, [(call.name, call.values) for call in self.calls]
+        calls = [(call.name, spelling(call.values)) for call in self.calls]
+        return self.content, self.reasoning, calls
+
+
+def spelling(arguments: Any) -> str:
+    """The same for the same arguments; for Python, True is 1."""
+    return json.dumps(arguments, sort_keys=True)
 
 
 def read_object(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None if it is none, or has a flaw."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
+        values = read_json(text)
+    except ValueError:
         return None
-    return values if isinstance(values, dict) and flaw_of(values) is None else None
+    return values if isinstance(values, dict) else None
 
 
 def flaw_of(value: Any) -> str | None:
@@ -131,6 +148,8 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise InvalidRequest("'tool_calls' is a list")
         message["tool_calls"] = [*map(_call_for_template, calls)]
         message.setdefault("content", "")
     if not {"role", "content"} <= message.keys():

@@ -13,7 +13,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.call_formats import THINK
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
-from radixcache.runtime.text.tool_calls import Said, for_template
+from radixcache.runtime.text.tool_calls import Said, for_template, spelling
 
 _Message = Mapping[str, Any]
 
@@ -23,6 +23,8 @@ class _Turn(NamedTuple):
 
     raw: str
     said: Said
+    meaning: tuple[Any, ...]
+    """As `raw` is read without schemas, like what a template writes."""
 
 
 class Turns:
@@ -46,7 +48,7 @@ class Turns:
         self._num_bytes = 0
         self._lock = Lock()
         self._turns: OrderedDict[tuple[str | None, str], _Turn] = OrderedDict()
-        """By salt, and the id of the turn's first call."""
+        """By salt, and by the id of the turn's first call."""
 
     def encode(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
@@ -63,11 +65,18 @@ class Turns:
             self.keep(said, thoughts_of(prompt.text) + raw, prompt.cache_salt)
 
     def keep(self, said: Said, raw: str, cache_salt: str | None = None) -> None:
-        """Write the salt's turn that says `said` as `raw` from now on, if it has calls."""
+        """Write the turn that says `said` as `raw` from now on, if there are calls in it.
+
+        Not if `raw` says more, because a stop string has cut the answer.
+        """
         if not said.calls:
             return
+        read = self._read(raw)
+        names = [[call.name for call in one.calls] for one in (read, said)]
+        if names[0] != names[1] or read[:2] != said[:2]:
+            return
         with self._lock:
-            self._turns[cache_salt, said.calls[0].id] = _Turn(raw, said)
+            self._turns[cache_salt, said.calls[0].id] = _Turn(raw, said, read.meaning)
             self._num_bytes += 4 * len(raw)  # as itself and taken apart
             while self._num_bytes > self.max_bytes:
                 _, oldest = self._turns.popitem(last=False)
@@ -78,8 +87,8 @@ class Turns:
     ) -> str:
         """The text of a conversation, with turns as they were generated; `how` as in `encode`."""
         tokenizer = self.history.tokenizer
-        found = ((i, self._find(message, cache_salt)) for i, message in enumerate(messages))
-        known = {i: turn for i, turn in found if turn}
+        found = [self._find(message, cache_salt) for message in messages]
+        known = {i: turn for i, turn in enumerate(found) if turn}
         if not known:
             return tokenizer.render_chat(messages, **how)
         mark = token_hex(16)
@@ -102,23 +111,23 @@ class Turns:
             if end < at:
                 return text
             turn, rendered = known[int(index)], text[at:end]
-            same = self._read(rendered).meaning == turn.said.meaning
+            same = self._read(rendered).meaning == turn.meaning
             parts += [turn.raw if same else rendered, following]
             at = end + len(following)
         return "".join(parts)
 
     def _find(self, message: _Message, cache_salt: str | None) -> _Turn | None:
-        """The salt's turn that a message is, if it is known and nothing in it was changed."""
+        """The turn that a message is, if it is known and nothing in it was changed."""
         calls = isinstance(message, Mapping) and message.get("tool_calls")
         if not calls:
             return None
         message = for_template(message)
         with self._lock:
-            turn = self._turns.get((cache_salt, message["tool_calls"][0].get("id") or ""))
+            turn = self._turns.get((cache_salt, str(message["tool_calls"][0].get("id"))))
         if turn is None or message["content"] != turn.said.content:
             return None
         functions = [call["function"] for call in message["tool_calls"]]
-        named = [(function["name"], function["arguments"]) for function in functions]
+        named = [(function["name"], spelling(function["arguments"])) for function in functions]
         return turn if named == turn.said.meaning[-1] else None
 
     def _read(self, text: str) -> Said:

@@ -97,7 +97,7 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
         (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "GiB of KV memory are more than"),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
-        (["serve", "--host", "\udcff", "--port", "0"], "not a host"),
+        (["serve", "--host", "\udcff", "--port", "0"], "--host: must be a valid string"),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),

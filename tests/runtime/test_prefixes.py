@@ -181,6 +181,25 @@ def test_what_is_preferred_survives_pressure_and_yields_to_need(llm: LLM) -> Non
     assert preferred() == []
 
 
+def test_a_request_that_finds_no_room_gets_that_of_what_is_preferred(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it came that both are there."""
+    monkeypatch.setattr(llm.prefixes, "make_room", lambda num_tokens: None)
+    params = SamplingParams(temperature=0, max_tokens=60 * 4 - 4 - 10, ignore_eos=True)
+    (alone,) = llm.generate("0123456789", params)
+    llm.reset_prefix_cache()
+    llm.generate(SYSTEM, GREEDY)
+    stream = llm.stream("0123456789", params)
+    next(stream)
+    llm.call(lambda: llm.prefixes.prefer(llm.encode(SYSTEM), 60.0))
+    assert llm.call(llm.prefixes.list)
+    *_, output = stream
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids and output.error is None
+    assert not llm.call(llm.prefixes.list)
+    llm.call(llm.engine.check)
+
+
 def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(llm: LLM) -> None:
     def prefer(length: int, lifetime: float, cache_salt: str | None = None) -> None:
         tokens = llm.encode(SYSTEM)[:length]

@@ -62,6 +62,7 @@ class Letters:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(["</s>"])
         self.serialised = tokenizer.to_str()
+        self.added = {VOCAB - 1: "</s>"}
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         return "".join(TEXTS[i] for i in ids)

@@ -213,6 +213,46 @@ def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
     assert engine.match(sequence.tokens) == lengths[-2]  # what the last step gave has no KV
 
 
+def test_forced_tokens_have_their_pages_when_there_are_few() -> None:
+    forced = Structured.regex("[ab]" + "the whole of a long way " * 3 + "[cd]" * 9)
+    asked = [
+        ([9 + i] * 5, SamplingParams(temperature=0, max_tokens=60, structured=forced))
+        for i in range(4)
+    ]
+    alone = []
+    for prompt, params in asked:
+        engine = make_engine(forces=False)
+        request = engine.add_request(prompt, params)
+        finish(engine)
+        alone.append(told(request))
+    for num_pages in range(18, 60, 9):
+        engine = make_engine(num_pages=num_pages)
+        requests = [engine.add_request(prompt, params) for prompt, params in asked]
+        finish(engine)
+        assert [told(request) for request in requests] == alone
+        assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        Structured.json({"enum": ["<|end|>"]}),
+        Structured.choice(["<|end|>x"]),
+        Structured.regex(r"a<\|end\|>[bc]"),
+        Structured.grammar('root ::= "<|end|>" [a-c]'),
+        Structured.grammar('start: "a\\u003c|end|>" /[a-c]/'),
+    ],
+)
+def test_the_text_of_a_special_token_is_text(structured: Structured) -> None:
+    for options in ({"temperature": 0}, {"temperature": 0, "logprobs": 0}, {"seed": 3}):
+        engine = make_engine()
+        params = SamplingParams(max_tokens=20, structured=structured, **options)  # type: ignore[arg-type]
+        (answer,) = engine.add_request([5], params).sequences
+        finish(engine)
+        assert answer.finish_reason == "stop" and "<|end|>" in answer.output().text
+        assert EOS not in answer.generated
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_an_end_within_forced_tokens_is_the_end(max_tokens: int) -> None:
     structured = Structured.regex("[ab] quite a long way to the end")
@@ -359,6 +399,7 @@ def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
         (Structured.json({"type": "text"}), "Invalid type: text"),
         (Structured.json({"not": {}, "x-guidance": {"lenient": True}}), "Unimplemented keys"),
         (Structured.json({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
+        (Structured("choice", "5"), "not iterable"),
         (Structured.regex("(a"), "regex does not compile: at 1(8): invalid regex"),
         (Structured.regex("(?=a)b"), "look-around"),
         (Structured.regex("\ud800"), "surrogates not allowed"),
@@ -412,9 +453,9 @@ def test_what_takes_too_long_to_compile_is_refused_and_holds_up_nobody(monkeypat
     slow = [Structured.regex(f"slow{i}") for i in range(3)]
     done = own.compile(STRUCTURES["json"])
 
-    def take_long(structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
+    def take_long(structured: Structured, *known: Any) -> LLMatcher:
         go_on.wait(30)
-        return compile_one(structured, vocabulary)
+        return compile_one(structured, *known)
 
     monkeypatch.setattr(guides_module, "COMPILE_SECONDS", 0.05)
     monkeypatch.setattr(guides_module, "_compile", take_long)

@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from radixcache import SamplingParams
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
@@ -77,7 +78,7 @@ def test_a_decode_of_several_tokens_gets_pages_for_all_of_them_or_none(free):
     engine = make_engine("radix-4")
     params = SamplingParams(max_tokens=200)
     request = Request(0, None, PROMPT, params)
-    request.add_sequences(200, None, lambda index: None)
+    request.add_sequences(200, None, lambda index: torch.Generator())
     (sequence,) = request.sequences
     engine.scheduler.add(sequence)
     engine.scheduler.schedule()
@@ -90,7 +91,7 @@ def test_a_decode_of_several_tokens_gets_pages_for_all_of_them_or_none(free):
             engine.scheduler.reserve_decode(sequence, 40)
     else:
         engine.scheduler.reserve_decode(sequence, 40)
-        assert sequence.lease.capacity >= len(PROMPT) + 40
+        assert sequence.lease is not None and sequence.lease.capacity >= len(PROMPT) + 40
     cache.check()
 
 

@@ -142,6 +142,26 @@ def test_arguments_that_no_client_could_read_are_content(value: str):
     assert (said.content, said.calls) == (text, ())
 
 
+@pytest.mark.parametrize("template", [HERMES, CODER], ids=lambda t: t[:12])
+def test_what_is_nested_too_deeply_is_no_json(template: str):
+    deep = "[" * 100_000 + "]" * 100_000
+    text = written(template, "f", {"c": 1}).replace("1", deep)
+    said = parse(text, template).said()
+    if template == HERMES:
+        assert (said.content, said.calls) == (text, ())
+    else:  # no JSON is text there
+        assert said.calls[0].values == {"c": deep}
+
+
+@pytest.mark.parametrize("begun", ['<tool_call>{"name": "' + "a" * 300, "<tool_call>" + " " * 300])
+def test_nobody_waits_for_ever_for_a_name(begun: str):
+    """What is held back is read again with each token."""
+    parser = AnswerParser(fmt(HERMES))
+    parser.feed(begun)
+    assert parser.feed("b")[-1].text.endswith("b")
+    assert parser.said().content == begun + "b"
+
+
 def test_arguments_stream_as_they_come():
     parser = AnswerParser(fmt(HERMES))
     parser.feed('<tool_call>\n{"name": "f", "argu')

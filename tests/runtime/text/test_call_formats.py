@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.text.call_formats import as_rule
 from radixcache.runtime.text.tokenizer import Tokenizer
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice
@@ -144,6 +145,7 @@ def test_calls_that_begin_with_plain_text_are_as_strict(
         ("json", '{"type": "object", "properties": {"b": {"type": "null"}}}', '{"b": null}'),
         ("json_object", "", '{"b": [1]}'),
         ("regex", "a/b+", "a/bb"),
+        ("regex", r"a\/b\\/(\n)", "a/b\\/\n"),
         ("choice", '["one \\"two\\"", "é"]', 'one "two"'),
     ],
 )
@@ -154,3 +156,53 @@ def test_an_answer_without_calls_may_have_a_form(
     assert grammars.takes(lark, said)
     assert grammars.takes(lark, written(HERMES, "g", {}))
     assert not grammars.takes(lark, "said")
+
+
+@pytest.mark.parametrize("value", ["{", "[" * 100_000])
+def test_a_form_that_is_no_json_is_refused(value: str):
+    with pytest.raises(InvalidRequest, match="the schema is no JSON"):
+        as_rule("json", value)
+
+
+@ALL
+@pytest.mark.parametrize("kind", ["string", ["array", "null"], 5])
+def test_parameters_that_are_no_object_are_refused(grammars: Grammars, template: str, kind: Any):
+    with pytest.raises(InvalidRequest, match="the parameters of f must be of type object"):
+        fmt(template).grammar([Tool("f", {"type": kind})], ToolChoice("required"), grammars.spell)
+
+
+@pytest.mark.parametrize(
+    ("told", "text", "valid"),
+    [
+        ({"type": "string", "enum": ["x", None, 1]}, "x", True),
+        ({"type": "string", "enum": ["x", None, 1]}, "1", False),
+        ({"type": "string", "enum": None}, "z", True),
+        ({"type": "string"}, "a\n</parameterb>\n", True),
+        ({"type": "string"}, "a</parameter>b", False),  # it would be read as its end
+        ({"type": ["string", "null"]}, '"z"', True),
+    ],
+)
+def test_tagged_arguments_are_what_will_be_read(
+    grammars: Grammars, told: dict[str, Any], text: str, valid: bool
+):
+    tool = Tool("f", {"properties": {"a": told}, "required": 5})
+    lark = fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)
+    assert grammars.takes(lark, written(CODER, "f", {"a": text})) == valid
+    assert grammars.takes(lark, written(CODER, "f", {}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"a>b": {}}, "cannot write an argument of the name 'a>b'"),
+        ({"": {}}, "cannot write an argument of the name ''"),
+        ({"a": {"type": "string", "const": 5}}, "no text can be the argument 'a'"),
+        ({"a": {"type": "string", "enum": ["</parameter>"]}}, "no text can be"),
+    ],
+)
+def test_tags_that_could_not_be_read_are_refused(
+    grammars: Grammars, parameters: dict[str, Any], reason: str
+):
+    tool = Tool("f", {"properties": parameters})
+    with pytest.raises(InvalidRequest, match=reason):
+        fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)

@@ -90,7 +90,10 @@ def test_thoughts_that_the_client_forgot_are_kept_while_the_template_keeps_them(
         {"name": "g"},
         {"arguments": {"a": [], "b": 2}},
         {"arguments": {"a": [], "b": 1, "c": None}},
+        {"arguments": {"a": [], "b": True}},  # for Python, the same
+        {"arguments": {"a": [], "b": 1.0}},
         {"id": "call_unheard"},
+        {"cache_salt": "other"},
     ],
 )
 def test_whatever_comes_back_otherwise_is_the_templates(change: dict[str, Any]):
@@ -100,6 +103,21 @@ def test_whatever_comes_back_otherwise_is_the_templates(change: dict[str, Any]):
     function = {**call["function"], **{k: v for k, v in change.items() if k in call["function"]}}
     changed = {**call, "id": change.get("id", call["id"]), "function": function}
     message = {**message, "content": change.get("content", "So."), "tool_calls": [changed]}
+    messages = [QUESTION, message, result(message)]
+    prompt = turns.encode(messages, change.get("cache_salt"))
+    assert prompt.text == turns.history.tokenizer.render_chat(messages)
+
+
+def test_an_answer_that_was_cut_comes_back_as_it_was_read():
+    turns, plain = make()
+    prompt = turns.encode([QUESTION])
+    parser = AnswerParser(turns.history.tokenizer.call_format)
+    parser.feed(ANSWER.split("\n\n")[1], ended=True)
+    said = parser.said()
+    more = ANSWER.split("\n\n")[1] + '\n<tool_call>{"name":"g","arguments":{}}</tool_call>'
+    turns.remember(prompt, plain.encode(more, add_special_tokens=False), said)
+    calls = [call.as_template() for call in said.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
     messages = [QUESTION, message, result(message)]
     assert turns.encode(messages).text == turns.history.tokenizer.render_chat(messages)
 
@@ -159,6 +177,14 @@ def test_marks_of_calls_are_text_though_they_are_special():
         ({"role": "user"}, "'role' and a 'content'"),
         ({"role": "user", "content": None}, "'role' and a 'content'"),
         ({"role": "assistant", "tool_calls": [{}]}, "a tool call has"),
+        ({"role": "assistant", "tool_calls": 5}, "is a list"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' + "[" * 100_000}}],
+            },
+            "a tool call has",
+        ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
             "a tool call has",
