@@ -319,3 +319,34 @@ def test_a_timeout_of_no_time_is_refused():
     for seconds in (0, -1, float("nan")):
         with pytest.raises(InvalidRequest, match="request_timeout must be above 0 seconds"):
             Options(request_timeout=seconds)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "call_2", "output": "x"}]},
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 1,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "call_2"}],
+                    }
+                ],
+            },
+        ),
+    ],
+)
+def test_a_result_of_a_call_that_nobody_made_is_refused_by_each_api(
+    server: LiveServer, path: str, body: dict[str, Any]
+):
+    response = server.post(path, body)
+    assert response.status_code == 400
+    sentence = "message 0: a tool's result has the id of a call before it, not 'call_2'"
+    assert response.json()["error"]["message"] == sentence
+    server.assert_idle()
