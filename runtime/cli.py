@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,6 +235,8 @@ def _info(_: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     """What is to be completed, from the one source that was named."""
+    if args.stdin not in (None, "-"):  # not told by argparse, which would tell no unknown flag
+        raise InvalidRequest(f"a prompt is given as --prompt TEXT, not as {args.stdin!r}")
     if args.prompt is not None:
         sources = {"--prompt": args.prompt}
     else:
@@ -354,10 +358,20 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0].removeprefix("--").replace("-", "_")
-            hint = f": {told}" if (told := vllm_names.instead(name)) else ""
+            flag = unknown[0].partition("=")[0]
+            name = flag.removeprefix("--").replace("-", "_")
+            near = get_close_matches(flag, self._option_string_actions, 1)
+            told = vllm_names.instead(name) or (near and f"did you mean {near[0]}?")
+            hint = f": {self._spell(told)}" if told else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
+
+    def _spell(self, advice: str) -> str:
+        """Arguments of `LLM` as the flags that they are here."""
+        names = "|".join(action.dest for action in self._actions)
+        return re.sub(
+            rf"(say |, )({names})\b", lambda m: f"{m[1]}--{m[2].replace('_', '-')}", advice
+        )
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequest(f"{message} (see {self.prog} --help)")
@@ -411,7 +425,7 @@ def _add_generate(commands: Any) -> None:
     source.add_argument(
         "--prompt-file", metavar="FILE", nargs="+", help="files, each one prompt; - is stdin"
     )
-    source.add_argument("stdin", metavar="-", nargs="?", type=_dash, help="the prompt is stdin")
+    source.add_argument("stdin", metavar="-", nargs="?", help="the prompt is stdin")
     parser.add_argument(
         "--jsonl",
         action="store_true",
@@ -427,12 +441,6 @@ def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, _serve, "an OpenAI-compatible server")
     flags.add_flags(parser)
     _add_engine(parser)
-
-
-def _dash(text: str) -> str:
-    if text != "-":
-        raise argparse.ArgumentTypeError(f"a prompt is given as --prompt TEXT, not as {text!r}")
-    return text
 
 
 def _add_bench(commands: Any) -> None:

@@ -16,7 +16,12 @@ Graph = dict[str, set[str]]
 
 FLOORS = [
     {"radixcache"},
-    {"radixcache.kernels", "radixcache.runtime.files", "radixcache.runtime.vllm_names"},
+    {
+        "radixcache.kernels",
+        "radixcache.runtime.files",
+        "radixcache.runtime.sizes",
+        "radixcache.runtime.vllm_names",
+    },
     {"radixcache.runtime.model", "radixcache.runtime.text"},
     {"radixcache.runtime.engine"},
     {"radixcache.runtime"},

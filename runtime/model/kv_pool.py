@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +12,7 @@ import torch
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import send
-
-_UNITS = {unit: 1000**i for i, unit in enumerate(["", "k", "m", "g", "t"])}
-_UNITS |= {f"{unit}i": 1024**i for i, unit in enumerate(["", "k", "m", "g", "t"]) if unit}
+from radixcache.runtime.sizes import parse_memory
 
 _CPU_LIMIT = 1 << 30
 _CUDA_MARGIN = 1 << 30  # for the activations of a step
@@ -81,22 +78,6 @@ class KVPool:
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values in all layers."""
     return sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * dtype.itemsize
-
-
-def parse_memory(memory: int | str) -> int:
-    """Bytes of `memory`: a number of bytes, or text such as "512MiB", "2GB" or "1.5 GiB".
-
-    Raises:
-        InvalidRequest: it is neither, or not positive.
-    """
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", memory.lower())
-        size = int(min(2.0**62, float(match[1]) * _UNITS[match[2]])) if match else 0
-    else:
-        size = 0 if isinstance(memory, bool) else int(memory)
-    if size <= 0:
-        raise InvalidRequest(f"not an amount of memory: {memory!r} (say 2GB, 512MiB, or bytes)")
-    return size
 
 
 def count_pages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any
 
@@ -127,7 +128,7 @@ class ApiError(Exception):
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The error in the words of the API at this path."""
-        if not path.startswith("/v1/messages"):
+        if not path.startswith(("/v1/messages", "/v1/v1/messages", "/messages")):
             return self.body
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_KINDS.get(self.status, other)
@@ -159,8 +160,6 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError.invalid(str(error))
         case RequestValidationError():
             return _describe_validation(error)
-        case HTTPException(status_code=404):
-            return ApiError.not_found("there is nothing at this path")
         case HTTPException(status_code=405, headers={"Allow": methods}):
             return ApiError(405, f"the method must be {methods}", headers=error.headers)
         case HTTPException():
@@ -195,7 +194,12 @@ def install(app: FastAPI) -> None:
     """Answer every error of `app` in the shape of the API that was asked."""
 
     def handle(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response_at(request.url.path)
+        path = request.url.path
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            near = get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)
+            hint = f": did you mean {near[0]}?" if near else ""
+            error = ApiError.not_found(f"there is nothing at {path[:64]!r}{hint}")
+        return as_api_error(error).response_at(path)
 
     for kind in (ApiError, RadixCacheError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

@@ -133,6 +133,14 @@ class Refused(NamedTuple):
     off: tuple[Any, ...] = ()
 
 
+NO_MEDIA = dict.fromkeys(
+    "image_url input_audio audio_url video_url file source detail file_id file_data "
+    "file_url".split(),
+    Refused("models here read and write text"),
+)
+"""What parts of a message have that are no text, in whichever API."""
+
+
 class Asked(Body):
     """What a client asks for, of which no field is ignored that would change the answer.
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from radixcache.runtime.llm import Message
 from radixcache.runtime.server.fields import (
+    NO_MEDIA,
     Asked,
     Items,
     Json,
@@ -21,6 +22,7 @@ from radixcache.runtime.server.fields import (
     Text,
 )
 from radixcache.runtime.server.responses_bodies import merge_system
+from radixcache.runtime.server.unsupported import OTHERS_IN_MESSAGES
 
 JSON = dict[str, Any]
 
@@ -46,6 +48,7 @@ class Block(OneOf):
     """A piece of a message."""
 
     harmless: ClassVar = frozenset({"citations", "signature", "data", "caller"})
+    refused: ClassVar = NO_MEDIA
     needs: ClassVar = {
         "text": ("text",),
         "thinking": ("thinking",),
@@ -120,6 +123,8 @@ class ClientTool(Asked):
         "input_examples": Refused("put them into the description", ([],)),
         "defer_loading": Refused("send the tools that may be called", (False,)),
         "allowed_callers": Refused("only the model calls tools", (["direct"],)),
+        "function": Refused("send name, description and input_schema beside each other"),
+        "parameters": Refused("send them as input_schema"),
     }
 
     type: Literal["custom"] | None = None
@@ -167,6 +172,7 @@ class CountRequest(Asked):
         "context_management": Refused("leave out what is old", ({"edits": []},)),
         "mcp_servers": Refused("call them yourself", ([],)),
         "thread": Refused("send all messages each time"),
+        **OTHERS_IN_MESSAGES,
     }
     harmless: ClassVar = frozenset({"speed"})
 

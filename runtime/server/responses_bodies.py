@@ -8,6 +8,7 @@ from pydantic import Field
 
 from radixcache.runtime.llm import Message
 from radixcache.runtime.server.fields import (
+    NO_MEDIA,
     Asked,
     Items,
     Json,
@@ -19,6 +20,7 @@ from radixcache.runtime.server.fields import (
     SomeItems,
     Text,
 )
+from radixcache.runtime.server.unsupported import OTHERS_IN_RESPONSES
 
 JSON = dict[str, Any]
 
@@ -27,6 +29,7 @@ class ItemText(Asked):
     """A text within an item: what was said, answered or thought."""
 
     harmless: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    refused: ClassVar = NO_MEDIA
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: Text
@@ -72,6 +75,11 @@ class Item(OneOf):
 
 class FunctionTool(Asked):
     """A function that the model may call."""
+
+    refused: ClassVar = {
+        "function": Refused("send name, description and parameters beside `type`"),
+        "input_schema": Refused("send it as parameters"),
+    }
 
     type: Literal["function"]
     name: Text
@@ -142,6 +150,7 @@ class ResponsesRequest(Asked):
         "context_management": Refused("leave items out yourself", ([],)),
         "prompt": Refused("send its text as instructions and input"),
         "top_logprobs": Refused("/v1/chat/completions has log-probabilities", (0,)),
+        **OTHERS_IN_RESPONSES,
     }
 
     input: Text | SomeItems[Item]

@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
+from radixcache.runtime.sizes import parse_memory
 
 _PREFIX = "RADIXCACHE_"
 _OTHER_VARIABLES = {"data"}
@@ -108,8 +109,15 @@ def _host_name(text: str) -> str:
 def _origin(text: str) -> str:
     parts = urlsplit(text)
     if text != "*" and (not parts.hostname or text != f"{parts.scheme}://{parts.netloc}".lower()):
-        raise ValueError("an origin like https://app.example.org, or *")
+        raise ValueError("an origin like https://app.example.org, with no slash at its end, or *")
     return text
+
+
+def _memory(amount: int | str) -> int:
+    try:
+        return parse_memory(amount)
+    except InvalidRequest:
+        raise ValueError("an amount like 2GB or 512MiB, or bytes") from None
 
 
 def _collector(text: str) -> str:
@@ -121,6 +129,7 @@ def _collector(text: str) -> str:
 _SPLIT = BeforeValidator(_split)
 _Name = Annotated[str, Field(min_length=1)]
 _HostName = Annotated[str, AfterValidator(_host_name)]
+_Memory = Annotated[int | str, AfterValidator(_memory)]
 _Origin = Annotated[str, AfterValidator(_origin)]
 _Collector = Annotated[str, AfterValidator(_collector)]
 
@@ -134,7 +143,7 @@ class Settings(BaseSettings):
     model: str | None = None
     cache: Literal["radix", "hash-block", "none"] | None = None
     page_size: int | None = None
-    kv_memory: int | str | None = None
+    kv_memory: _Memory | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     device: str | None = None
     exact: bool | None = None
@@ -210,7 +219,8 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         read = YamlConfigSettingsSource(Settings, path)()
     except Exception as error:  # whatever a file makes of the parser
-        reason = first_sentence(error)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
+        reason = first_sentence(error) if mark is None else f"line {mark.line + 1}, {problem}"
         raise InvalidRequest(f"the settings in {path} are no YAML mapping: {reason}") from None
     settings = {str(name).replace("-", "_"): value for name, value in read.items()}
     for name in settings:

@@ -31,7 +31,9 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("the json_schema is missing")
+        if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError("a json_schema belongs to the type json_schema, and to no other")
         return self
 

@@ -7,12 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.server.fields import Asked, Body, Items, Json, List, Refused, Text
+from radixcache.runtime.server.fields import NO_MEDIA, Asked, Body, Items, Json, List, Refused, Text
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, for_template
 
 
-class TextPart(Body):
+class TextPart(Asked):
     """A part of a message's content; text is the only kind there is."""
+
+    harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations"})
+    refused: ClassVar[Mapping[str, Refused]] = NO_MEDIA
 
     type: Literal["text"]
     text: Text
@@ -55,7 +58,9 @@ class ChatMessage(Asked):
         content = self.content
         if content is not None and not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content}
+        # Few templates know developers, and some leave out whom they do not know.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.role == "tool":
@@ -86,6 +91,11 @@ class Function(Asked):
 
 class FunctionTool(Asked):
     """A tool; functions are the only kind there is."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **dict.fromkeys(Function.model_fields, Refused("it belongs into `function`")),
+        "input_schema": Refused("send it as function.parameters"),
+    }
 
     type: Literal["function"]
     function: Function

@@ -88,6 +88,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
                 "prefix",
             )
         messages = [*before, *messages]
+    _check_results(messages)
     prompt = await backend.encode_chat(
         messages,
         turn.cache_salt,
@@ -100,6 +101,18 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     params = _guided(turn, backend.tokenizer, prompt.text)
     job = await backend.submit([prompt.tokens], params, turn, client)
     return Answers(backend, turn, prompt, job)
+
+
+def _check_results(messages: list[Message]) -> None:
+    """Refuse, as OpenAI and Anthropic do, results of calls that nobody made."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known |= {call.get("id") for call in message.get("tool_calls") or ()}
+        if message["role"] == "tool" and (name := message.get("tool_call_id")) not in known:
+            raise ApiError.invalid(
+                f"message {index}: a tool's result has the id of a call before it, not {name!r}",
+                "messages",
+            )
 
 
 def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:

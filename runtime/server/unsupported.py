@@ -43,7 +43,43 @@ REFUSED = {
     "vllm_xargs": Refused("only vLLM's plugins know what it says", ({},)),
 }
 
-REFUSED_IN_CHAT = REFUSED | {
+
+def _others(names: str) -> dict[str, Refused]:
+    """Fields of other APIs, and what they are called in this one."""
+    pairs = (pair.split("=") for pair in names.split())
+    return {name: Refused(f"this API calls it {here}") for name, here in pairs}
+
+
+_HAS_MESSAGES = {
+    "prompt": Refused("send messages, or ask /v1/completions"),
+    "input": Refused("send messages, or ask /v1/responses"),
+}
+_IN_CHAT = (
+    REFUSED
+    | _HAS_MESSAGES
+    | _others(
+        "stop_sequences=stop max_output_tokens=max_completion_tokens thinking=reasoning_effort "
+        "max_new_tokens=max_completion_tokens reasoning=reasoning_effort text=response_format "
+        "output_config=response_format system=messages instructions=messages"
+    )
+)
+_IN_COMPLETIONS = REFUSED | _others(
+    "input=prompt stop_sequences=stop "
+    "max_completion_tokens=max_tokens max_output_tokens=max_tokens max_new_tokens=max_tokens"
+)
+OTHERS_IN_RESPONSES = _others(
+    "messages=input system=instructions response_format=text.format thinking=reasoning "
+    "max_tokens=max_output_tokens max_completion_tokens=max_output_tokens "
+    "reasoning_effort=reasoning.effort"
+) | {"stop": Refused("/v1/chat/completions has stop strings")}
+OTHERS_IN_MESSAGES = _HAS_MESSAGES | _others(
+    "instructions=system stop=stop_sequences response_format=output_config.format "
+    "max_completion_tokens=max_tokens max_output_tokens=max_tokens reasoning=thinking "
+    "reasoning_effort=output_config.effort "
+    "parallel_tool_calls=tool_choice.disable_parallel_tool_use"
+)
+
+REFUSED_IN_CHAT = _IN_CHAT | {
     "functions": Refused("send them as tools", ([],)),
     "function_call": Refused("send tools, and a tool_choice", ("none", "auto")),
     "echo": Refused("the client has the messages; /v1/completions echoes a prompt", (False,)),
@@ -59,7 +95,8 @@ REFUSED_IN_CHAT = REFUSED | {
     "verbosity": Refused("say in a message how long the answer should be", ("medium",)),
 }
 
-REFUSED_IN_COMPLETIONS = REFUSED | {
+REFUSED_IN_COMPLETIONS = _IN_COMPLETIONS | {
+    "messages": Refused("send a prompt, or ask /v1/chat/completions"),
     "suffix": Refused("write both sides into the prompt, as the model was trained to", ("",)),
 }
 

@@ -111,10 +111,12 @@ class CallFormat:
             thinks: the message may begin with thoughts.
         """
         head, tail = self.call.split("VALUE")
-        rules = {}
+        rules, opened = {}, []
         for index, tool in enumerate(tools):
-            before = spell(head.replace("NAME", tool.name))
-            rules[f"call_{index}"] = f"{before} value_{index} {spell(tail)}"
+            before = head.replace("NAME", tool.name)
+            rest = f"value_{index} {spell(tail)}"
+            rules[f"call_{index}"] = f"{spell(before)} {rest}"
+            opened.append(f"{spell((self.open + before).removeprefix(self.opener))} {rest}")
             free = choice.mode == "auto" and not tool.strict
             schema = {"type": "object"} if free else _of_object(tool)
             rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
@@ -123,19 +125,22 @@ class CallFormat:
         opening = "" if self.bare else spell(self.open)
         rules["calls"] = f"{opening} call {more} {spell(self.close)}"
         said = "calls"
-        if choice.mode == "auto":
-            if not _is_token(spell(self.opener)):
-                raise InvalidRequest(
-                    "this model's calls begin with plain text: guide them by tool_choice 'required'"
-                )
-            said = "ANSWER? calls?" if answer is None else "calls | answer"
+        first, but = r"[^{\s]" if self.bare else r"(.|\n)", ""
+        if choice.mode == "auto" and answer is None:
+            said = "ANSWER? | calls" if self.bare else "ANSWER? calls?"
+            if not self.bare and not _is_token(spell(self.opener)):
+                # Plain text: what is said ends where it first comes, and then it is a call.
+                rules[f"opened[suffix={_quote(self.opener)}]"] = r"/(.|\n)*/"
+                said = f"ANSWER? | opened ({' | '.join(opened)}) {more} {spell(self.close)}"
+                but = rf" & ~/(.|\n)*{re.escape(self.opener)}(.|\n)*/"
+        elif choice.mode == "auto":
+            said = "calls | answer"
         rules["start"] = f"({said})"
         if thinks and _is_token(spell(THINK)):
             rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({said})"
         rules["answer"] = answer or "ANSWER"
         rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
-        first = r"[^{\s]" if self.bare else r"(.|\n)"
-        rules |= {"ANSWER": rf"/{first}(.|\n)*/", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
+        rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 

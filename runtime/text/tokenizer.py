@@ -30,6 +30,8 @@ _VOCABULARIES = (
 
 _CONFIG = "tokenizer_config.json"
 
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
 _RENDERING = {"conversation", "messages", "tools", "documents", "chat_template", "tokenize"} | {
     *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "padding"),
     *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -264,6 +266,12 @@ class Tokenizer:
         check_tools(tools)
         conversation = [for_template(message) for message in messages]
         template, values = self.chat_template(bool(tools)), dict(template_kwargs or {})
+        for role in {message.get("role") for message in conversation} - _ROLES:
+            # Some templates leave out whom they do not know, some write whatever comes.
+            if f"'{role}'" not in template and f'"{role}"' not in template:
+                raise InvalidRequest(
+                    f"no role is called {role!r}: say system, user, assistant or tool"
+                )
         wanted = {"tools": tools, **values}
         wanted["tool_calls"] = any("tool_calls" in message for message in conversation)
         for name, value in wanted.items():

@@ -97,15 +97,20 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
         (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "GiB of KV memory are more than"),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
-        (["serve", "--host", "\udcff", "--port", "0"], "not a host"),
+        (["serve", "--host", "\udcff", "--port", "0"], "--host: must be a valid string"),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),
         (["generate", "--prompt", "x", "--temprature", "1"], "(see radixcache generate --help)"),
         (
             ["chat", "--gpu-memory-utilization=0.5"],
-            "arguments: --gpu-memory-utilization=0.5: say kv_",
+            "arguments: --gpu-memory-utilization=0.5: say --kv-memory, ",
         ),
+        (["serve", "--max-model-len", "9"], "the model's: say max_tokens, --kv-memory (see"),
+        (["chat", "--enable-prefix-caching"], "say --cache='none' (see"),
+        (["serve", "--prot", "3"], "unrecognized arguments: --prot: did you mean --port? (see"),
+        (["generate", "--foo", "3"], "unrecognized arguments: --foo (see"),
+        (["generate", "-", "--seeed", "3"], "--seeed 3: did you mean --seed? (see"),
     ],
 )
 def test_bad_input_gets_one_sentence(

@@ -14,8 +14,8 @@ from radixcache.runtime.model.kv_pool import (
     bytes_per_token,
     count_pages,
     default_memory,
-    parse_memory,
 )
+from radixcache.runtime.sizes import parse_memory
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 16, 16), LayerShape(4, 8, 32)]

@@ -23,6 +23,20 @@ from tests.runtime.server.live import LiveServer, ask, live
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
+CALL: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
+    }
+]
+RESULT: list[dict[str, Any]] = [
+    {"role": "user", "content": "?"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "x"},
+]
+
+
 def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
     assert response.status_code == status, response.text
     body = response.json()
@@ -51,7 +65,7 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.type: Input should be 'text'",
+            "messages.0.content.0.image_url: not supported: models here read and write text",
         ),
         (
             CHAT,
@@ -59,6 +73,15 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
             "messages.0.tool_calls.0.id: ",
         ),
         (CHAT, {"messages": ask("?"), "functions": [{}]}, "functions: "),
+        (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "no role is called 'usr': say sys"),
+        (CHAT, {"messages": RESULT}, "message 1: a tool's result has the id of a call before it"),
+        (CHAT, {"messages": CALL + RESULT}, "the id of a call before it, not 'call_2'"),
+        (CHAT, {"messages": [*CALL, {**RESULT[1], "tool_call_id": None}]}, "before it, not None"),
+        (
+            CHAT,
+            {"messages": ask("?"), "response_format": {"type": "json_schema"}},
+            "response_format: the json_schema is missing",
+        ),
         (CHAT, {"messages": ask("?"), "stop": [7]}, "stop.0: Input should be a valid string"),
         (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string"),
         (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
@@ -244,7 +267,27 @@ def test_a_body_that_is_not_called_json_is_told_so(server: LiveServer):
 
 
 def test_paths_and_methods_that_do_not_exist(server: LiveServer):
-    assert_error(server.get("/v1/nothing"), 404, "nothing at this path")
+    assert assert_error(server.get("/v2/x"), 404, "nothing at '/v2/x'")["message"].endswith("x'")
+    for path, near in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/responses", "/v1/responses"),
+    ):
+        assert_error(server.post(path, {}), 404, f"nothing at {path!r}: did you mean {near}?")
+    for path, near in (
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/messages", "/v1/messages"),
+    ):
+        answer = server.post(path, {})
+        assert answer.status_code == 404 and answer.json() == {
+            "type": "error",
+            "error": {
+                "type": "not_found_error",
+                "message": f"there is nothing at {path!r}: did you mean {near}?",
+            },
+        }
     assert_error(server.get(COMPLETIONS), 405, "the method must be POST")
     assert_error(server.get("/v1/prefixes/unknown"), 404, "no prefix named 'unknown'")
     assert_error(
@@ -276,3 +319,34 @@ def test_a_timeout_of_no_time_is_refused():
     for seconds in (0, -1, float("nan")):
         with pytest.raises(InvalidRequest, match="request_timeout must be above 0 seconds"):
             Options(request_timeout=seconds)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "call_2", "output": "x"}]},
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 1,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "call_2"}],
+                    }
+                ],
+            },
+        ),
+    ],
+)
+def test_a_result_of_a_call_that_nobody_made_is_refused_by_each_api(
+    server: LiveServer, path: str, body: dict[str, Any]
+):
+    response = server.post(path, body)
+    assert response.status_code == 400
+    sentence = "message 0: a tool's result has the id of a call before it, not 'call_2'"
+    assert response.json()["error"]["message"] == sentence
+    server.assert_idle()

@@ -300,3 +300,85 @@ def test_options_of_a_stream_are_all_known() -> None:
             or name in StreamOptions.harmless
             or name in StreamOptions.refused
         ), name
+
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": ask("?")},
+    COMPLETIONS: {"prompt": "x"},
+    RESPONSES: {"input": "x"},
+    MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "sentence"),
+    [
+        (CHAT, {"prompt": "x"}, "prompt: not supported: send messages, or ask /v1/completions"),
+        (CHAT, {"input": "x"}, "send messages, or ask /v1/responses"),
+        (CHAT, {"thinking": {}}, "this API calls it reasoning_effort"),
+        (
+            CHAT,
+            {"tools": [{"type": "function", "name": "f"}]},
+            "tools.0.name: not supported: it be",
+        ),
+        (
+            CHAT,
+            {"tools": [{"name": "f", "input_schema": {}}]},
+            "tools.0.name: not supported: it be",
+        ),
+        (COMPLETIONS, {"messages": []}, "send a prompt, or ask /v1/chat/completions"),
+        (RESPONSES, {"response_format": {}}, "this API calls it text.format"),
+        (RESPONSES, {"max_tokens": 1}, "this API calls it max_output_tokens"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "function", "function": {}}]},
+            "tools.0.function: not supported: send name, description and parameters beside",
+        ),
+        (MESSAGES, {"stop": "x"}, "stop: not supported: this API calls it stop_sequences"),
+        (
+            MESSAGES,
+            {"tools": [{"type": "function", "function": {}}]},
+            "tools.0.function: not supported: send name, description and input_schema beside",
+        ),
+    ],
+)
+def test_a_field_of_another_api_is_told_its_name_in_this_one(
+    server: LiveServer, path: str, more: dict[str, Any], sentence: str
+) -> None:
+    response = server.post(path, BODIES[path] | more)
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": "PARTS"}),
+        (RESPONSES, {"input": "PARTS"}),
+        (MESSAGES, {"messages": "PARTS", "max_tokens": 1}),
+    ],
+)
+def test_media_are_refused_in_one_sentence(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    for part in (
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "input_image", "detail": "auto", "image_url": "data:"},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "input_file", "file_id": "file-1"},
+        {"type": "image", "source": {"type": "base64", "data": ""}},
+    ):
+        said: Any = [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}]
+        if path == RESPONSES:
+            said[0]["content"][0]["type"] = "input_text"
+        asked = {name: said if value == "PARTS" else value for name, value in body.items()}
+        response = server.post(path, asked)
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert "not supported: models here read and write text" in message, part
+
+
+def test_developers_are_the_system(server: LiveServer) -> None:
+    said = [{**ask(QUESTION)[0], "role": "developer"}, *ask(QUESTION)[1:]]
+    assert answer(server, CHAT, messages=said) == answer(server, CHAT)

@@ -265,7 +265,7 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stderr is not None
-            yield running, address(running.stderr.readline())
+            yield running, address(running.stderr.readline() + running.stderr.readline())
         finally:
             running.kill()
 
@@ -276,7 +276,7 @@ def forked(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
     running = Forked(folder, radixcache, *SERVE, *flags)
     try:
         end = time.monotonic() + 60
-        while not (running.err.exists() and running.err.read_text().endswith("\n")):
+        while not (running.err.exists() and running.err.read_text().count("\n") > 1):
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.01)
         yield running, address(running.err.read_text())
@@ -286,7 +286,7 @@ def forked(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
 
 def address(line: str) -> str:
     """That of the server which says this; it answers."""
-    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+)\n", line)
+    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+)\nqwen3 in", line)
     assert match, line
     end = time.monotonic() + 60
     while True:

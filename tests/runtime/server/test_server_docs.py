@@ -46,7 +46,7 @@ def test_the_python_examples_print_what_their_comments_say(server: LiveServer):
     with redirect_stdout(out):
         exec(compile(PROGRAM.replace(ADDRESS, server.url), "server.md", "exec"), {})
     claims = re.findall(r"^print\(.*\)  # (.+)$", PROGRAM, re.MULTILINE)
-    assert len(claims) == 5 and out.getvalue().splitlines() == claims
+    assert len(claims) == 8 and out.getvalue().splitlines() == claims
 
 
 def test_the_flags_of_the_page_are_those_of_the_command(capsys: pytest.CaptureFixture[str]):

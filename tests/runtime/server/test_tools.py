@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-import re
 from collections.abc import Iterator
-from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -279,23 +275,6 @@ def test_what_cannot_be_is_refused_in_words(
     answer = server.post(CHAT, {"messages": user("Hello"), **fields})
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
-
-
-def test_the_example_of_the_docs_calls_its_tool():
-    page = (Path(__file__).parents[3] / "docs/server.md").read_text()
-    (program,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-
-    def script(prompt: str) -> str:
-        said = turns(prompt)[:-1]
-        if "<tool_response>\n64\n" in said[-1][1]:
-            return "Mei Tanaka is 64."
-        arguments = '{"name": "Mei Tanaka"}'
-        return f'<tool_call>\n{{"name": "lookup", "arguments": {arguments}}}\n</tool_call>'
-
-    out = io.StringIO()
-    with scripted_llm(script) as llm, live(llm) as server, redirect_stdout(out):
-        exec(program.replace("http://127.0.0.1:8000", server.url), {})
-    assert out.getvalue() == "Mei Tanaka is 64.\n"
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:

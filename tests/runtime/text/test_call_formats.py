@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,10 +56,12 @@ class Grammars:
             eos_token=[self._tokenizer.eos_token_id],
         )
 
-    def takes(self, grammar: str, text: str) -> bool:
+    def takes(self, grammar: str, text: str, *, plain: bool = False) -> bool:
+        """Whether `text` may be said; `plain` is a token for each character."""
         matcher = LLMatcher(self._llguidance, LLMatcher.grammar_from_lark(grammar), log_level=0)
         assert matcher.get_error() == ""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        ids = [token for piece in (text if plain else [text]) for token in encode(piece)]
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
@@ -109,6 +113,30 @@ def test_calls_that_are_free_to_come_are_as_strict(grammars: Grammars, template:
     for before in ("", "Well.\n") if template != LLAMA else ("",):
         assert grammars.takes(lark, before + written(template, "f", {"a": "x"}))
         assert not grammars.takes(lark, before + written(template, "f", {"a": "z"}))
+
+
+@ALL
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_that_begin_with_plain_text_are_as_strict(
+    grammars: Grammars, template: str, parallel: bool
+):
+    """Where the tokenizer has no token for how they begin."""
+    choice = ToolChoice("auto", parallel=parallel)
+    lark = fmt(template).grammar((F, G), choice, lambda text: json.dumps(text, ensure_ascii=False))
+    opener = fmt(template).opener
+
+    def takes(text: str) -> bool:
+        return grammars.takes(lark, text, plain=True)
+
+    assert takes("") and takes("No call.\n") and takes(f"No {opener[:-1]}-call.")
+    for before in ("", "Well.\n", opener[:-1]) if template != LLAMA else ("",):
+        assert takes(before + written(template, "f", {"a": "x"}))
+        assert takes(before + written(template, "g", {}))
+        assert not takes(before + written(template, "f", {"a": "z"}))
+        assert not takes(before + written(template, "h", {}))
+    if template in (HERMES, CODER, MISTRAL_11):
+        between = "" if template == MISTRAL_11 else "\n"
+        assert takes(between.join([written(template, "f", {"a": "x"})] * 2)) == parallel
 
 
 @pytest.mark.parametrize(
