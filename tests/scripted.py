@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from transformers import AddedToken, PreTrainedTokenizerFast
 from transformers.generation.configuration_utils import GenerationConfig
 
@@ -110,8 +111,14 @@ def turns(prompt: str) -> list[tuple[str, str]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The bundled model's, with the added tokens of Qwen3."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_MODEL)
+    """The bundled model's, with the added tokens of Qwen3.
+
+    Without those of its own for pieces of JSON: no guide lets an added token stand for one.
+    """
+    state = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    state["added_tokens"] = [t for t in state["added_tokens"] if '"' not in t["content"]]
+    backend = Tokenizer.from_str(json.dumps(state))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     turn_ends = [AddedToken(text, normalized=False, special=True) for text in (START, END)]
     names = ("think", "tool_call", "tool_response")
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from radixcache import LLM, SamplingParams
 from tests.scripted import ScriptedModel, call, scripted_llm, turns
@@ -58,8 +59,9 @@ def test_a_page_that_is_wrong_shows(llm: LLM):
     (before,) = llm.chat(ask("Well, then?"), GREEDY)
 
     def spoil() -> None:
-        for pages in llm.engine.kv_pool.layers[0]:
-            pages[pages > 0] += 1
+        with torch.inference_mode():
+            for pages in llm.engine.kv_pool.layers[0]:
+                pages[pages > 0] += 1
         assert llm.engine.scheduler.kept is not None
         llm.engine.scheduler.kept.clear()
 

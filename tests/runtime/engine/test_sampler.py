@@ -151,7 +151,7 @@ def test_a_tiny_temperature_leaves_the_likeliest_tokens_alone(temperature) -> No
     assert seen[0] + seen[2] == 400 and min(seen[0], seen[2]) > 100, f"seed {SEED}"
 
 
-@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300, float("inf")])
+@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300])
 def test_a_huge_temperature_makes_all_that_is_possible_equal(temperature) -> None:
     logits = torch.tensor([[-torch.inf, 3.0, 50.0, -torch.inf, -9.0]]).expand(900, -1)
     generator = torch.Generator().manual_seed(SEED)

@@ -287,5 +287,5 @@ def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
         serve.serve(app, listener, 0)
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith("Warning: without an --api-key") for line in lines] == (
-        [True, False] if warns else [False]
+        [True, False, False] if warns else [False, False]  # address and placement
     )

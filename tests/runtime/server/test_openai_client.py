@@ -360,7 +360,7 @@ def test_the_client_raises_the_errors_that_it_knows(client: Any):
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"presence_penalty": 2.5}, "presence_penalty: Input should be less than or equal to 2"),
         ({"n": 200}, "n: Input should be less than or equal to 128"),
-        ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"stop": [""]}, "stop must be a string or a list of strings that are not empty"),
         ({"stop": ["x"] * 65}, "stop: at most 64 strings of 4096 characters"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"extra_body": {"min_token": 3}}, "min_token: there is no such field: did you mean"),

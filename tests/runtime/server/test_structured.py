@@ -70,7 +70,7 @@ def test_every_way_to_ask_holds_for_chat_and_for_completions(
         ({"guided_json": {"not": {}}}, 'json does not compile: Unimplemented keys: ["not"]'),
         ({"guided_regex": "("}, "regex does not compile"),
         ({"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'"),
-        ({"response_format": {"type": "json_schema"}}, "a json_schema belongs to the type"),
+        ({"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
         ({"structured_outputs": {}}, "none is given of json, regex, choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supported; give"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "is not supported"),
