@@ -81,7 +81,10 @@ class Guide:
         Raises:
             GuideBroken: they are not of the grammar, or it is too complex.
         """
-        state, self._state = self._state, None
+        state = self._state
+        if state is not None and state.read == len(said):
+            return state.matcher if state.begun else None
+        self._state = None
         if state is None:
             state = _State(self._compiled.deep_copy(), 0, self._after is None)
         matcher, read, begun = state
