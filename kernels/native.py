@@ -57,8 +57,13 @@ def problem() -> str | None:
 
 
 @cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(build()))  # torch is imported: its threads are found by name
+
+
+@cache
 def _load() -> dict[torch.dtype, dict[str, Any]]:
-    library = ctypes.CDLL(str(build()))  # torch is imported: its threads are found by name
+    library = _library()
     kernels: dict[torch.dtype, dict[str, Any]] = {}
     for dtype in DTYPES:
         name = str(dtype).replace("torch.", "radixcache_")
@@ -76,7 +81,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
 @cache
 def _panel() -> int:
     """Columns of a panel of `SmallProduct`, by the width of this processor's vectors."""
-    return c_int32.in_dll(ctypes.CDLL(str(build())), "radixcache_panel").value
+    return c_int32.in_dll(_library(), "radixcache_panel").value
 
 
 def rms_norm(

@@ -36,13 +36,17 @@ TOKENIZER_THREADS = 4
 """Clients whose texts are tokenised at the same time."""
 
 
-class Asked(Protocol):
-    """How a request wants its prompts computed."""
+class Wants(Protocol):
+    """What a request wants besides its text, whichever API it came by."""
 
     @property
     def cache_salt(self) -> str | None: ...
     @property
     def stream(self) -> bool | None: ...
+    @property
+    def explain(self) -> bool | None: ...
+    @property
+    def prefix(self) -> str | None: ...
 
 
 class Backend:
@@ -161,19 +165,19 @@ class Backend:
         self,
         prompts: Sequence[TokensLike],
         params: SamplingParams,
-        asked: Asked,
+        wants: Wants,
         client: Hashable,
     ) -> Job:
-        """Queue prompts as `asked` for."""
+        """Queue prompts as a request wants."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
         if (structured := params.structured) is not None:
             await self.tokenize(lambda _: self.llm.guides.compile(structured), client)
         return await self.jobs.submit(
-            lambda: self.llm.add_requests(prompts, params, asked.cache_salt, client),
+            lambda: self.llm.add_requests(prompts, params, wants.cache_salt, client),
             len(prompts) * params.n,
             client=client,
-            stream=bool(asked.stream),
+            stream=bool(wants.stream),
             timeout=self.options.request_timeout,
         )
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -21,7 +21,7 @@ from radixcache.runtime.server.answers import (
     PromptTokensDetails,
     Usage,
 )
-from radixcache.runtime.server.backend import Backend
+from radixcache.runtime.server.backend import Backend, Wants
 from radixcache.runtime.server.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, PromptDelta
 from radixcache.runtime.server.requests import GenerationRequest
@@ -35,15 +35,6 @@ STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream":
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
-
-
-class Asked(Protocol):
-    """What a request wants to know besides the text."""
-
-    @property
-    def explain(self) -> bool | None: ...
-    @property
-    def prefix(self) -> str | None: ...
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
@@ -149,13 +140,13 @@ def last_chunk(
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, asked: Asked) -> Extension:
+def extension(backend: Backend, job: Job, wants: Wants) -> Extension:
     """What the engine has to say about a job that is finished."""
     first = job.requests[0]
     explanation = None
-    if asked.explain:
+    if wants.explain:
         tokenizer = backend.llm.tokenizer
-        hidden, named = backend.options.hide_texts, asked.prefix is not None
+        hidden, named = backend.options.hide_texts, wants.prefix is not None
         explanation = [
             MissedTokens(
                 reason=miss.reason,

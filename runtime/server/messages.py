@@ -47,16 +47,17 @@ async def create_message(
         turn_of(as_chat_request(body.as_chat()), backend),
         client_of(request, body.cache_salt),
     )
+    breakpoints = [*body.breakpoints()]
     answers = await begin(backend, turn, client)
 
     def ends(tokenizer: Tokenizer) -> list[tuple[int, float]]:
         return [
             (_length(backend.llm.turns, turn, messages, answers.prompt), control.seconds)
-            for messages, control in body.breakpoints()
+            for messages, control in breakpoints
         ]
 
     try:
-        prefixes = await backend.tokenize(ends, client)
+        prefixes = await backend.tokenize(ends, client) if breakpoints else []
     except BaseException:
         answers.job.end()
         raise
@@ -73,26 +74,16 @@ async def count_tokens(body: CountRequest, request: Request, backend: BackendDep
     backend.check_model(body.model)
     turn = turn_of(as_chat_request(body.as_chat()), backend)
     tokens = await backend.tokenize(
-        lambda t: t.encode(t.render_chat(turn.messages, **_how(turn)), special=False),
+        lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
         client_of(request, body.cache_salt),
     )
     return {"input_tokens": len(tokens)}
 
 
-def _how(turn: Turn) -> JSON:
-    """How its messages are rendered."""
-    return {
-        "tools": [tool.as_template() for tool in turn.tools],
-        "template_kwargs": turn.template_kwargs,
-        "ask": turn.ask,
-        "continue_final": turn.continue_final,
-    }
-
-
 def _length(turns: Turns, turn: Turn, messages: list[Message], prompt: TokenisedText) -> int:
     """How many tokens of a prompt its first messages are; 0 if the template does not take them."""
     try:
-        how = {**_how(turn), "ask": False, "continue_final": False}
+        how = {**turn.rendering, "ask": False, "continue_final": False}
         text = turns.render([*map(for_template, messages)], turn.cache_salt, **how)
     except InvalidRequest:
         return 0

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
 from radixcache.runtime.llm import Message
+from radixcache.runtime.server.responses_bodies import split_system
 from radixcache.runtime.server.turn import Turn
 
 Change = Literal["tools", "settings", "system", "messages"]
@@ -110,7 +111,7 @@ def compare(
 
 
 def _change(old: Turn, new: Turn) -> Change | None:
-    before, now = _split(old.messages), _split(new.messages)
+    before, now = split_system(old.messages), split_system(new.messages)
     if old.tools != new.tools:
         return "tools"
     if old.template_kwargs != new.template_kwargs:
@@ -118,9 +119,3 @@ def _change(old: Turn, new: Turn) -> Change | None:
     if before[0] != now[0]:
         return "system"
     return None if now[1][: len(before[1])] == before[1] else "messages"
-
-
-def _split(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """System messages at the top, and the others."""
-    count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    return messages[:count], messages[count:]

@@ -232,9 +232,15 @@ def merge(parts: list[Message]) -> list[Message]:
 
 def merge_system(messages: list[Message]) -> list[Message]:
     """Messages with one system message at the top: few templates take two."""
+    system, others = split_system(messages)
+    text = "\n\n".join(message["content"] for message in system)
+    return [*([{"role": "system", "content": text}] if system else []), *others]
+
+
+def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """System messages at the top, and the others."""
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    system = "\n\n".join(message["content"] for message in messages[:count])
-    return [*([{"role": "system", "content": system}] if count else []), *messages[count:]]
+    return messages[:count], messages[count:]
 
 
 def _join(content: str | list[ItemText] | None) -> str:

@@ -53,6 +53,16 @@ class Turn:
     stream: bool = False
     explain: bool = False
 
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
+        return {
+            "tools": [tool.as_template() for tool in self.tools],
+            "template_kwargs": self.template_kwargs,
+            "ask": self.ask,
+            "continue_final": self.continue_final,
+        }
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -89,15 +99,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
             )
         messages = [*before, *messages]
     _check_results(messages)
-    prompt = await backend.encode_chat(
-        messages,
-        turn.cache_salt,
-        client,
-        tools=[tool.as_template() for tool in turn.tools],
-        template_kwargs=turn.template_kwargs,
-        ask=turn.ask,
-        continue_final=turn.continue_final,
-    )
+    prompt = await backend.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
     params = _guided(turn, backend.tokenizer, prompt.text)
     job = await backend.submit([prompt.tokens], params, turn, client)
     return Answers(backend, turn, prompt, job)

@@ -230,11 +230,17 @@ class Tokenizer:
         """Whether the model thinks before it speaks."""
         return THOUGHT in self._templates
 
-    def spell(self, text: str) -> str:
-        """`text` in Lark, for llguidance: what is an added token is that token."""
+    @cached_property
+    def _added_texts(self) -> tuple[dict[str, int], re.Pattern[str]]:
+        """The added tokens by their texts, and what finds these, the longest first."""
         added = {text: index for index, text in self.added.items()}
         marks = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
-        parts = [part for part in re.split(f"({marks})", text) if part]
+        return added, re.compile(f"({marks})")
+
+    def spell(self, text: str) -> str:
+        """`text` in Lark, for llguidance: what is an added token is that token."""
+        added, marks = self._added_texts
+        parts = [part for part in marks.split(text) if part]
         return " ".join(
             f"<[{added[part]}]>" if part in added else json.dumps(part, ensure_ascii=False)
             for part in parts or [""]
