@@ -101,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
     modes = [parse_mode(name) for name in dict.fromkeys(args.modes)]
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
-    from radixcache.bench.report.pages import print_report, write, write_report
+    from radixcache.bench.report.pages import write, write_report
     from radixcache.bench.report.results import Report
+    from radixcache.bench.report.terminal import print_report
     from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
