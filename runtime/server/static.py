@@ -13,11 +13,16 @@ from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.server.backend import BackendDep
 
 FOLDER = Path(__file__).parent / "page"
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/" if path.name == "index.html" else f"/{path.name}": (path.name, TYPES[path.suffix])
+    for path in sorted(FOLDER.iterdir())
+    if path.suffix in TYPES
 }
 """File and content type of each path. They hold nothing secret, and the page asks for the key."""
 

@@ -44,7 +44,7 @@ def test_the_files_come_with_their_types_and_may_load_nothing_from_elsewhere(ser
 
 
 def test_no_path_leads_out_of_the_folder(server: LiveServer):
-    for path in ("/page/index.html", "/static.py", "/..%2fstatic.py", "/page.js/../app.py"):
+    for path in ("/page/index.html", "/static.py", "/..%2fstatic.py", "/main.js/../app.py"):
         assert server.get(path).status_code == 404
 
 

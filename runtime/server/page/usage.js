@@ -1,0 +1,48 @@
+// What a request took, and why: the strip of its prompt, and the reasons of its misses.
+
+import { $, count, format, make, milliseconds } from "./dom.js";
+
+/** Show what the last request took; the elements that say so below its answer. */
+export function showUsage({ usage, ttft, explanation }) {
+  const prompt = usage.prompt_tokens;
+  const cached = usage.prompt_tokens_details.cached_tokens;
+  const computed = prompt - cached;
+  const numbers = [count(prompt, "prompt token"), `${format.format(cached)} cached`, `${format.format(computed)} computed`].join(", ");
+  const first = ttft === undefined ? "" : `, TTFT ${milliseconds(ttft)}`;
+  const unexplained = { start: cached, end: prompt, text: `${count(computed, "token")} computed` };
+  const misses = explanation ?? (computed ? [unexplained] : []);
+  $("last-usage").textContent = numbers;
+  $("strip").replaceChildren(strip(misses, prompt, computed));
+  $("reasons").replaceChildren(...misses.map(describeMiss));
+  return [strip(misses, prompt, computed), make("p", { className: "usage" }, numbers + first)];
+}
+
+/** A prompt from its first token to its last, which is computed if any is; what else is in none of
+ *  `misses` was cached. */
+function strip(misses, length, computed) {
+  const parts = make("div", { className: "strip" });
+  const add = (name, tokens) => {
+    if (tokens <= 0) return;
+    const part = make("i", { className: name });
+    part.style.flexGrow = tokens;
+    parts.append(part);
+  };
+  let position = 0;
+  for (const { start, end } of misses) {
+    add("hit", start - position);
+    add("miss", end - start);
+    position = end;
+  }
+  const last = Math.min(1, computed, length - position);
+  add("hit", length - last - position);
+  add("miss", last);
+  return parts;
+}
+
+/** One entry of the extension field `radixcache.explanation`: {reason, start, end, text}. */
+function describeMiss({ reason, start, end, text }) {
+  const range = `${format.format(start)} – ${format.format(end)}`;
+  const item = make("li", {}, make("span", { className: "range" }, range), text || reason.replaceAll("_", " "));
+  if (reason) item.dataset.reason = reason;
+  return item;
+}
