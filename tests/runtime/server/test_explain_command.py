@@ -100,7 +100,7 @@ def test_the_command_prints_what_the_engine_itself_would(
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert say(capsys, "-", *where) == (0, f"{said}\n", "")
 
-    chat = str(llm.explain(messages, cache_salt="command"))  # type: ignore[arg-type]
+    chat = str(llm.explain(messages, cache_salt="command"))
     for content in (messages, {"messages": messages, "temperature": 0, "model": "tabletalk"}):
         file.write_text(json.dumps(content))
         assert say(capsys, "--messages", str(file), *where) == (0, f"{chat}\n", "")
