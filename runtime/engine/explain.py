@@ -33,7 +33,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -51,6 +51,9 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 Decode = Callable[[list[int]], str]
 """Token ids to text."""
 
+Marks = NDArray[np.bool_]
+"""See `table_of`."""
+
 CONTEXT = 8
 """Tokens shown before a divergence, and of each side after it."""
 
@@ -59,6 +62,8 @@ WINDOW = 1024
 
 ALIKE = ((16, 8), (WINDOW, 16))
 """Within so many tokens, so many in a row must be alike for that."""
+
+_BASE = 0x9E3779B97F4A7C15
 
 BRANCHES = 8
 """How many known texts a prompt is compared with."""
@@ -183,7 +188,7 @@ class Explainer:
         self.num_tokens = num_tokens
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
-        self._marks = as_tokens([*marks])
+        self._marks = table_of(marks)
         # At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
         self._known = RadixCache(PagePool(num_tokens, page_size=1))
 
@@ -250,15 +255,14 @@ class Explainer:
         self._known.check()
 
 
-def _explain_new(tokens: Tokens, start: int, known: list[Tokens], marks: Tokens) -> Miss:
+def _explain_new(tokens: Tokens, start: int, known: list[Tokens], marks: Marks) -> Miss:
     """Why nobody has computed [start, last); `known` is what known texts have there instead."""
     last = len(tokens) - 1
     first_seen = Miss("first_seen", start, last, len(tokens))
-    rest = tokens[start:last]
-    meetings = [(met, text) for text in known if (met := find_rejoin(rest, text, marks))]
-    if not meetings:
+    met = find_rejoin(tokens[start:last], known, marks)
+    if met is None:
         return first_seen
-    (after, repeated), text = max(meetings, key=lambda meeting: meeting[0][1])
+    after, repeated, text = met
     return replace(
         first_seen,
         reason="diverged",
@@ -270,46 +274,71 @@ def _explain_new(tokens: Tokens, start: int, known: list[Tokens], marks: Tokens)
     )
 
 
-def find_rejoin(one: Tokens, other: Tokens, marks: Tokens) -> tuple[int, int] | None:
-    """Where in `one` two texts that begin differently go on alike, and for how many tokens.
+def find_rejoin(one: Tokens, known: list[Tokens], marks: Marks) -> tuple[int, int, Tokens] | None:
+    """Where `one` goes on as a known text that begins differently, for how many tokens, and which.
 
-    They do at the first place that `ALIKE` allows; None if there is none. Marks are alike where
-    they are, but not counted. O(WINDOW + len).
+    It does at the first place that `ALIKE` allows, the narrower window first. Marks must be alike,
+    too, but are not counted. Of several texts, the one that is alike for longest; None if none is.
+    O((WINDOW + len) * len(known)).
 
     >>> same = list(range(100, 120))
     >>> one, other = as_tokens([10, 41, *same, 7]), as_tokens([9, 5, 8, *same])
-    >>> find_rejoin(one, other, marks=as_tokens([]))
+    >>> find_rejoin(one, [other], table_of([]))[:2]
     (2, 20)
     """
-    (ours, at), (theirs, their_at) = _spell(one, marks), _spell(other, marks)
-    for within, count in ALIKE:
-        places: dict[bytes, int] = {}
-        for i, run in _runs(ours, within, count):
-            places.setdefault(run, i)
-        found = [(places[run], j) for j, run in _runs(theirs, within, count) if run in places]
-        if found:
-            i, j = at.item(min(found)[0]), their_at.item(min(found)[1])
-            while i and j and one[i - 1] == other[j - 1]:  # marks
+    best: tuple[int, int, Tokens] | None = None
+    ours, our_places = _spell(one, marks)
+    firsts = [_firsts(_runs(ours, *alike)) for alike in ALIKE]
+    for text in known if any(firsts) else ():
+        theirs, their_places = _spell(text, marks)
+        for alike, first in zip(ALIKE, firsts, strict=True):
+            runs = enumerate(_runs(theirs, *alike))
+            found = [(first[run], place) for place, run in runs if run in first]
+            if not found:
+                continue
+            i, j = our_places.item(min(found)[0]), their_places.item(min(found)[1])
+            while i and j and one[i - 1] == text[j - 1]:  # marks
                 i, j = i - 1, j - 1
-            length = min(len(one) - i, len(other) - j)
-            return i, common_length(one[i : i + length], other[j : j + length])
-    return None
+            length = min(len(one) - i, len(text) - j)
+            length = common_length(one[i : i + length], text[j : j + length])
+            if best is None or length > best[1]:
+                best = i, length, text
+            break
+    return best
 
 
-def _spell(tokens: Tokens, marks: Tokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def table_of(marks: Iterable[int]) -> Marks:
+    """Whether each token up to the last mark is one; then False, for all others."""
+    places = [*marks]
+    table = np.zeros(max(places, default=-1) + 2, bool)
+    table[places] = True
+    return table
+
+
+def _spell(tokens: Tokens, marks: Marks) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
     """The tokens that are no marks, each with the mark before it, and where they are."""
     tokens = tokens[: WINDOW + max(count for _, count in ALIKE)]
-    is_mark = np.isin(tokens, marks)
-    spelt = tokens.astype(np.int64)
-    spelt[1:] += (tokens[:-1].astype(np.int64) + 1 << 32) * is_mark[:-1]
+    is_mark = marks[np.clip(tokens, -1, len(marks) - 1)]
+    spelt = tokens.astype(np.uint64)
+    spelt[1:] += (spelt[:-1] + np.uint64(1) << np.uint64(32)) * is_mark[:-1]
     return spelt[~is_mark], np.flatnonzero(~is_mark)
 
 
-def _runs(spelt: NDArray[np.int64], within: int, count: int) -> Iterator[tuple[int, bytes]]:
-    """`count` tokens in a row, from each of the first `within` places on."""
-    text, size = spelt.tobytes(), spelt.itemsize
-    for place in range(min(within, len(spelt) - count + 1)):
-        yield place, text[place * size : (place + count) * size]
+def _runs(spelt: NDArray[np.uint64], within: int, count: int) -> list[int]:
+    """A polynomial of the `count` tokens, a power of two, from each of `within` places on.
+
+    Modulo 2**64, where by chance two are never the same; who makes them so has fooled himself.
+    """
+    step = 1
+    while step < count:
+        spelt = spelt[:-step] * np.uint64(pow(_BASE, step, 1 << 64)) + spelt[step:]
+        step *= 2
+    return spelt[:within].tolist()
+
+
+def _firsts(runs: list[int]) -> dict[int, int]:
+    """Where each is found first."""
+    return {run: place for place, run in reversed([*enumerate(runs)])}
 
 
 def _tokens(count: int) -> str:
