@@ -15,7 +15,14 @@ import numpy as np
 from radixcache import __version__
 from radixcache.bench.machine import conditions
 from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
-from radixcache.bench.schemes.named import GROUPS, Memory, Scheme, find_schemes, parse_memory
+from radixcache.bench.schemes.named import (
+    GROUPS,
+    INDEX_ONLY,
+    Memory,
+    Scheme,
+    find_schemes,
+    parse_memory,
+)
 from radixcache.bench.workloads import loaders
 from radixcache.bench.workloads.byte_level_bpe import Encode, train_encoder
 from radixcache.bench.workloads.generators import GENERATORS, generate
@@ -101,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
     schemes = find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
+    rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
+    if rules and args.level != "index":
+        raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
     from radixcache.bench.report.pages import write, write_report
     from radixcache.bench.report.results import Report
     from radixcache.bench.report.terminal import print_report
