@@ -57,7 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="SCHEME",
         default=["default"],
-        help=f"none, hash-B, radix-P, whole-P, aligned-P; or {', '.join(GROUPS)} (default)",
+        help="none, hash-B, radix-P, whole-P, aligned-P, cow-B, prefix-B, template-B; "
+        f"or {', '.join(GROUPS)} (default)",
     )
     parser.add_argument(
         "--memory",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.schemes.named import FAMILY, INDEX_ONLY, parse_scheme
 
-_FINDS = {
-    "template": "what was registered; no answers",
-    "prefix": "the one beginning that a request names; no answers",
-    "cow": "whole blocks, of answers too; never a prompt's last, nor the newest",
-    "hash": "whole blocks",
-    "aligned": "whole pages",
-    "radix": "any token",
+_NEVER = {
+    "template": "what nobody registered, answers",
+    "prefix": "what follows the position named, answers",
+    "cow": "a prompt's last block, the newest full one, prompts of up to {size} tokens",
+    "hash": "parts of blocks, prompts of up to {size} tokens",
+    "aligned": "parts of pages, prompts of up to {size} tokens",
+    "radix": "the last token",
 }
+"""What the rules of each kind never find."""
 
 
 def story(rows: list[Figures]) -> list[str]:
@@ -23,11 +24,11 @@ def story(rows: list[Figures]) -> list[str]:
     lines = []
     before = 0.0
     for row in steps:
-        kind = parse_scheme(row.scheme).kind
+        never = _NEVER[parse_scheme(row.scheme).kind].format(size=row.page_size)
         nothing = f"{sum(not hit for hit in row.hits):,} of {row.requests:,} prompts nothing"
         lines.append(
             f"{row.workload}, {row.memory}: {row.scheme} hits {row.hit_rate:.1%} "
-            f"({100 * (row.hit_rate - before):+.1f} points), {nothing}; finds {_FINDS[kind]}"
+            f"({100 * (row.hit_rate - before):+.1f} points), {nothing}; never finds {never}"
         )
         before = row.hit_rate
     return lines if any(parse_scheme(row.scheme).kind in INDEX_ONLY for row in steps) else []
