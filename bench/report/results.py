@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.family import story
 
 TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
@@ -126,7 +127,7 @@ def verdicts(workload: WorkloadReport) -> list[str]:
             word = f"radix wins: {block.scheme} prefills {ratio:.2f}x the tokens of {tree.scheme}"
         found.append(f"{workload.name}, {memory}: {word}")
         found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
-    return found
+    return found + story(workload.main_rows)
 
 
 def _page_for_page(rows: list[Figures]) -> Iterator[str]:
