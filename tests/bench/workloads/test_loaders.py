@@ -263,13 +263,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-@pytest.mark.parametrize("format", ["mooncake", "sessions", "sharegpt", "messages"])
-def test_a_hostile_file_ends_the_command_in_one_sentence(tmp_path, capsys, what, format):
+@pytest.mark.parametrize("kind", ["mooncake", "sessions", "sharegpt", "messages"])
+def test_a_hostile_file_ends_the_command_in_one_sentence(tmp_path, capsys, what, kind):
     from radixcache.runtime.cli import main
 
     path = tmp_path / what
     path.write_bytes(HOSTILE[what])
-    assert main(["bench", "--file", str(path), "--format", format, "--json", "-"]) == 2
+    assert main(["bench", "--file", str(path), "--format", kind, "--json", "-"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("radixcache: error: ") and str(path) in said.err
     assert said.err.count("\n") == 1 and len(said.err) < 400 and not said.out
