@@ -49,7 +49,7 @@ def test_help_imports_nothing_heavy():
     done = python("""
 import sys
 from radixcache.runtime.cli import main
-for argv in [], ["demo"], ["chat"], ["generate"], ["serve"]:
+for argv in [], ["demo"], ["chat"], ["generate"], ["serve"], ["explain"]:
     try:
         main([*argv, "--help"])
     except SystemExit as exit:
@@ -171,7 +171,11 @@ def test_memory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
-        (["bench", "best-of-n:questions=2", "--modes", "radix-1", "--memory", "100%"], 0, "88.2%"),
+        (
+            ["bench", "best-of-n:questions=2", "--schemes", "radix-1", "--memory", "100%"],
+            0,
+            "88.2%",
+        ),
         (["bench", "--level", "engine"], 2, "a model needs "),
         (["info"], 2, "torch is missing: pip install '.[runtime]' in a checkout"),
         (["generate", "--prompt", "x"], 2, "needs torch: pip install '.[runtime]' in a checkout"),

@@ -10,7 +10,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^[ \t]*([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const MARK = /\\(?=[!-/:-@[-`{-~\n])|`+|\*+|_+|~+|\[|\]|https?:\/\//g;
 const TARGET = /\(([^\s<>()]+(?:\([^\s<>()]*\)[^\s<>()]*)*)(?: +"[^"]*")? *\)/y;
-const BARE = /https?:\/\/[^\s<>"]*[^\s<>"'.,;:!?()[\]*_~`|]/y;
+const BARE = /https?:\/\/[^\s<>"[\]]*[^\s<>"'.,;:!?()[\]*_~`|]/y;
 
 /**
  * A function that shows a text in `parent`, to be called with ever more of it. Blocks that no more
@@ -199,9 +199,10 @@ function inline(text) {
       } else nodes.push(mark);
     } else if (mark.startsWith("http")) {
       BARE.lastIndex = index;
-      const address = last("[") < 0 && webAddress(BARE.exec(text)?.[0]);
-      if (address) at = BARE.lastIndex;
-      nodes.push(address ? link(address, [text.slice(index, at)]) : mark);
+      const [bare] = (last("[") < 0 && BARE.exec(text)) || [mark];
+      const address = webAddress(bare);
+      nodes.push(address ? link(address, [bare]) : bare);
+      at = index + bare.length;
     } else if (/[*_~]/.test(mark) && mark.length < 4 && (mark[0] !== "~" || mark.length === 2)) {
       const [before, after] = [text[index - 1] ?? " ", text[at] ?? " "];
       const inWord = mark[0] === "_" && /[\p{L}\p{N}]/u.test(before) && /[\p{L}\p{N}]/u.test(after);

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
+from radixcache.bench.schemes.first_blocks import FirstBlocksCache
+from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateCache
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
+from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 
 
@@ -24,17 +27,40 @@ class WholeLeaves(RadixCache):
 
 KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
     "none": NoCache,
+    "cow": FirstBlocksCache,
     "hash": HashBlockCache,
     "radix": RadixCache,
     "whole": WholeLeaves,
     "aligned": PageAlignedRadixCache,
 }
 
-DEFAULT_MODES = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
+NAMING_KINDS: dict[str, Callable[[PagePool, Workload], PrefixCache]] = {
+    "template": lambda pool, workload: TemplateCache(pool, workload.templates()),
+    "prefix": lambda pool, workload: PrefixObjectCache(pool, workload.stems()),
+}
+"""Those that must be told beforehand which prefixes there will be."""
+
+INDEX_ONLY = ("template", "prefix", "cow")
+"""Kinds that are rules without a memory: they run at index level only."""
+
+_DEFAULT = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
+
+FAMILY = "none template-16 prefix-16 cow-16 hash-16 aligned-16 radix-16 radix-1".split()
+"""From the systems that led here to ours, the oldest first."""
+
+GROUPS = {
+    "default": _DEFAULT,
+    "family": FAMILY,
+    "all": list(dict.fromkeys([*_DEFAULT, *FAMILY, "whole-16"])),
+}
+"""Names that stand for several schemes."""
+
+
+NOTHING = Workload("nothing", "no request")
 
 
 @dataclass(frozen=True)
-class Mode:
+class Scheme:
     """A caching scheme and its page size."""
 
     kind: str
@@ -45,25 +71,42 @@ class Mode:
         """Such as "hash-16"; plain "none" for the baseline."""
         return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}"
 
-    def make(self, num_tokens: int) -> PrefixCache:
-        """An empty cache over pages for `num_tokens` tokens."""
-        return KINDS[self.kind](PagePool(num_tokens // self.page_size, self.page_size))
+    def make(self, num_tokens: int, workload: Workload = NOTHING) -> PrefixCache:
+        """An empty cache over pages for `num_tokens` tokens, for the requests of `workload`."""
+        pool = PagePool(num_tokens // self.page_size, self.page_size)
+        if self.kind in NAMING_KINDS:
+            return NAMING_KINDS[self.kind](pool, workload)
+        return KINDS[self.kind](pool)
 
 
-def parse_mode(name: str) -> Mode:
-    """The mode called "none", "hash-B", "radix-P", "whole-P" or "aligned-P".
+def parse_scheme(name: str) -> Scheme:
+    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`.
 
     Raises:
         InvalidRequest: none is called so.
     """
     kind, _, size = name.partition("-")
     if kind == "none" and not size:
-        return Mode("none", 16)
-    if kind not in KINDS or kind == "none" or not re.fullmatch(r"[1-9]\d{0,4}", size):
+        return Scheme("none", 16)
+    if (
+        kind not in KINDS.keys() | NAMING_KINDS
+        or kind == "none"
+        or not re.fullmatch(r"[1-9]\d{0,4}", size)
+    ):
         raise InvalidRequest(
-            f"no mode {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
+            f"no scheme {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
         )
-    return Mode(kind, int(size))
+    return Scheme(kind, int(size))
+
+
+def find_schemes(names: Sequence[str]) -> list[Scheme]:
+    """The schemes that names of schemes or of groups stand for, each once.
+
+    Raises:
+        InvalidRequest: none is called so.
+    """
+    expanded = [scheme for name in names for scheme in GROUPS.get(name, [name])]
+    return [parse_scheme(name) for name in dict.fromkeys(expanded)]
 
 
 @dataclass(frozen=True)
@@ -79,13 +122,13 @@ class Memory:
     amount: float
     unit: str
 
-    def tokens(self, footprint: int, token_bytes: int, modes: Sequence[Mode]) -> int:
-        """How many tokens it holds, cut to whole pages of every mode: all get the same bytes.
+    def tokens(self, footprint: int, token_bytes: int, schemes: Sequence[Scheme]) -> int:
+        """How many tokens it holds, cut to whole pages of every scheme: all get the same bytes.
 
         At least two of the largest pages, because the hash-block cache never uses its first.
         """
         per_unit = {"tokens": 1.0, "bytes": 1 / token_bytes, "share": float(footprint)}
-        step = math.lcm(*(mode.page_size for mode in modes))
+        step = math.lcm(*(scheme.page_size for scheme in schemes))
         return max(2, int(self.amount * per_unit[self.unit]) // step) * step
 
 

@@ -1,0 +1,172 @@
+"""A report on a terminal: tables that are whole at 80 columns, remarks, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.results import TIE, Report, WorkloadReport, duels, verdicts
+from radixcache.bench.tables import table
+
+
+def index_table(workload: WorkloadReport) -> Table:
+    """Hits and work at index level, with what spoils a figure beside it."""
+    found = workload.level("index")
+    said = any(map(_remark, found))
+    header = ["memory", "scheme", "hit", "of optimum", "prefilled", "cache µs"]
+    rows = [
+        [
+            row.memory,
+            row.scheme,
+            f"{row.hit_rate:.1%}",
+            _share(row.hit_tokens, workload.optimal_hits.get(row.memory_tokens, 0)),
+            f"{row.computed_tokens:,}",
+            f"{row.cache_us or 0:,.0f}",
+            *([_remark(row)] if said else []),
+        ]
+        for row in found
+    ]
+    return table([*header, "remark"] if said else header, rows, left=2, words=said)
+
+
+def memory_table(workload: WorkloadReport) -> Table:
+    """What became of the memory at index level."""
+    header = ["memory", "scheme", "of unlimited", "doubled", "evicted", "peak pages", "empty slots"]
+    rows = [
+        [
+            row.memory,
+            row.scheme,
+            _share(row.hit_tokens, workload.unlimited_hits),
+            f"{row.doubled_tokens or 0:,}",
+            f"{row.evicted_tokens:,}",
+            f"{row.peak_used_pages or 0:,}",
+            f"{row.empty_share or 0:.1%}",
+        ]
+        for row in workload.level("index")
+    ]
+    return table(header, rows, left=2)
+
+
+def engine_table(workload: WorkloadReport) -> Table:
+    """Times at engine level: medians over the repeats, and half the range of the throughput."""
+    header = ["memory", "scheme", "hit", "prefilled", "TTFT ms", "p99", "tokens/s", "range"]
+    rows = []
+    for row in workload.level("engine"):
+        assert row.engine is not None
+        timed, spread = row.engine, row.engine.throughput
+        ttfts = [f"{1000 * p.median:,.1f}" for p in (timed.ttft_p50, timed.ttft_p99)]
+        half = (spread.high - spread.low) / 2 / spread.median
+        served = [f"{spread.median:,.0f}", f"± {half:.0%}"]
+        hit = [f"{row.hit_rate:.1%}", f"{row.computed_tokens:,}"]
+        rows.append([row.memory, row.scheme, *hit, *ttfts, *served])
+    return table(header, rows, left=2)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def _remark(row: Figures) -> str:
+    counts = {"refused": row.refused, "preempted": row.preemptions}
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+
+def remarks(workload: WorkloadReport) -> list[str]:
+    """What spoils figures: a sentence for each reason, and in which memories it holds."""
+    found: dict[str, list[str]] = {}
+    for memory in dict.fromkeys(row.memory for row in workload.main_rows):
+        rows = [row for row in workload.main_rows if row.memory == memory]
+        for reason in _reasons(workload, rows):
+            found.setdefault(reason, []).append(memory)
+    return [f"{', '.join(memories)}: {reason}" for reason, memories in found.items()]
+
+
+def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
+    """What spoils the figures of one memory."""
+    if any(row.refused for row in rows):
+        yield (
+            f"refused requests do not fit into {rows[0].memory_tokens:,} tokens less a page (the "
+            f"longest needs {workload.longest:,}); they are in no other figure."
+        )
+    caching = [row for row in rows if row.scheme != "none" and not row.refused]
+    cold = [row.scheme for row in caching if not row.hit_tokens]
+    if cold and not workload.unlimited_hits:
+        yield "nothing is hit, because no two prompts begin alike."
+    elif cold and len(cold) == len(caching):
+        yield "nothing is hit: the requests in flight fill the memory, and nothing else is kept."
+    elif cold:
+        yield f"{', '.join(cold)} hit nothing: less than a block is shared, or it is gone by then."
+    if preempted := [row.scheme for row in rows if row.preemptions]:
+        yield (
+            f"too little for the requests in flight ({', '.join(preempted)}): preempted ones "
+            f"compute again, and prompts are prefilled more than once."
+        )
+    best = workload.optimal_hits.get(rows[0].memory_tokens, 0)
+    if above := [row.scheme for row in rows if row.hit_tokens > best]:
+        yield (
+            f"{', '.join(above)} above the optimum, which serves one request after the other in "
+            f"order of arrival: in flight together, some overtake others, and an answer takes "
+            f"memory only as it grows."
+        )
+
+
+def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[str], list[Table]]]:
+    """Title, remarks and tables of every part of the report.
+
+    Args:
+        whole: with the tables of what became of the memory.
+    """
+    for workload in report.workloads:
+        notes = [
+            f"{workload.shape}: {workload.requests:,} requests, {workload.prompt_tokens:,} prompt "
+            f"and {workload.answer_tokens:,} generated tokens, {workload.footprint:,} of them "
+            f"distinct; unlimited memory hits "
+            f"{_share(workload.unlimited_hits, workload.prompt_tokens)}."
+        ]
+        if (differ := workload.disagreements) is not None:
+            notes.append(
+                "Index and engine level hit the same tokens, request by request."
+                if not differ
+                else f"Index and engine level DIFFER in {differ} requests."
+            )
+        tables = [index_table(workload), engine_table(workload)]
+        tables[1:1] = [memory_table(workload)] if whole else []
+        notes += [*remarks(workload), *verdicts(workload)]
+        yield workload.name, notes, [t for t in tables if t.row_count]
+
+
+def print_report(report: Report, console: Console, *, whole: bool = False) -> None:
+    """Show the tables on a terminal: those of hits and times, or all of them."""
+    for title, notes, tables in sections(report, whole=whole):
+        console.rule(title, align="left")
+        console.print(notes[0], markup=False)
+        console.print(*tables)
+        console.print(*notes[1:], sep="\n", markup=False)
+    console.print(report.conditions, style="dim", markup=False)
+
+
+def print_verdict(report: Report, console: Console) -> None:
+    """Who prefills less, in three lines, if both sides ran."""
+    won: dict[str, list[str]] = {"radix less": [], "a tie": [], "hash-block less": []}
+    for workload in report.workloads:
+        found: dict[str, list[tuple[str, float]]] = {}
+        for block, tree in duels(workload):
+            ratio = block.computed_tokens / tree.computed_tokens
+            side = "radix less" if ratio > 1 else "hash-block less"
+            side = "a tie" if abs(ratio - 1) <= TIE else side
+            found.setdefault(side, []).append((block.memory, ratio))
+        for side, pairs in found.items():
+            ratios = dict.fromkeys(f"{ratio:.2f}x" for _, ratio in pairs)
+            at = " at " + ", ".join(memory for memory, _ in pairs) if len(found) > 1 else ""
+            won[side].append(f"{workload.name}{at} ({', '.join(ratios)})")
+    if not any(won.values()):
+        return
+    console.rule("Prefilled by the best hash-block, of the best radix's", align="left")
+    lines = Table.grid(padding=(0, 2))
+    for side, where in won.items():
+        lines.add_row(f"{side}:", Text(", ".join(where) or "nowhere"))
+    console.print(lines)
