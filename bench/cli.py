@@ -16,6 +16,7 @@ from radixcache import __version__
 from radixcache.bench.machine import conditions
 from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import GROUPS, Memory, Scheme, find_schemes, parse_memory
+from radixcache.bench.schemes.routing import RULES, find_rules
 from radixcache.bench.workloads import loaders
 from radixcache.bench.workloads.byte_level_bpe import Encode, train_encoder
 from radixcache.bench.workloads.generators import GENERATORS, generate
@@ -25,6 +26,7 @@ from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from radixcache.bench.replay.index_level import Serving
+    from radixcache.bench.replay.replicas import RoutingFigures
     from radixcache.bench.report.results import WorkloadReport
     from radixcache.runtime.model.paged_model import PagedModel
 
@@ -32,6 +34,7 @@ SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 
 LEVELS = ("index", "engine", "both")
 FORMATS = ("mooncake", "sharegpt", "messages", "prompts")
+_REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 
 
@@ -84,6 +87,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     serving.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
     serving.add_argument("--schedule", choices=("fcfs", "longest-prefix"), default="fcfs")
+    replicas = parser.add_argument_group("several replicas, simulated")
+    replicas.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help=f"compare ways to route requests to N replicas, each with this --memory, whose cache "
+        f"is each of --schemes ({_REPLICA})",
+    )
+    replicas.add_argument(
+        "--routing", nargs="+", metavar="NAME", default=["all"], help=f"all, {', '.join(RULES)}"
+    )
+    replicas.add_argument(
+        "--prefill-rate",
+        type=float,
+        default=8192,
+        metavar="R",
+        help="prompt tokens that a replica computes in a second (8192)",
+    )
+    replicas.add_argument(
+        "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
+    )
     engine = parser.add_argument_group("engine level")
     engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
@@ -98,9 +122,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the flags ask for."""
+    if args.replicas is not None and args.schemes == ["default"]:
+        args.schemes = [_REPLICA]
     schemes = find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
+    find_rules(args.routing)
     from radixcache.bench.report.pages import write, write_report
     from radixcache.bench.report.results import Report
     from radixcache.bench.report.terminal import print_report
@@ -131,7 +158,8 @@ def _check(args: argparse.Namespace) -> None:
     from radixcache.bench.report.pages import check_page, check_writable
 
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
-    for name in (*positive.split(), "hash_block", "token_bytes"):
+    positive += " hash_block token_bytes replicas prefill_rate speed"
+    for name in positive.split():
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
@@ -139,6 +167,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
+    if args.replicas is not None and args.level != "index":
+        raise InvalidRequest("--replicas are simulated, without a model: --level index alone")
     if args.arrivals == "poisson" and args.rate is None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
     if args.arrivals == "trace" and (args.format != "mooncake" or args.workloads):
@@ -156,7 +186,7 @@ def _serving(args: argparse.Namespace) -> Serving:
     arrivals = {
         "closed": Arrivals(concurrency=args.concurrency),
         "poisson": Arrivals(rate=args.rate, seed=args.seed),
-        "trace": Arrivals(as_recorded=True),
+        "trace": Arrivals(as_recorded=True, speed=args.speed),
     }[args.arrivals]
     return Serving(
         arrivals, args.max_num_batched_tokens, args.max_num_seqs, args.schedule, args.step_time
@@ -233,6 +263,9 @@ def _compare(
         trie.footprint,
         unlimited_hits(trie),
     )
+    if args.replicas is not None:
+        found.routing += _route(workload, schemes, memories, trie.footprint, serving, args)
+        return found
     sizes = np.linspace(workload.longest, max(trie.footprint, workload.longest), 60).astype(int)
     for scheme in schemes:
         if scheme.name in _CURVES:
@@ -265,6 +298,37 @@ def _compare(
     return found
 
 
+def _route(
+    workload: Workload,
+    schemes: list[Scheme],
+    memories: list[Memory],
+    footprint: int,
+    serving: Serving,
+    args: argparse.Namespace,
+) -> Iterator[RoutingFigures]:
+    """One workload on several replicas, in all ways of routing, schemes and memories."""
+    from radixcache.bench.replay.replicas import Fleet, run_replicas
+
+    fleet = Fleet(args.replicas, args.prefill_rate, args.step_time)
+    for memory in memories:
+        tokens = memory.tokens(footprint, args.token_bytes or _TOKEN_BYTES, schemes)
+        for scheme in schemes:
+            for rule in find_rules(args.routing):
+                name = f"{workload.name} {memory.text} {scheme.name} {rule}"
+                with _progress(name, len(workload.arrivals)) as tick:
+                    yield run_replicas(
+                        workload,
+                        rule,
+                        scheme,
+                        tokens,
+                        fleet,
+                        serving.arrivals,
+                        memory=memory.text,
+                        seed=args.seed,
+                        progress=tick,
+                    )
+
+
 _CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
 """Schemes whose hits at every size of memory one pass gives."""
 
@@ -285,7 +349,7 @@ def _settings(
     arrivals = {
         "closed": f"closed loop of {args.concurrency}",
         "poisson": f"Poisson, {args.rate} a second",
-        "trace": "as recorded",
+        "trace": "as recorded" + (f", {args.speed:g} times as fast" if args.speed != 1 else ""),
     }[args.arrivals]
     settings = {
         "radixcache": __version__,
@@ -298,6 +362,13 @@ def _settings(
         "bytes a token": token_bytes,
         "machine": conditions(),
     }
+    if args.replicas is not None:
+        del settings["schedule"], settings["tokens a step"]
+        settings |= {
+            "replicas": args.replicas,
+            "prefilled tokens a second": args.prefill_rate,
+            "seconds a decoded token": args.step_time,
+        }
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
     return settings

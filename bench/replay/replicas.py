@@ -1,16 +1,16 @@
 """Several replicas behind one router, simulated: what routing alone makes of a workload.
 
 A replica computes prompts one after the other at a fixed rate, in order of arrival, and decodes at
-a fixed rate whatever else it does. Its cache is a real one, of any scheme, from which a request
-takes room for its prompt and its whole answer before its prefill begins, waiting if need be. There is
-no network, no batch and no preemption: this tells where requests go, and what they find there.
+a fixed rate whatever else it does. Its cache is a real one, of any scheme; before its prefill a
+request takes room for its prompt and its whole answer, and waits if there is none. There is no
+network, no batch and no preemption: this tells where requests go, and what they find there.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from radixcache.base import PrefixCache
 from radixcache.bench.replay.play import Arrivals, Queue
-from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.schemes.routing import RULES, Asked
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import OutOfPages
@@ -52,7 +52,8 @@ class RoutingFigures:
     Attributes:
         memory_tokens: tokens that the pages of each replica hold.
         refused: requests that could not fit; in no other figure.
-        hit_tokens, computed_tokens: prompt tokens that a replica had cached when it began, and others.
+        hit_tokens, computed_tokens: prompt tokens that were cached when their prefill began, and
+            those that were computed.
         ttfts: seconds from when each request was due to its first token, in their order.
         computed_by_replica: prompt tokens that each computed.
     """
@@ -118,7 +119,7 @@ class _Replica:
 def run_replicas(
     workload: Workload,
     routing: str,
-    scheme: Mode,
+    scheme: Scheme,
     memory_tokens: int,
     fleet: Fleet,
     arrivals: Arrivals,
@@ -131,7 +132,7 @@ def run_replicas(
     figures = RoutingFigures(workload.name, routing, scheme.name, memory, memory_tokens)
     simulation = _Simulation(workload, routing, scheme, figures, fleet, arrivals, seed)
     simulation.run(progress)
-    figures.computed_by_replica = [r.computed_tokens for r in simulation.replicas]
+    figures.computed_by_replica = [r.computed_tokens for r in simulation.replicas.values()]
     figures.computed_tokens = sum(figures.computed_by_replica)
     return figures
 
@@ -141,7 +142,7 @@ class _Simulation:
         self,
         workload: Workload,
         routing: str,
-        scheme: Mode,
+        scheme: Scheme,
         figures: RoutingFigures,
         fleet: Fleet,
         arrivals: Arrivals,
@@ -151,10 +152,10 @@ class _Simulation:
         self.figures, self.fleet = figures, fleet
         self.rule, self.random = RULES[routing], Random(f"routing {seed}")
         self.router = Router()
-        self.replicas = []
+        self.replicas: dict[Hashable, _Replica] = {}
         for name in range(fleet.replicas):
             self.router.add(name, figures.memory_tokens)
-            self.replicas.append(_Replica(scheme.make(figures.memory_tokens)))
+            self.replicas[name] = _Replica(scheme.make(figures.memory_tokens))
         self.queue = Queue(workload, arrivals)
         self.sessions: dict[int, int] = {}
         self.is_chat = any(arrival.turn for arrival in workload.arrivals)
@@ -178,6 +179,7 @@ class _Simulation:
                 happen(job)
             else:
                 break
+        assert not self.in_flight, "a request waits for ever"
         self.figures.ttfts = [self.ttfts[index] for index in sorted(self.ttfts)]
 
     def after(self, seconds: float, happen: Callable[[_Job], None], job: _Job) -> None:
@@ -201,7 +203,7 @@ class _Simulation:
         self.begin(replica)
 
     def session(self, index: int, prompt: Tokens) -> int:
-        """Of the conversation, by its first prompt; of a trace without, by how the prompt begins."""
+        """By the conversation's first prompt; in a trace without any, by how the prompt begins."""
         arrival = self.arrivals[index]
         if arrival.turn and arrival.after is not None:
             found = self.sessions[arrival.after]

@@ -51,6 +51,26 @@ def engine_table(workload: WorkloadReport) -> Table:
     return table(header, rows, left=2)
 
 
+def routing_table(workload: WorkloadReport) -> Table:
+    """Hits, work and times to first token of each way to route; 80 columns."""
+    header = ["memory", "cache", "routing", "hit", "prefilled", "TTFT", "p99", "busiest", "out"]
+    rows = [
+        [
+            row.memory,
+            row.scheme,
+            row.routing,
+            f"{row.hit_rate:.1%}",
+            f"{row.computed_tokens / 1000:,.0f}k",
+            f"{row.ttft_mean:,.2f} s",
+            f"{row.ttft_p99:,.1f} s",
+            f"{row.imbalance:.2f}",
+            f"{row.refused:,}",
+        ]
+        for row in workload.routing
+    ]
+    return table(header, rows, left=3)
+
+
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
@@ -70,7 +90,7 @@ def sections(report: Report) -> Iterator[tuple[str, list[str], list[Table]]]:
                 if not differ
                 else f"Index and engine level DIFFER in {differ} requests."
             )
-        tables = [index_table(workload), engine_table(workload)]
+        tables = [index_table(workload), engine_table(workload), routing_table(workload)]
         yield workload.name, [*notes, *verdicts(workload)], [t for t in tables if t.row_count]
 
 

@@ -1,9 +1,9 @@
 """Ways to choose a replica that are compared: ours and those of others, each by its rule.
 
 All see the same books (`radixcache.runtime.routing`): a tree for each replica as large as its KV,
-prompts remembered when they are sent. That is more than some of them have, so that only the rules
-differ: SGLang's and AIBrix' own trees are of characters or blocks, llm-d's of hashed blocks. Where a
-rule speaks of a replica's load, it means the requests there that have not ended.
+prompts remembered when they are sent. That is more than some of them have (SGLang's own tree is of
+characters, AIBrix' and llm-d's of blocks), but so only the rules differ. A replica's load is the
+requests there that have not ended.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sglang(asked: Asked) -> Standing:
     """SGLang's gateway, `cache_aware` with its defaults 0.3, 64 and 1.5.
 
     The least loaded, if the most loaded has over 64 requests and 1.5 times more than it; else the
-    longest match, if that is over 0.3 of the prompt; else the least loaded (once: the smallest tree).
+    longest match, if over 0.3 of the prompt; else the least loaded (before, the smallest tree).
     """
     most, least = _loads(asked)
     best = longest_match(asked)
@@ -81,7 +81,7 @@ def sglang(asked: Asked) -> Standing:
 def aibrix(asked: Asked) -> Standing:
     """AIBrix' `prefix-cache`: a spread of over 16 requests, or no match: the least loaded.
 
-    Else the longest match among those with at most the mean and two standard deviations of requests.
+    Else the longest match of those with no more requests than the mean and two standard deviations.
     """
     loads = [s.requests for s in asked.standings]
     mean = sum(loads) / len(loads)
@@ -130,7 +130,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def parse_rules(names: Sequence[str]) -> list[str]:
+def find_rules(names: Sequence[str]) -> list[str]:
     """The rules of these names, each once; all of them for "all".
 
     Raises:

@@ -2,13 +2,13 @@
 
 What a replica has to do before that is counted in tokens: those of the prompt that it must compute,
 and those that were sent there before and are not computed yet. The least sum wins. There is no
-threshold between affinity and load, as both are in one unit: a cached prefix attracts requests until
-the queue before it is longer than computing the prefix elsewhere.
+threshold between affinity and load, as both are in one unit: a cached prefix attracts requests
+until the queue there is longer than computing the prefix elsewhere.
 
-What a replica has cached is not asked but remembered, in a tree of its own for each: a `RadixCache`
-of as many pages of one token as the replica's KV holds, which evicts as the replica does. A
-prompt is remembered when its replica is chosen, before it is computed, so that those that come right
-after know where their prefix will be; an answer when its request ends.
+What a replica has cached is not asked but remembered, in a tree for each: a `RadixCache` of as many
+pages of one token as the replica's KV holds, which evicts as the replica does. A prompt is
+remembered when its replica is chosen, before it is computed, so that those that come right after
+know where their prefix will be; an answer when its request ends.
 
 One `Router` decides for all requests of a deployment. Several that do not know of each other spread
 each prefix over as many replicas.
