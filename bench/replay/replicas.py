@@ -130,40 +130,38 @@ def run_replicas(
 ) -> RoutingFigures:
     """Play a workload on replicas, each with `memory_tokens` of KV, under one of `RULES`."""
     figures = RoutingFigures(workload.name, routing, scheme.name, memory, memory_tokens)
-    simulation = _Simulation(workload, routing, scheme, figures, fleet, arrivals, seed)
-    simulation.run(progress)
-    figures.computed_by_replica = [r.computed_tokens for r in simulation.replicas.values()]
+    replicas: dict[Hashable, _Replica] = {
+        n: _Replica(scheme.make(memory_tokens)) for n in range(fleet.replicas)
+    }
+    _Simulation(workload, figures, fleet, arrivals, replicas, Random(f"{seed}")).run(progress)
+    figures.computed_by_replica = [replica.computed_tokens for replica in replicas.values()]
     figures.computed_tokens = sum(figures.computed_by_replica)
     return figures
 
 
 class _Simulation:
+    """What happens when, on the clock `now`."""
+
     def __init__(
         self,
         workload: Workload,
-        routing: str,
-        scheme: Scheme,
         figures: RoutingFigures,
         fleet: Fleet,
         arrivals: Arrivals,
-        seed: int,
+        replicas: dict[Hashable, _Replica],
+        random: Random,
     ) -> None:
-        self.arrivals = workload.arrivals
-        self.figures, self.fleet = figures, fleet
-        self.rule, self.random = RULES[routing], Random(f"routing {seed}")
+        self.arrivals, self.queue = workload.arrivals, Queue(workload, arrivals)
+        self.figures, self.fleet, self.replicas, self.random = figures, fleet, replicas, random
         self.router = Router()
-        self.replicas: dict[Hashable, _Replica] = {}
-        for name in range(fleet.replicas):
+        for name in replicas:
             self.router.add(name, figures.memory_tokens)
-            self.replicas[name] = _Replica(scheme.make(figures.memory_tokens))
-        self.queue = Queue(workload, arrivals)
-        self.sessions: dict[int, int] = {}
         self.is_chat = any(arrival.turn for arrival in workload.arrivals)
-        self.now = 0.0
-        self.in_flight = 0
+        self.sessions: dict[int, int] = {}
         self.ttfts: dict[int, float] = {}
+        self.now = 0.0
+        self.in_flight = self.count = 0
         self.events: list[tuple[float, int, Callable[[_Job], None], _Job]] = []
-        self.count = 0
 
     def run(self, progress: Callable[[], object]) -> None:
         queue, events = self.queue, self.events
@@ -195,7 +193,7 @@ class _Simulation:
             return
         prompt = arrival.prompt()
         asked = Asked(self.router.standings(prompt), self.session(index, prompt), self.random)
-        name = self.rule(asked).replica
+        name = RULES[self.figures.routing](asked).replica
         self.router.book(index, name, prompt)
         replica = self.replicas[name]
         replica.waiting.append(_Job(index, due, prompt, replica))

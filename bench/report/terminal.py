@@ -52,15 +52,14 @@ def engine_table(workload: WorkloadReport) -> Table:
 
 
 def routing_table(workload: WorkloadReport) -> Table:
-    """Hits, work and times to first token of each way to route; 80 columns."""
-    header = ["memory", "cache", "routing", "hit", "prefilled", "TTFT", "p99", "busiest", "out"]
+    """Hits, mean and late times to first token, and balance of each way to route."""
+    header = ["memory", "cache", "routing", "hit", "TTFT", "p99", "busiest", "out"]
     rows = [
         [
             row.memory,
             row.scheme,
             row.routing,
             f"{row.hit_rate:.1%}",
-            f"{row.computed_tokens / 1000:,.0f}k",
             f"{row.ttft_mean:,.2f} s",
             f"{row.ttft_p99:,.1f} s",
             f"{row.imbalance:.2f}",
