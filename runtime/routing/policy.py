@@ -61,23 +61,20 @@ def preference(standing: Standing) -> tuple[int, int, int]:
     return standing.cost, standing.requests, standing.last
 
 
+@dataclass(eq=False)
 class _Replica:
-    """What the router knows of one replica."""
+    """What the router knows of one replica; no KV is behind its `ghost`."""
 
-    def __init__(self, name: Hashable, kv_tokens: int) -> None:
-        self.name = name
-        self.ghost = RadixCache(PagePool(kv_tokens, page_size=1))
-        """What it should have cached; no KV behind it."""
-        self.queued_tokens = 0
-        self.requests = 0
-        self.last = 0
+    name: Hashable
+    ghost: RadixCache
+    queued_tokens: int = 0
+    requests: int = 0
+    last: int = 0
 
     def standing(self, tokens: Tokens, salt: Hashable) -> Standing:
         """How it stands for a prompt. O(len(tokens))."""
-        cached = self.ghost.match(tokens, salt)
-        return Standing(
-            self.name, len(tokens), cached, self.queued_tokens, self.requests, self.last
-        )
+        count, cached = len(tokens), self.ghost.match(tokens, salt)
+        return Standing(self.name, count, cached, self.queued_tokens, self.requests, self.last)
 
     def remember(self, tokens: Tokens, salt: Hashable) -> None:
         """All of `tokens` is cached there, or about to be. O(len(tokens)), amortised."""
@@ -130,25 +127,16 @@ class Router:
         self._bookings: dict[Hashable, _Booking] = {}
         self._count = 0
 
-    @property
-    def replicas(self) -> list[Hashable]:
-        """Those that may be chosen."""
-        return [*self._replicas]
-
     def add(self, replica: Hashable, kv_tokens: int) -> None:
-        """A replica has joined, or has forgotten all it had cached; `kv_tokens` fit its KV memory.
+        """A replica has joined, or forgotten all it had cached; `kv_tokens` fit its KV memory.
 
-        If that is not known, guess high: a ghost four times too large routes nearly as well as a
-        right one, one of a quarter far worse.
+        If that is not known, guess high: too large a tree routes better than one too small.
         """
         self.forget(replica)
-        self._replicas[replica] = _Replica(replica, kv_tokens)
+        self._replicas[replica] = _Replica(replica, RadixCache(PagePool(kv_tokens, page_size=1)))
 
     def forget(self, replica: Hashable) -> None:
-        """A replica has left, with what was booked there; no error if there is none of that name.
-
-        Requests that are sent again are booked again. O(requests in flight).
-        """
+        """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
         if self._replicas.pop(replica, None) is not None:
             for key in [k for k, b in self._bookings.items() if b.replica == replica]:
                 del self._bookings[key]
@@ -163,18 +151,17 @@ class Router:
         return [s.replica for s in sorted(self.standings(tokens, salt), key=preference)]
 
     def choose(self, key: Hashable, tokens: TokensLike, salt: Hashable = None) -> Standing:
-        """Book request `key` on the best replica; returns how that one stood before.
-
-        Looks into no tree of a replica whose queue alone costs more than the best found so far.
+        """Book request `key` on the best replica, anew if it is booked; returns how that stood.
 
         Raises:
             InvalidRequest: there is no replica.
         """
+        self.release(key)
         tokens = as_tokens(tokens)
         best: Standing | None = None
         for replica in sorted(self._replicas.values(), key=attrgetter("queued_tokens")):
             if best is not None and replica.queued_tokens >= best.cost:
-                break
+                break  # the queue alone costs more, there and at those that follow
             standing = replica.standing(tokens, salt)
             if best is None or preference(standing) < preference(best):
                 best = standing
@@ -188,18 +175,16 @@ class Router:
     ) -> None:
         """Request `key` goes to `replica`, whoever chose it; if it was booked before, it moves.
 
-        What the former replica was said to have cached stays, or would be computed there.
-
         Raises:
             InvalidRequest: there is no such replica.
         """
         if replica not in self._replicas:
             raise InvalidRequest(f"there is no replica {replica!r}")
+        self.release(key)
         tokens = as_tokens(tokens)
         self._book(key, self._replicas[replica].standing(tokens, salt), tokens, salt)
 
     def _book(self, key: Hashable, standing: Standing, tokens: Tokens, salt: Hashable) -> None:
-        self.release(key)
         to_compute = len(tokens) - standing.cached_tokens
         self._bookings[key] = _Booking(standing.replica, tokens, salt, to_compute)
         replica = self._replicas[standing.replica]
