@@ -131,7 +131,7 @@ def run_replicas(
     """Play a workload on replicas, each with `memory_tokens` of KV, under one of `RULES`."""
     figures = RoutingFigures(workload.name, routing, scheme.name, memory, memory_tokens)
     replicas: dict[Hashable, _Replica] = {
-        n: _Replica(scheme.make(memory_tokens)) for n in range(fleet.replicas)
+        n: _Replica(scheme.make(memory_tokens, workload)) for n in range(fleet.replicas)
     }
     _Simulation(workload, figures, fleet, arrivals, replicas, Random(f"{seed}")).run(progress)
     figures.computed_by_replica = [replica.computed_tokens for replica in replicas.values()]

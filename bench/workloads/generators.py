@@ -43,20 +43,20 @@ def chat(
     conversations: int = 60,
     turns: int = 8,
     system: int = 200,
-    systems: int = 0,
+    systems: int = 1,
     user: int = 60,
     answer: int = 120,
 ) -> Workload:
     """Multi-turn chat: every turn's prompt is the whole conversation so far.
 
-    `conversations` of `turns` each, over a system prompt of `system` tokens each of their own, or
-    over one of `systems`, drawn by Zipf's law. A turn adds about `user` tokens and an answer of
-    about `answer`. The turns of all conversations come in a random order, those of one conversation
-    one after the other.
+    `conversations` over one system prompt of `system` tokens, or over one of `systems`, drawn by
+    Zipf's law, `turns` each; a turn adds about `user` tokens and an answer of about `answer`. The
+    turns of all conversations come in a random order, those of one conversation one after the
+    other.
     """
     workload = Workload("chat", f"{conversations} conversations of {turns} turns")
-    texts = [write.text(system) for _ in range(systems or conversations)]
-    drawn = write.zipf(systems, conversations) if systems else range(conversations)
+    texts = [write.text(system) for _ in range(systems)]
+    drawn = write.zipf(systems, conversations) if systems > 1 else [0] * conversations
     parts = [[texts[index]] for index in drawn]
     last: list[int | None] = [None] * conversations
     order = np.repeat(np.arange(conversations), turns)
@@ -65,7 +65,7 @@ def chat(
         parts[index].append(write.about(user))
         said = write.about(answer)
         turn = (len(parts[index]) - 2) // 2
-        last[index] = workload.add(parts[index], said, after=last[index], turn=turn)
+        last[index] = workload.add(parts[index], said, after=last[index], turn=turn, template=1)
         parts[index].append(said)
     return workload
 
@@ -91,7 +91,8 @@ def few_shot(
     for _ in range(tasks):
         examples = [write.about(shot) for _ in range(shots)]
         for _ in range(questions):
-            workload.add([*examples, write.about(question)], write.about(answer))
+            parts = [*examples, write.about(question)]
+            workload.add(parts, write.about(answer), template=shots)
     return workload
 
 
@@ -114,7 +115,8 @@ def best_of_n(
     for _ in range(questions):
         asked = write.about(question)
         for sample in range(n):
-            workload.add([common, asked], write.about(answer), together=sample > 0)
+            said, together = write.about(answer), sample > 0
+            workload.add([common, asked], said, together=together, template=1, stem=2)
     return workload
 
 
@@ -142,7 +144,7 @@ def tree_search(
             for path, after in leaves:
                 for _ in range(branch):
                     said = write.about(thought)
-                    index = workload.add(path, said, after=after, turn=level)
+                    index = workload.add(path, said, after=after, turn=level, template=1, stem=2)
                     grown.append(([*path, said], index))
             leaves = grown
     return workload
@@ -164,7 +166,7 @@ def documents(
     workload = Workload("documents", f"{questions} questions about {documents} documents")
     texts = [write.about(document) for _ in range(documents)]
     for index in write.zipf(documents, questions):
-        workload.add([texts[index], write.about(question)], write.about(answer))
+        workload.add([texts[index], write.about(question)], write.about(answer), template=1)
     return workload
 
 
@@ -191,7 +193,7 @@ def agents(
     for step in range(steps):
         for agent in range(agents):
             said = write.about(action)
-            last[agent] = workload.add(parts[agent], said, after=last[agent], turn=step)
+            last[agent] = workload.add(parts[agent], said, after=last[agent], turn=step, template=1)
             parts[agent] += [said, write.about(observation)]
     return workload
 
@@ -212,7 +214,7 @@ def short_instructions(
     workload = Workload("short", f"{requests} requests over {stems} instructions")
     texts = [write.about(stem) for _ in range(stems)]
     for index in write.rng.integers(0, stems, requests).tolist():
-        workload.add([texts[index], write.about(question)], write.about(answer))
+        workload.add([texts[index], write.about(question)], write.about(answer), template=1)
     return workload
 
 
@@ -254,7 +256,7 @@ def bursts(
         common = write.about(stem)
         for index in range(size):
             asked = [common, write.about(question)]
-            workload.add(asked, write.about(answer), after=before, together=index > 0)
+            workload.add(asked, write.about(answer), after=before, together=index > 0, stem=1)
         before = len(workload.arrivals) - 1
     return workload
 

@@ -75,7 +75,7 @@ def test_cost_sends_a_request_where_its_prefix_is_unless_the_queue_is_longer() -
 
 
 @pytest.mark.parametrize("routing", RULES)
-@pytest.mark.parametrize("scheme", ["radix-16", "hash-16", "none"])
+@pytest.mark.parametrize("scheme", ["radix-16", "hash-16", "aligned-16", "template-16", "none"])
 def test_tokens_are_conserved_and_nobody_hits_more_than_an_endless_cache(
     routing: str, scheme: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_conversations_stay_on_their_replica_by_session() -> None:
     workload = generate("chat:conversations=12,turns=4", 0, 1000)
     alone = run(workload, "session", 1, arrivals=Arrivals(concurrency=4))
     apart = run(workload, "session", 4, arrivals=Arrivals(concurrency=4))
-    assert apart.hit_tokens == alone.hit_tokens
+    assert apart.hit_tokens == alone.hit_tokens - 3 * 200  # the system prompt, at each
     assert (
         run(workload, "random", 4, arrivals=Arrivals(concurrency=4)).hit_rate < alone.hit_rate / 2
     )
