@@ -73,14 +73,18 @@ def routing_table(workload: WorkloadReport) -> Table:
             row.scheme,
             row.routing,
             f"{row.hit_rate:.1%}",
-            f"{row.ttft_mean:,.2f} s",
-            f"{row.ttft_p99:,.1f} s",
+            _time(row.ttft_mean),
+            _time(row.ttft_p99),
             f"{row.imbalance:.2f}",
             f"{row.refused:,}",
         ]
         for row in workload.routing
     ]
     return table(header, rows, left=3)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.0f} ms"
 
 
 def _share(part: int, whole: int) -> str:
