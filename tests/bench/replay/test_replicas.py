@@ -96,9 +96,8 @@ def test_conversations_stay_on_their_replica_by_session() -> None:
     alone = run(workload, "session", 1, arrivals=Arrivals(concurrency=4))
     apart = run(workload, "session", 4, arrivals=Arrivals(concurrency=4))
     assert apart.hit_tokens == alone.hit_tokens - 3 * 200  # the system prompt, at each
-    assert (
-        run(workload, "random", 4, arrivals=Arrivals(concurrency=4)).hit_rate < alone.hit_rate / 2
-    )
+    anywhere = run(workload, "random", 4, arrivals=Arrivals(concurrency=4))
+    assert anywhere.computed_tokens > 2 * apart.computed_tokens
 
 
 def test_a_closed_loop_has_as_many_in_flight_as_it_may() -> None:
