@@ -34,7 +34,7 @@ Rule = Callable[[Asked], Standing]
 
 
 def cost(asked: Asked) -> Standing:
-    """Ours: least tokens to compute there, those queued before included."""
+    """Ours: least tokens to compute there, those queued before included at 0.9."""
     return min(asked.standings, key=preference)
 
 

@@ -1,9 +1,9 @@
 """Which replica a request goes to: where its first token comes soonest, as far as one can tell.
 
 What a replica has to do before that is counted in tokens: those of the prompt that it must compute,
-and those that were sent there before and are not computed yet. The least sum wins. There is no
-threshold between affinity and load, as both are in one unit: a cached prefix attracts requests
-until the queue there is longer than computing the prefix elsewhere.
+and, a little less, those that were sent there before and are not computed yet. The least sum wins.
+There is no threshold between affinity and load, as both are in one unit: a cached prefix attracts
+requests until the queue there is longer than computing the prefix elsewhere.
 
 What a replica has cached is not asked but remembered, in a tree for each: a `RadixCache` of as many
 pages of one token as the replica's KV holds, which evicts as the replica does. A prompt is
@@ -28,6 +28,11 @@ from radixcache.errors import InvalidRequest
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 
+QUEUED = 0.9
+"""What a queued token weighs. At 1 the second of two requests with one stem leaves for an idle
+replica, to save the few tokens of the first that are not stem, and computes the stem again; and a
+part of the queue is computed by now. From 0.5 down load counts too little."""
+
 
 class Standing(NamedTuple):
     """What speaks for and against sending a prompt to one replica.
@@ -48,12 +53,12 @@ class Standing(NamedTuple):
     last: int
 
     @property
-    def cost(self) -> int:
-        """Tokens to compute before the first token of the answer."""
-        return self.num_tokens - self.cached_tokens + self.queued_tokens
+    def cost(self) -> float:
+        """Tokens to compute before the first token of the answer, as far as that matters."""
+        return self.num_tokens - self.cached_tokens + QUEUED * self.queued_tokens
 
 
-def preference(standing: Standing) -> tuple[int, int, int]:
+def preference(standing: Standing) -> tuple[float, int, int]:
     """The key by which the best replica is least.
 
     Those of equal cost take turns: the one with fewest requests, then the one asked longest ago.
@@ -160,7 +165,7 @@ class Router:
         tokens = as_tokens(tokens)
         best: Standing | None = None
         for replica in sorted(self._replicas.values(), key=attrgetter("queued_tokens")):
-            if best is not None and replica.queued_tokens >= best.cost:
+            if best is not None and QUEUED * replica.queued_tokens >= best.cost:
                 break  # the queue alone costs more, there and at those that follow
             standing = replica.standing(tokens, salt)
             if best is None or preference(standing) < preference(best):

@@ -25,9 +25,9 @@ def test_every_rule_serves_one_replica_and_says_what_it_does(rule: str) -> None:
     assert RULES[rule].__doc__
 
 
-def test_cost_is_what_is_to_compute_and_what_is_queued() -> None:
-    assert chosen("cost", (90, 100, 1), (0, 0, 9), (50, 60, 0)) == 1
-    assert chosen("cost", (90, 80, 1), (0, 0, 9)) == 0
+def test_cost_is_what_is_to_compute_and_most_of_what_is_queued() -> None:
+    assert chosen("cost", (90, 101, 1), (0, 0, 9), (50, 60, 0)) == 1
+    assert chosen("cost", (90, 99, 1), (0, 0, 9)) == 0
     assert chosen("cost", (0, 0, 2), (0, 0, 1)) == 1
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.routing.policy import Router, preference
+from radixcache.runtime.routing.policy import QUEUED, Router, preference
 
 Prefix = tuple[Hashable, tuple[int, ...]]
 
@@ -32,11 +32,11 @@ class Books:
             (n for n in range(1, len(tokens)) if (salt, tuple(tokens[:n])) in known), default=0
         )
 
-    def rank(self, name: str, tokens: list[int], salt: Hashable) -> tuple[int, int, int]:
+    def rank(self, name: str, tokens: list[int], salt: Hashable) -> tuple[float, int, int]:
         here = [key for key, booking in self.booked.items() if booking[0] == name]
         queued = sum(self.to_compute[key] for key in here)
         last = max((n for n, sent in enumerate(self.sent, 1) if sent == name), default=0)
-        return len(tokens) - self.cached(name, tokens, salt) + queued, len(here), last
+        return len(tokens) - self.cached(name, tokens, salt) + QUEUED * queued, len(here), last
 
     def book(self, key: int, name: str, tokens: list[int], salt: Hashable) -> None:
         self.booked.pop(key, None)
@@ -145,13 +145,13 @@ def test_equal_replicas_take_turns() -> None:
 
 def test_a_burst_with_one_stem_stays_where_it_is_until_another_replica_is_quicker() -> None:
     stem = list(range(1000))
-    for queue, copies in ((3000, 1), (0, 8)):
+    for queue, own, copies in ((1, 1, 1), (1, 200, 8), (4000, 10, 1)):
         router = Router()
         for name in range(8):
             router.add(name, 10_000)
             if name:
-                router.book(("before", name), name, [5000 + name] * max(queue, 1))
-        chosen = [router.choose(n, [*stem, 2000 + n]) for n in range(32)]
+                router.book(("before", name), name, [5000 + name] * queue)
+        chosen = [router.choose(n, [*stem, *[2000 + n] * own]) for n in range(32)]
         assert sum(standing.cached_tokens == 0 for standing in chosen) == copies
         assert len({standing.replica for standing in chosen}) == copies
         router.check()
