@@ -50,8 +50,8 @@ Text = tuple[int, ...]
 class World:
     """A cache in too little memory, driven at random, and all that was ever computed in it.
 
-    Whatever is computed has a serial number, by namespace and prefix; a reason is worked out for
-    each token by itself.
+    Whatever is computed is kept by namespace and prefix, with the ways on from there; a reason is
+    worked out for each token by itself.
     """
 
     def __init__(self, seed: int, kind: type[Any], page_size: int, num_pages: int) -> None:
@@ -62,7 +62,8 @@ class World:
         self.alphabet = self.rng.choice([3, 4, 50])
         self.marks = frozenset(range(self.rng.choice([0, 1, 2])))
         self.explainer = Explainer(self.cache, num_tokens=1 << 14, marks=self.marks)
-        self.computed: dict[Hashable, dict[Text, int]] = {name: {} for name in NAMESPACES}
+        self.computed: dict[Hashable, set[Text]] = {name: set() for name in NAMESPACES}
+        self.ways_on: dict[tuple[Hashable, Text], list[Text]] = {}
         self.cached: set[tuple[Hashable, Text]] = set()
         self.in_flight: set[tuple[Hashable, Text]] = set()
         self.running: list[tuple[Lease, Hashable, Text]] = []
@@ -126,9 +127,11 @@ class World:
 
     def publish(self, lease: Lease, namespace: Hashable, tokens: Text, late: bool = False) -> None:
         self.explainer.remember(tokens, namespace)
-        serials = self.computed[namespace]
+        computed = self.computed[namespace]
         for end in range(1, len(tokens) + 1):
-            serials.setdefault(tokens[:end], len(serials))
+            if tokens[:end] not in computed:
+                computed.add(tokens[:end])
+                self.ways_on.setdefault((namespace, tokens[: end - 1]), []).insert(0, tokens[:end])
             if not late and (namespace, tokens[:end]) not in self.cached:
                 self.in_flight.add((namespace, tokens[:end]))
         self.cache.publish(lease, tokens[lease.num_tokens :], written=late)
@@ -185,13 +188,13 @@ class World:
 
     def reason(self, tokens: Text, at: int, hit: int, namespace: Hashable) -> tuple[str, bool]:
         """Why token `at` is missed, and whether because it is in flight."""
-        serials = self.computed[namespace]
-        if tokens[: at + 1] in serials:
+        computed = self.computed[namespace]
+        if tokens[: at + 1] in computed:
             if isinstance(self.cache, NoCache):
                 return "caching_off", False
             if isinstance(self.cache, HashBlockCache):
                 end = (at // self.page_size + 1) * self.page_size
-                whole = end < len(tokens) and tokens[:end] in serials
+                whole = end < len(tokens) and tokens[:end] in computed
                 return ("evicted" if whole else "page_not_finished"), False
             if (namespace, tokens[: at + 1]) not in self.cached:
                 return "evicted", False
@@ -199,7 +202,7 @@ class World:
             assert at // self.page_size == hit // self.page_size
             return "page_not_finished", True
         start = max(
-            end for end in range(at + 1) if not end or tokens[:end] in serials or end == hit
+            end for end in range(at + 1) if not end or tokens[:end] in computed or end == hit
         )
         if start not in self.met:
             self.met[start] = max(
@@ -215,18 +218,12 @@ class World:
 
     def branches(self, prefix: Text, namespace: Hashable) -> list[Text]:
         """What was computed after `prefix`: 8 branches, and along what was new last in each."""
-        found, serials = [], self.computed[namespace]
-        for path in self.ways_on(prefix, namespace)[:8]:
-            while following := self.ways_on(path, namespace):
+        found = []
+        for path in self.ways_on.get((namespace, prefix), [])[:8]:
+            while following := self.ways_on.get((namespace, path)):
                 path = following[0]
             found.append(path[len(prefix) :])
-        assert len({*serials.values()}) == len(serials)
         return found
-
-    def ways_on(self, path: Text, namespace: Hashable) -> list[Text]:
-        serials = self.computed[namespace]
-        following = [p for p in serials if len(p) == len(path) + 1 and p[:-1] == path]
-        return sorted(following, key=lambda p: -serials[p])
 
 
 def naive_rejoin(
