@@ -16,12 +16,12 @@ BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
 	best-of-n:questions=8,answer=16 tree-search:problems=2,thought=16 \
 	documents:documents=4,questions=16,document=1200 agents:agents=4,steps=8,action=10 \
 	short:requests=100,answer=8 zero-sharing:requests=40,answer=8 bursts:bursts=3,size=16,answer=8 \
-	--level both --modes none hash-16 radix-1 radix-16 --memory 50% 100% --concurrency 8 \
+	--level both --schemes none hash-16 radix-1 radix-16 --memory 50% 100% --concurrency 8 \
 	--repeats 2
 
 # Long documents in far too little memory, one question at a time.
 TRIMMING := documents:documents=60,questions=900,document=17800,question=60,answer=1 \
-	--modes whole-16 radix-16 hash-16 --memory 6% --concurrency 1
+	--schemes whole-16 radix-16 hash-16 --memory 6% --concurrency 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.

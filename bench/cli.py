@@ -15,7 +15,7 @@ import numpy as np
 from radixcache import __version__
 from radixcache.bench.machine import conditions
 from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
-from radixcache.bench.schemes.modes import DEFAULT_MODES, Memory, Mode, parse_memory, parse_mode
+from radixcache.bench.schemes.named import GROUPS, Memory, Scheme, find_schemes, parse_memory
 from radixcache.bench.workloads import loaders
 from radixcache.bench.workloads.byte_level_bpe import Encode, train_encoder
 from radixcache.bench.workloads.generators import GENERATORS, generate
@@ -46,11 +46,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
     parser.add_argument(
-        "--modes",
+        "--schemes",
         nargs="+",
-        metavar="MODE",
-        default=DEFAULT_MODES,
-        help=f"none, hash-B, radix-P, whole-P, aligned-P ({' '.join(DEFAULT_MODES)})",
+        metavar="SCHEME",
+        default=["default"],
+        help=f"none, hash-B, radix-P, whole-P, aligned-P; or {', '.join(GROUPS)} (default)",
     )
     parser.add_argument(
         "--memory",
@@ -98,7 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the flags ask for."""
-    modes = [parse_mode(name) for name in dict.fromkeys(args.modes)]
+    schemes = find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
     from radixcache.bench.report.pages import write, write_report
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report(_settings(args, token_bytes, vocabulary, model))
     for workload in _workloads(args, vocabulary):
         report.workloads.append(
-            _compare(workload, modes, memories, serving, token_bytes, args, model)
+            _compare(workload, schemes, memories, serving, token_bytes, args, model)
         )
     if args.report is not None:
         write_report(report, args.report)
@@ -210,14 +210,14 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
 
 def _compare(
     workload: Workload,
-    modes: list[Mode],
+    schemes: list[Scheme],
     memories: list[Memory],
     serving: Serving,
     token_bytes: int,
     args: argparse.Namespace,
     model: PagedModel | None,
 ) -> WorkloadReport:
-    """One workload in all modes and memories."""
+    """One workload in all schemes and memories."""
     from radixcache.bench.replay.index_level import run_index
     from radixcache.bench.report.results import WorkloadReport
 
@@ -234,27 +234,27 @@ def _compare(
         unlimited_hits(trie),
     )
     sizes = np.linspace(workload.longest, max(trie.footprint, workload.longest), 60).astype(int)
-    for mode in modes:
-        if mode.name in _CURVES:
-            size = mode.page_size
+    for scheme in schemes:
+        if scheme.name in _CURVES:
+            size = scheme.page_size
             curve = lru_curve(trie if size == 1 else build_trie(workload, size))
-            found.curves[mode.name] = [
+            found.curves[scheme.name] = [
                 (int(size), curve.hits(int(size)) / workload.prompt_tokens) for size in sizes
             ]
     for memory in memories:
-        tokens = memory.tokens(trie.footprint, token_bytes, modes)
+        tokens = memory.tokens(trie.footprint, token_bytes, schemes)
         found.optimal_hits[tokens] = optimal_hits(trie, tokens)
-        for mode in modes if args.level != "engine" else ():
-            with _progress(f"{workload.name} {memory.text} {mode.name}", count) as tick:
-                found.rows.append(run_index(workload, mode, tokens, serving, memory.text, tick))
+        for scheme in schemes if args.level != "engine" else ():
+            with _progress(f"{workload.name} {memory.text} {scheme.name}", count) as tick:
+                found.rows.append(run_index(workload, scheme, tokens, serving, memory.text, tick))
         if model is not None:
             from radixcache.bench.replay.engine_level import run_engine
 
-            runs = count * len(modes) * (args.repeats + 1)
+            runs = count * len(schemes) * (args.repeats + 1)
             with _progress(f"{workload.name} {memory.text} engine", runs) as tick:
                 found.rows += run_engine(
                     workload,
-                    modes,
+                    schemes,
                     tokens,
                     serving,
                     model,
@@ -266,7 +266,7 @@ def _compare(
 
 
 _CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
-"""Modes whose hits at every size of memory one pass gives."""
+"""Schemes whose hits at every size of memory one pass gives."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from radixcache.bench.replay.figures import EngineFigures, Figures, Spread, summarise
 from radixcache.bench.replay.index_level import Serving
 from radixcache.bench.replay.play import Outcome, WallClock, play
-from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.engine import Engine, _Launched
@@ -28,12 +28,14 @@ from radixcache.runtime.model.paged_model import PagedModel
 class ScriptedEngine(Engine):
     """The runtime's engine, whose requests generate what the workload says.
 
-    The model computes every token; only its choice is overruled, so that every mode goes on with
+    The model computes every token; only its choice is overruled, so that every scheme goes on with
     the same tokens, and so does the index level.
     """
 
-    def __init__(self, model: PagedModel, kv_pool: KVPool, mode: Mode, serving: Serving) -> None:
-        cache = mode.make(kv_pool.num_pages * kv_pool.page_size)
+    def __init__(
+        self, model: PagedModel, kv_pool: KVPool, scheme: Scheme, serving: Serving
+    ) -> None:
+        cache = scheme.make(kv_pool.num_pages * kv_pool.page_size)
         scheduler = Scheduler(
             cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule
         )
@@ -63,7 +65,7 @@ class ScriptedEngine(Engine):
 
 @dataclass
 class Timed:
-    """One run of one mode."""
+    """One run of one scheme."""
 
     outcomes: list[Outcome]
     seconds: float
@@ -72,7 +74,7 @@ class Timed:
 
 def run_engine(
     workload: Workload,
-    modes: Sequence[Mode],
+    schemes: Sequence[Scheme],
     memory_tokens: int,
     serving: Serving,
     model: PagedModel,
@@ -81,9 +83,9 @@ def run_engine(
     memory: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> list[Figures]:
-    """Run a workload in every mode, `repeats` times after one run that does not count.
+    """Run a workload in every scheme, `repeats` times after one run that does not count.
 
-    The modes take turns within each repeat, and every other repeat runs them backwards, so that
+    The schemes take turns within each repeat, and every other repeat runs them backwards, so that
     whatever else the machine does hits all of them alike. Each run starts with an empty cache.
 
     Raises:
@@ -94,20 +96,22 @@ def run_engine(
             f"{workload.name}: a request of {workload.longest} tokens, and the model's context has "
             f"{model.max_context}"
         )
-    pools = [model.allocate(memory_tokens // m.page_size, m.page_size) for m in modes]
-    runs: list[list[Timed]] = [[] for _ in modes]
+    pools = [model.allocate(memory_tokens // m.page_size, m.page_size) for m in schemes]
+    runs: list[list[Timed]] = [[] for _ in schemes]
     for repeat in range(repeats + 1):
-        order = list(zip(modes, pools, runs, strict=True))
-        for mode, pool, timed in order if repeat % 2 else reversed(order):
-            run = _run_once(workload, ScriptedEngine(model, pool, mode, serving), serving, progress)
+        order = list(zip(schemes, pools, runs, strict=True))
+        for scheme, pool, timed in order if repeat % 2 else reversed(order):
+            run = _run_once(
+                workload, ScriptedEngine(model, pool, scheme, serving), serving, progress
+            )
             if repeat:
                 timed.append(run)
     found = []
-    for mode, timed in zip(modes, runs, strict=True):
+    for scheme, timed in zip(schemes, runs, strict=True):
         figures = summarise(
             timed[0].outcomes,
             workload,
-            mode,
+            scheme,
             memory_tokens,
             memory=memory,
             level="engine",

@@ -1,4 +1,4 @@
-"""What a run of one mode gives: the figures of a row in the report."""
+"""What a run of one scheme gives: the figures of a row in the report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from radixcache.bench.replay.play import Outcome
-from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Workload
 
 
 @dataclass
 class Figures:
-    """One mode on one workload in one amount of memory.
+    """One scheme on one workload in one amount of memory.
 
     Attributes:
         memory_tokens: tokens that the pages hold.
@@ -31,7 +31,7 @@ class Figures:
 
     level: str
     workload: str
-    mode: str
+    scheme: str
     page_size: int
     memory: str
     memory_tokens: int
@@ -96,7 +96,7 @@ class EngineFigures:
 def summarise(
     outcomes: Sequence[Outcome],
     workload: Workload,
-    mode: Mode,
+    scheme: Scheme,
     memory_tokens: int,
     **more: Any,
 ) -> Figures:
@@ -105,8 +105,8 @@ def summarise(
     by_turn = [[o.computed_tokens for o in outcomes if o.turn == turn] for turn in range(turns)]
     return Figures(
         workload=workload.name,
-        mode=mode.name,
-        page_size=mode.page_size,
+        scheme=scheme.name,
+        page_size=scheme.page_size,
         memory_tokens=memory_tokens,
         requests=len(outcomes),
         refused=sum(outcome.error is not None for outcome in outcomes),

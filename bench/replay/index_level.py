@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from radixcache.bench.replay.figures import Figures, summarise
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.replay.watch import CacheTime, WatchedScheduler
-from radixcache.bench.schemes.modes import Mode
+from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Policy
 
@@ -18,7 +18,7 @@ _SURVEYS = 64
 
 @dataclass(frozen=True)
 class Serving:
-    """How requests come and how the engine serves them; the same for every mode and level.
+    """How requests come and how the engine serves them; the same for every scheme and level.
 
     Attributes:
         step_time: seconds that a step lasts at index level, where nothing is computed; it matters
@@ -34,14 +34,14 @@ class Serving:
 
 def run_index(
     workload: Workload,
-    mode: Mode,
+    scheme: Scheme,
     memory_tokens: int,
     serving: Serving,
     memory: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Replay a workload in one mode."""
-    cache = mode.make(memory_tokens)
+    """Replay a workload in one scheme."""
+    cache = scheme.make(memory_tokens)
     clock = CacheTime(cache)
     scheduler = WatchedScheduler(
         cache,
@@ -57,7 +57,7 @@ def run_index(
     figures = summarise(
         outcomes,
         workload,
-        mode,
+        scheme,
         memory_tokens,
         memory=memory,
         level="index",
@@ -68,6 +68,6 @@ def run_index(
     figures.doubled_tokens = scheduler.doubled_tokens
     figures.cache_us = clock.seconds * 1e6 / figures.requests
     figures.peak_used_pages = max((s.used_pages for s in surveys), default=0)
-    held = sum((s.used_pages + s.cached_pages) * mode.page_size for s in surveys)
+    held = sum((s.used_pages + s.cached_pages) * scheme.page_size for s in surveys)
     figures.empty_share = sum(s.empty_slots for s in surveys) / held if held else 0.0
     return figures

@@ -36,9 +36,9 @@ def charts(report: Report) -> Iterator[Chart]:
 def _hit_rates(axes: Axes, workload: WorkloadReport, rows: list[Figures]) -> None:
     for name, points in workload.curves.items():
         axes.plot(*zip(*points, strict=True), ":", linewidth=1, label=f"{name}, LRU, one pass")
-    for mode in dict.fromkeys(row.mode for row in rows):
-        at = sorted((row.memory_tokens, row.hit_rate) for row in rows if row.mode == mode)
-        axes.plot(*zip(*at, strict=True), "o-", markersize=4, label=mode)
+    for scheme in dict.fromkeys(row.scheme for row in rows):
+        at = sorted((row.memory_tokens, row.hit_rate) for row in rows if row.scheme == scheme)
+        axes.plot(*zip(*at, strict=True), "o-", markersize=4, label=scheme)
     best = sorted((m, hits / workload.prompt_tokens) for m, hits in workload.optimal_hits.items())
     if best:
         axes.plot(*zip(*best, strict=True), "k--", label="offline optimum")
@@ -54,7 +54,7 @@ def _by_turn(axes: Axes, rows: list[Figures]) -> None:
     for row in rows:
         if row.memory_tokens == most:
             turns = range(1, len(row.computed_by_turn) + 1)
-            axes.plot(turns, row.computed_by_turn, "o-", markersize=4, label=row.mode)
+            axes.plot(turns, row.computed_by_turn, "o-", markersize=4, label=row.scheme)
     axes.set_xlabel("turn")
     axes.set_ylabel(f"prefilled tokens per request, {most:,} tokens of memory")
     axes.set_ylim(bottom=0)
@@ -66,7 +66,7 @@ def _ttfts(axes: Axes, rows: list[Figures]) -> None:
         if row.memory_tokens == most and row.engine is not None:
             times = sorted(1000 * time for time in row.engine.ttfts)
             shares = [(n + 1) / len(times) for n in range(len(times))]
-            axes.plot(times, shares, label=row.mode)
+            axes.plot(times, shares, label=row.scheme)
     axes.set_xlabel(f"time to first token, ms, {most:,} tokens of memory")
     axes.set_ylabel("share of requests")
     axes.set_xscale("log")

@@ -10,7 +10,7 @@ from typing import Any
 from radixcache.bench.replay.figures import Figures
 
 TIE = 0.02
-"""Two modes tie if their prefilled tokens differ by less than this share."""
+"""Two schemes tie if their prefilled tokens differ by less than this share."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class WorkloadReport:
         unlimited_hits: tokens hit if nothing is ever evicted.
         optimal_hits: by amount of memory, what eviction that knows the future hits.
         curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
-        rows: one for each level, memory and mode.
+        rows: one for each level, memory and scheme.
     """
 
     name: str
@@ -43,11 +43,11 @@ class WorkloadReport:
     @property
     def disagreements(self) -> int | None:
         """Requests whose hits differ between the levels; None if only one level ran."""
-        index = {(row.mode, row.memory): row.hits for row in self.level("index")}
+        index = {(row.scheme, row.memory): row.hits for row in self.level("index")}
         pairs = [
-            (index[row.mode, row.memory], row.hits)
+            (index[row.scheme, row.memory], row.hits)
             for row in self.level("engine")
-            if (row.mode, row.memory) in index
+            if (row.scheme, row.memory) in index
         ]
         if not pairs:
             return None
@@ -90,26 +90,28 @@ class Report:
 
 
 def verdicts(workload: WorkloadReport) -> list[str]:
-    """For each memory: which of the best hash-block and the best radix mode computes less, and
+    """For each memory: which of the best hash-block and the best radix scheme computes less, and
     where hash-block is no worse, or wastes less memory, with pages of the same size.
     """
     found = []
     rows = workload.level("index") or workload.level("engine")
     for memory in dict.fromkeys(row.memory for row in rows):
         here = [row for row in rows if row.memory == memory and not row.refused]
-        blocks = [row for row in here if row.mode.startswith("hash-")]
-        trees = [row for row in here if row.mode.startswith("radix-")]
+        blocks = [row for row in here if row.scheme.startswith("hash-")]
+        trees = [row for row in here if row.scheme.startswith("radix-")]
         if not blocks or not trees:
             continue
         block, tree = (min(side, key=lambda row: row.computed_tokens) for side in (blocks, trees))
         ratio = block.computed_tokens / tree.computed_tokens
         if ratio < 1 - TIE:
-            word = f"hash-block wins: {block.mode} prefills {1 - ratio:.1%} less than {tree.mode}"
+            word = (
+                f"hash-block wins: {block.scheme} prefills {1 - ratio:.1%} less than {tree.scheme}"
+            )
         elif ratio <= 1 + TIE:
             more = f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
-            word = f"a tie: {block.mode} prefills {more} than {tree.mode}"
+            word = f"a tie: {block.scheme} prefills {more} than {tree.scheme}"
         else:
-            word = f"radix wins: {block.mode} prefills {ratio:.2f}x the tokens of {tree.mode}"
+            word = f"radix wins: {block.scheme} prefills {ratio:.2f}x the tokens of {tree.scheme}"
         found.append(f"{workload.name}, {memory}: {word}")
         found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
     return found
@@ -117,18 +119,18 @@ def verdicts(workload: WorkloadReport) -> list[str]:
 
 def _page_for_page(rows: list[Figures]) -> Iterator[str]:
     """Where hash-block is at least as good as the tree over pages of the same size."""
-    by_mode = {row.mode: row for row in rows}
+    by_scheme = {row.scheme: row for row in rows}
     for tree in rows:
-        block = by_mode.get(f"hash-{tree.page_size}")
-        if tree.mode != f"radix-{tree.page_size}" or block is None:
+        block = by_scheme.get(f"hash-{tree.page_size}")
+        if tree.scheme != f"radix-{tree.page_size}" or block is None:
             continue
         ratio = block.computed_tokens / tree.computed_tokens
         if ratio <= 1 + TIE:
-            yield f"{block.mode} prefills {ratio:.3f}x the tokens of {tree.mode}"
+            yield f"{block.scheme} prefills {ratio:.3f}x the tokens of {tree.scheme}"
         if block.empty_share is not None and tree.empty_share is not None:
             more = tree.empty_share - block.empty_share
             if more > TIE:
                 yield (
-                    f"{block.mode} leaves {block.empty_share:.1%} of its slots empty, "
-                    f"{tree.mode} {tree.empty_share:.1%}"
+                    f"{block.scheme} leaves {block.empty_share:.1%} of its slots empty, "
+                    f"{tree.scheme} {tree.empty_share:.1%}"
                 )

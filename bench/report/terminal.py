@@ -13,12 +13,12 @@ from radixcache.bench.tables import table
 
 def index_table(workload: WorkloadReport) -> Table:
     """Hits, work and memory at index level."""
-    header = ["memory", "mode", "hit", "of unlimited", "of optimal", "prefilled", "doubled"]
+    header = ["memory", "scheme", "hit", "of unlimited", "of optimal", "prefilled", "doubled"]
     header += ["evicted", "peak pages", "empty slots", "cache µs", "refused"]
     rows = [
         [
             row.memory,
-            row.mode,
+            row.scheme,
             f"{row.hit_rate:.1%}",
             _share(row.hit_tokens, workload.unlimited_hits),
             _share(row.hit_tokens, workload.optimal_hits.get(row.memory_tokens, 0)),
@@ -37,7 +37,7 @@ def index_table(workload: WorkloadReport) -> Table:
 
 def engine_table(workload: WorkloadReport) -> Table:
     """Times at engine level: medians over the repeats, and the range of the throughput."""
-    header = ["memory", "mode", "hit", "prefilled", "TTFT p50", "p90", "p99", "tokens/s", "range"]
+    header = ["memory", "scheme", "hit", "prefilled", "TTFT p50", "p90", "p99", "tokens/s", "range"]
     rows = []
     for row in workload.level("engine"):
         assert row.engine is not None
@@ -47,7 +47,7 @@ def engine_table(workload: WorkloadReport) -> Table:
         ]
         served = [f"{spread.median:,.0f}", f"{spread.low:,.0f}–{spread.high:,.0f}"]
         hit = [f"{row.hit_rate:.1%}", f"{row.computed_tokens:,}"]
-        rows.append([row.memory, row.mode, *hit, *ttfts, *served])
+        rows.append([row.memory, row.scheme, *hit, *ttfts, *served])
     return table(header, rows, left=2)
 
 

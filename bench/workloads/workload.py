@@ -1,8 +1,8 @@
 """What a workload is: requests in their order of arrival, whose later turns wait for earlier ones.
 
-A request knows its answer beforehand, so that every mode, and both levels of the benchmark, see the
-same tokens. Prompts and answers are made when the request arrives: a trace of 145 M tokens need not
-fit into memory.
+A request knows its answer beforehand, so that every scheme, and both levels of the benchmark, see
+the same tokens. Prompts and answers are made when the request arrives: a trace of 145 M tokens need
+not fit into memory.
 """
 
 from __future__ import annotations

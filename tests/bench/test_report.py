@@ -13,11 +13,11 @@ from radixcache.runtime.cli import main
 SMALL = ["bench", "best-of-n:questions=4,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
 
 
-def figures(mode, computed, *, level="index", memory="30%", refused=0, hits=()):
+def figures(scheme, computed, *, level="index", memory="30%", refused=0, hits=()):
     return Figures(
         level=level,
         workload="w",
-        mode=mode,
+        scheme=scheme,
         page_size=16,
         memory=memory,
         memory_tokens=1000,
@@ -88,8 +88,8 @@ def test_levels_that_differ_are_reported():
 
 def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
     page, data = tmp_path / "r.html", tmp_path / "r.json"
-    modes = ["--modes", "none", "hash-16", "radix-1"]
-    assert main([*SMALL, *modes, "--report", str(page), "--json", str(data)]) == 0
+    schemes = ["--schemes", "none", "hash-16", "radix-1"]
+    assert main([*SMALL, *schemes, "--report", str(page), "--json", str(data)]) == 0
     said = capsys.readouterr().out
     assert "best-of-n:questions=4,n=3" in said and "radix wins" in said
     found = json.loads(data.read_text())
@@ -97,7 +97,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
     assert [len(w["rows"]) for w in found["workloads"]] == [6, 6]
     row = found["workloads"][0]["rows"][5]
     assert (
-        row["mode"] == "radix-1"
+        row["scheme"] == "radix-1"
         and row["hit_tokens"] + row["computed_tokens"] == (found["workloads"][0]["prompt_tokens"])
     )
     html = page.read_text()
@@ -110,12 +110,12 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
 
 def test_a_markdown_page_has_the_tables_and_its_charts_beside_it(tmp_path, capsys):
     page = tmp_path / "r.md"
-    assert main([SMALL[0], SMALL[1], "--modes", "radix-1", "--report", str(page)]) == 0
+    assert main([SMALL[0], SMALL[1], "--schemes", "radix-1", "--report", str(page)]) == 0
     capsys.readouterr()
     lines = page.read_text().splitlines()
     assert "## best-of-n:questions=4,n=3" in lines
     tables = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
-    assert tables[0][1:4] == ["memory", "mode", "hit"] and set("".join(tables[1])) == {"-"}
+    assert tables[0][1:4] == ["memory", "scheme", "hit"] and set("".join(tables[1])) == {"-"}
     assert tables[2][1:3] == ["30%", "radix-1"] and tables[3][1:3] == ["100%", "radix-1"]
     assert "![best-of-n:questions=4,n=3: hit rate over memory](r-1.png)" in lines
     assert (tmp_path / "r-1.png").read_bytes().startswith(b"\x89PNG")
@@ -123,19 +123,19 @@ def test_a_markdown_page_has_the_tables_and_its_charts_beside_it(tmp_path, capsy
 
 def test_both_levels_agree_in_the_command(capsys):
     spec = "short:requests=6,answer=2"
-    flags = "--level both --modes none radix-16 --repeats 1 --json -".split()
+    flags = "--level both --schemes none radix-16 --repeats 1 --json -".split()
     assert main(["bench", spec, *flags, "--memory", "2000"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workloads"][0]["disagreements"] == 0
     engine = [row for row in found["workloads"][0]["rows"] if row["level"] == "engine"]
-    assert [row["mode"] for row in engine] == ["none", "radix-16"]
+    assert [row["scheme"] for row in engine] == ["none", "radix-16"]
     assert all(row["engine"]["ttft_p99"]["median"] > 0 for row in engine)
 
 
 def test_a_file_is_replayed(tmp_path, capsys):
     path = tmp_path / "prompts.txt"
     path.write_text("the same words at first, then one\nthe same words at first, then two\n" * 3)
-    flags = ["--format", "prompts", "--modes", "radix-1", "--memory", "100%", "--json", "-"]
+    flags = ["--format", "prompts", "--schemes", "radix-1", "--memory", "100%", "--json", "-"]
     assert main(["bench", "--file", str(path), *flags]) == 0
     found = json.loads(capsys.readouterr().out)["workloads"][0]
     assert found["requests"] == 6 and found["rows"][0]["hit_tokens"] > 0
@@ -144,8 +144,8 @@ def test_a_file_is_replayed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--modes", "radix"], "no mode 'radix'; say none, hash-16"),
-        (["--modes", "none-16"], "no mode 'none-16'"),
+        (["--schemes", "radix"], "no scheme 'radix'; say none, hash-16"),
+        (["--schemes", "none-16"], "no scheme 'none-16'"),
         (["--memory", "0%"], "not an amount of memory: '0%'"),
         (["--memory", "lots"], "not an amount of memory: 'lots'"),
         (["--concurrency", "0"], "--concurrency must be more than 0, not 0"),
@@ -168,7 +168,7 @@ def test_bad_flags_are_refused_in_one_sentence(flags, complaint, capsys):
 
 
 def test_nothing_can_be_written_where_there_is_no_folder(tmp_path, capsys):
-    flags = ["--modes", "radix-1", "--json", str(tmp_path / "no" / "where.json")]
+    flags = ["--schemes", "radix-1", "--json", str(tmp_path / "no" / "where.json")]
     assert main([SMALL[0], SMALL[1], *flags]) == 2
     assert "cannot write" in capsys.readouterr().err
 

@@ -171,7 +171,11 @@ def test_memory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
-        (["bench", "best-of-n:questions=2", "--modes", "radix-1", "--memory", "100%"], 0, "88.2%"),
+        (
+            ["bench", "best-of-n:questions=2", "--schemes", "radix-1", "--memory", "100%"],
+            0,
+            "88.2%",
+        ),
         (["bench", "--level", "engine"], 2, "a model needs "),
         (["info"], 2, "torch is missing: pip install '.[runtime]' in a checkout"),
         (["generate", "--prompt", "x"], 2, "needs torch: pip install '.[runtime]' in a checkout"),

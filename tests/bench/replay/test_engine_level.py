@@ -9,7 +9,7 @@ import pytest
 from radixcache.bench.replay.engine_level import ScriptedEngine, run_engine
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -18,7 +18,7 @@ from tests.engines import paged_model
 from tests.models import tiny_model
 
 SERVING = Serving(Arrivals(concurrency=5), max_num_batched_tokens=64, max_num_seqs=4)
-MODES = ["none", "hash-16", "radix-1", "radix-16", "whole-16", "aligned-16"]
+SCHEMES = ["none", "hash-16", "radix-1", "radix-16", "whole-16", "aligned-16"]
 SPECS = [
     "chat:conversations=4,turns=3,system=30,user=10,answer=8",
     "best-of-n:questions=4,n=3,question=30,answer=6",
@@ -34,12 +34,12 @@ def model(tmp_path_factory):
 @covering(spec=SPECS, memory=[160, 1024], policy=["fcfs", "longest-prefix"])
 def test_both_levels_hit_the_same_tokens_in_every_request(model, spec, memory, policy):
     workload = generate(spec, 1, model.vocab_size)
-    modes = [parse_mode(name) for name in MODES]
+    schemes = [parse_scheme(name) for name in SCHEMES]
     serving = replace(SERVING, schedule=policy)
-    rows = run_engine(workload, modes, memory, serving, model, repeats=1)
-    for mode, row in zip(modes, rows, strict=True):
-        index = run_index(workload, mode, memory, serving)
-        assert row.hits == index.hits, mode.name
+    rows = run_engine(workload, schemes, memory, serving, model, repeats=1)
+    for scheme, row in zip(schemes, rows, strict=True):
+        index = run_index(workload, scheme, memory, serving)
+        assert row.hits == index.hits, scheme.name
         assert row.computed_tokens == index.computed_tokens
         assert (row.refused, row.preemptions) == (index.refused, index.preemptions)
         assert row.computed_tokens >= row.prompt_tokens - row.hit_tokens
@@ -48,19 +48,19 @@ def test_both_levels_hit_the_same_tokens_in_every_request(model, spec, memory, p
 
 def test_levels_agree_where_requests_come_at_random_too(model):
     workload = generate(SPECS[0], 2, model.vocab_size)
-    mode, memory = parse_mode("radix-16"), 320
+    scheme, memory = parse_scheme("radix-16"), 320
     pool = model.allocate(memory // 16, 16)
-    engine = ScriptedEngine(model, pool, mode, SERVING)
+    engine = ScriptedEngine(model, pool, scheme, SERVING)
     arrivals = Arrivals(rate=60.0, seed=1)
     found = play(workload, arrivals, engine, StepClock(0.02))
-    scheduler = Scheduler(mode.make(memory), 64, 4, "fcfs")
+    scheduler = Scheduler(scheme.make(memory), 64, 4, "fcfs")
     again = play(workload, arrivals, IndexEngine(scheduler), StepClock(0.02))
     assert [o.hit_tokens for o in again] == [o.hit_tokens for o in found]
 
 
 def test_an_engine_generates_what_the_workload_says(model):
     workload = generate(SPECS[0], 0, model.vocab_size)
-    engine = ScriptedEngine(model, model.allocate(64, 16), parse_mode("radix-16"), SERVING)
+    engine = ScriptedEngine(model, model.allocate(64, 16), parse_scheme("radix-16"), SERVING)
     requests = [engine.add(a.prompt(), a.answer()) for a in workload.arrivals]
     while engine.has_work:
         engine.step()
@@ -71,4 +71,4 @@ def test_an_engine_generates_what_the_workload_says(model):
 def test_prompts_beyond_the_context_are_refused_in_one_sentence(model):
     workload = generate("documents:document=2000", 0, model.vocab_size)
     with pytest.raises(InvalidRequest, match="the model's context has 512"):
-        run_engine(workload, [parse_mode("none")], 4096, SERVING, model, repeats=1)
+        run_engine(workload, [parse_scheme("none")], 4096, SERVING, model, repeats=1)

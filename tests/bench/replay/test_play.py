@@ -9,7 +9,7 @@ import pytest
 
 from radixcache import PagePool, RadixCache
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -108,18 +108,18 @@ def exact(cache):
     return cache
 
 
-MODES = ["none", "hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
+SCHEMES = ["none", "hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
 
 
-@covering(seed=range(6), mode=MODES, memory=[192, 320, 640, 4096])
-def test_hits_are_those_of_a_brute_force_simulation(seed, mode, memory):
+@covering(seed=range(6), scheme=SCHEMES, memory=[192, 320, 640, 4096])
+def test_hits_are_those_of_a_brute_force_simulation(seed, scheme, memory):
     workload = random_workload(seed)
-    mode = parse_mode(mode)
+    scheme = parse_scheme(scheme)
     concurrency = 1 + seed % 4
-    brute: BruteForce = BRUTE[mode.kind](memory, mode.page_size)
+    brute: BruteForce = BRUTE[scheme.kind](memory, scheme.page_size)
     expected = outcomes(run(workload, brute, concurrency=concurrency, checked=lambda: None))
-    found = outcomes(run(workload, exact(mode.make(memory)), concurrency=concurrency))
-    assert found == expected, f"seed {seed}, {mode.name}, {memory} tokens"
+    found = outcomes(run(workload, exact(scheme.make(memory)), concurrency=concurrency))
+    assert found == expected, f"seed {seed}, {scheme.name}, {memory} tokens"
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -155,14 +155,14 @@ def test_pages_of_a_token_exact_tree_go_as_in_a_brute_force_lru(seed, memory):
     settings = {"concurrency": 1 + seed % 3, "budget": 64}
     brute = BruteUnits(4 * memory, 4)
     expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
-    found = outcomes(run(workload, exact(parse_mode("radix-4").make(4 * memory)), **settings))
+    found = outcomes(run(workload, exact(parse_scheme("radix-4").make(4 * memory)), **settings))
     assert found == expected, f"seed {seed}, {memory} pages"
     assert brute.evicted or memory == 400
 
 
 def test_a_closed_loop_has_as_many_in_flight_as_it_may():
     workload = generate("short:requests=40", 0, 1000)
-    engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 4096, 64, "fcfs"))
+    engine = IndexEngine(Scheduler(parse_scheme("radix-1").make(1 << 16), 4096, 64, "fcfs"))
     in_flight = []
 
     class Counting(StepClock):
@@ -183,7 +183,7 @@ def test_a_burst_comes_at_one_moment_and_rates_are_kept():
 
 def test_a_turn_waits_for_the_turn_before_it():
     workload = generate("chat:conversations=3,turns=5", 0, 1000)
-    engine = IndexEngine(Scheduler(parse_mode("radix-1").make(1 << 16), 512, 64, "fcfs"))
+    engine = IndexEngine(Scheduler(parse_scheme("radix-1").make(1 << 16), 512, 64, "fcfs"))
     found = play(workload, Arrivals(rate=1e6), engine, StepClock(1.0))
     for arrival, outcome in zip(workload.arrivals, found, strict=True):
         if arrival.after is not None:
@@ -198,7 +198,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on():
     workload = Workload("large", "")
     large = workload.add([np.arange(500, dtype=np.int32)], np.arange(3, dtype=np.int32))
     workload.add([np.arange(50, dtype=np.int32)], np.arange(3, dtype=np.int32), after=large)
-    for name in MODES:
-        refused, served = run(workload, parse_mode(name).make(256))
+    for name in SCHEMES:
+        refused, served = run(workload, parse_scheme(name).make(256))
         assert "502 tokens do not fit" in refused.error and refused.ttft is None
         assert served.error is None and served.computed_tokens == 50

@@ -10,7 +10,7 @@ import pytest
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals, IndexEngine
 from radixcache.bench.replay.watch import CacheTime, Survey, WatchedScheduler, survey
-from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.workload import Workload
 
 
@@ -24,7 +24,7 @@ def twins(concurrency):
 
 
 @pytest.mark.parametrize(
-    ("mode", "together", "apart"),
+    ("scheme", "together", "apart"),
     [
         ("none", 40, 0),
         ("hash-16", 8, 0),
@@ -33,16 +33,16 @@ def twins(concurrency):
         ("aligned-8", 0, 0),
     ],
 )
-def test_doubled_is_what_a_request_in_flight_had_already(mode, together, apart):
+def test_doubled_is_what_a_request_in_flight_had_already(scheme, together, apart):
     for concurrency, expected in ((2, together), (1, apart)):
         workload, serving = twins(concurrency)
-        row = run_index(workload, parse_mode(mode), 512, serving)
+        row = run_index(workload, parse_scheme(scheme), 512, serving)
         assert row.doubled_tokens == expected
         assert row.hit_tokens + row.computed_tokens == row.prompt_tokens == 82
 
 
 @pytest.mark.parametrize(
-    ("mode", "while_running", "afterwards"),
+    ("scheme", "while_running", "afterwards"),
     [
         ("none", Survey(2, 0, 12), Survey(0, 0, 0)),
         ("hash-16", Survey(2, 0, 12), Survey(0, 1, 0)),  # the half-filled page is let go
@@ -51,8 +51,8 @@ def test_doubled_is_what_a_request_in_flight_had_already(mode, together, apart):
         ("aligned-16", Survey(2, 0, 12), Survey(0, 1, 0)),
     ],
 )
-def test_a_survey_counts_pages_and_the_slots_that_hold_no_token(mode, while_running, afterwards):
-    scheduler = WatchedScheduler(parse_mode(mode).make(256), 512, 8, "fcfs", survey_every=1)
+def test_a_survey_counts_pages_and_the_slots_that_hold_no_token(scheme, while_running, afterwards):
+    scheduler = WatchedScheduler(parse_scheme(scheme).make(256), 512, 8, "fcfs", survey_every=1)
     engine = IndexEngine(scheduler)
     engine.add(np.arange(20, dtype=np.int32), np.array([7], np.int32))
     engine.step()
@@ -62,7 +62,7 @@ def test_a_survey_counts_pages_and_the_slots_that_hold_no_token(mode, while_runn
 
 def test_a_branch_in_mid_page_shares_no_slot_twice():
     engine = IndexEngine(
-        WatchedScheduler(parse_mode("radix-16").make(256), 512, 8, "fcfs", survey_every=1)
+        WatchedScheduler(parse_scheme("radix-16").make(256), 512, 8, "fcfs", survey_every=1)
     )
     for last in (100, 200):
         tokens = np.append(np.arange(20), np.arange(last, last + 5)).astype(np.int32)
@@ -73,7 +73,7 @@ def test_a_branch_in_mid_page_shares_no_slot_twice():
 
 
 def test_time_in_the_cache_is_that_of_its_methods():
-    cache = parse_mode("none").make(64)
+    cache = parse_scheme("none").make(64)
 
     def match(tokens, namespace=None):
         end = time.thread_time_ns() + 3_000_000

@@ -10,7 +10,7 @@ import pytest
 
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
-from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.replay.test_play import distinct_prompts, random_workload
@@ -45,7 +45,7 @@ def test_the_lru_curve_is_what_replays_hit_at_every_size_of_memory(seed):
     workload = distinct_prompts(seed)
     curve = lru_curve(build_trie(workload))
     for memory in range(workload.longest + 2, 500, 37):
-        scheduler = Scheduler(parse_mode("radix-1").make(memory), 4096, 1, "fcfs")
+        scheduler = Scheduler(parse_scheme("radix-1").make(memory), 4096, 1, "fcfs")
         found = play(workload, Arrivals(concurrency=1), IndexEngine(scheduler), StepClock(1.0))
         assert sum(o.hit_tokens for o in found) == curve.hits(memory), f"seed {seed}, {memory}"
 

@@ -142,12 +142,12 @@ def test_a_file_that_is_not_packed_but_called_so_is_named(tmp_path):
 
 
 def test_requests_come_at_the_times_of_the_trace(tmp_path):
-    from radixcache.bench.schemes.modes import parse_mode
+    from radixcache.bench.schemes.named import parse_scheme
     from radixcache.runtime.engine.scheduler import Scheduler
 
     path = write(tmp_path, request(timestamp=0), request(timestamp=10_000, ids=(8, 9)))
     workload = loaders.load_mooncake(path, hash_block=4)
-    scheduler = Scheduler(parse_mode("radix-1").make(100), 64, 8, "fcfs")
+    scheduler = Scheduler(parse_scheme("radix-1").make(100), 64, 8, "fcfs")
     clock = StepClock(0.5)
     found = play(workload, Arrivals(as_recorded=True), IndexEngine(scheduler), clock)
     assert clock.now() == 11.0  # two steps of half a second after the second came

@@ -13,7 +13,7 @@ import pytest
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.schemes.bounds import build_trie, unlimited_hits
-from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.public_data import PUBLIC, data_folder, load_public
 
 pytestmark = pytest.mark.skipif(data_folder() is None, reason="the public data are not here")
@@ -45,7 +45,8 @@ def ratio(name: str) -> float:
     trie = build_trie(workload)
     room = 2 * trie.footprint // 16 * 16
     block, tree = (
-        run_index(workload, parse_mode(mode), room, SERVING) for mode in ("hash-16", "radix-1")
+        run_index(workload, parse_scheme(scheme), room, SERVING)
+        for scheme in ("hash-16", "radix-1")
     )
     assert tree.hit_tokens == unlimited_hits(trie)
     assert not block.refused and not tree.refused

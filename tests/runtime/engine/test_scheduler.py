@@ -13,7 +13,7 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.schemes.modes import parse_mode
+from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import OutOfPages
 from radixcache.runtime.engine.request import Request
@@ -26,7 +26,7 @@ ANSWER = np.arange(1000, 1003, dtype=np.int32)
 
 
 def make_engine(mode: str, policy: str = "fcfs") -> IndexEngine:
-    return IndexEngine(Scheduler(parse_mode(mode).make(4096), 512, 16, policy))  # type: ignore[arg-type]
+    return IndexEngine(Scheduler(parse_scheme(mode).make(4096), 512, 16, policy))  # type: ignore[arg-type]
 
 
 def first_tokens(engine: IndexEngine, requests: list[Request]) -> list[int]:
@@ -124,7 +124,7 @@ class Shared:
     """An engine for several clients that only counts; notes the steps of first and last tokens."""
 
     def __init__(self, slots: int, *, kv_tokens: int = 1 << 16, budget: int = 2048) -> None:
-        cache = parse_mode("radix-16").make(kv_tokens)
+        cache = parse_scheme("radix-16").make(kv_tokens)
         self.engine = IndexEngine(Scheduler(cache, budget, slots, "longest-prefix"))
         self.scheduler = self.engine.scheduler
         self.steps = 0

@@ -30,11 +30,14 @@ KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
     "aligned": PageAlignedRadixCache,
 }
 
-DEFAULT_MODES = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
+_DEFAULT = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
+
+GROUPS = {"default": _DEFAULT, "all": [*_DEFAULT, "whole-16"]}
+"""Names that stand for several schemes."""
 
 
 @dataclass(frozen=True)
-class Mode:
+class Scheme:
     """A caching scheme and its page size."""
 
     kind: str
@@ -50,20 +53,30 @@ class Mode:
         return KINDS[self.kind](PagePool(num_tokens // self.page_size, self.page_size))
 
 
-def parse_mode(name: str) -> Mode:
-    """The mode called "none", "hash-B", "radix-P", "whole-P" or "aligned-P".
+def parse_scheme(name: str) -> Scheme:
+    """The scheme called "none", "hash-B", "radix-P", "whole-P" or "aligned-P".
 
     Raises:
         InvalidRequest: none is called so.
     """
     kind, _, size = name.partition("-")
     if kind == "none" and not size:
-        return Mode("none", 16)
+        return Scheme("none", 16)
     if kind not in KINDS or kind == "none" or not re.fullmatch(r"[1-9]\d{0,4}", size):
         raise InvalidRequest(
-            f"no mode {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
+            f"no scheme {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
         )
-    return Mode(kind, int(size))
+    return Scheme(kind, int(size))
+
+
+def find_schemes(names: Sequence[str]) -> list[Scheme]:
+    """The schemes that names of schemes or of groups stand for, each once.
+
+    Raises:
+        InvalidRequest: none is called so.
+    """
+    expanded = [scheme for name in names for scheme in GROUPS.get(name, [name])]
+    return [parse_scheme(name) for name in dict.fromkeys(expanded)]
 
 
 @dataclass(frozen=True)
@@ -79,13 +92,13 @@ class Memory:
     amount: float
     unit: str
 
-    def tokens(self, footprint: int, token_bytes: int, modes: Sequence[Mode]) -> int:
-        """How many tokens it holds, cut to whole pages of every mode: all get the same bytes.
+    def tokens(self, footprint: int, token_bytes: int, schemes: Sequence[Scheme]) -> int:
+        """How many tokens it holds, cut to whole pages of every scheme: all get the same bytes.
 
         At least two of the largest pages, because the hash-block cache never uses its first.
         """
         per_unit = {"tokens": 1.0, "bytes": 1 / token_bytes, "share": float(footprint)}
-        step = math.lcm(*(mode.page_size for mode in modes))
+        step = math.lcm(*(scheme.page_size for scheme in schemes))
         return max(2, int(self.amount * per_unit[self.unit]) // step) * step
 
 
