@@ -38,6 +38,7 @@ FLOORS = [
     {"radixcache.bench.schemes"},
     {"radixcache.bench.replay"},
     {"radixcache.bench.report"},
+    {"radixcache.bench.comparison"},
     {"radixcache.bench.cli", "radixcache.bench.probes"},
     {"bench.peers"},
     {"bench.peers.conformance", "bench.peers.engines", "bench.peers.index"},
