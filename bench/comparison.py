@@ -12,6 +12,7 @@ import numpy as np
 
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.report.sharing import shared_tree
 from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import Memory, Scheme
 from radixcache.bench.workloads.workload import Workload
@@ -68,6 +69,7 @@ class Comparison:
             unlimited_hits(trie),
             workload.longest,
         )
+        found.shared = shared_tree(trie)
         most = max(trie.footprint, workload.longest)
         sizes = [int(size) for size in np.linspace(workload.longest, most, _SIZES)]
         found.optimal_hits = {size: optimal_hits(trie, size) for size in sizes}
