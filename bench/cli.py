@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache import __version__
 from radixcache.bench.machine import conditions
-from radixcache.bench.schemes.named import GROUPS, find_schemes, parse_memory
+from radixcache.bench.schemes.named import GROUPS, INDEX_ONLY, find_schemes, parse_memory
 from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
 from radixcache.bench.workloads.generators import GENERATORS
 from radixcache.bench.workloads.public_data import PUBLIC
@@ -43,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="SCHEME",
         default=["default"],
-        help=f"none, hash-B, radix-P, whole-P, aligned-P; or {', '.join(GROUPS)} (default)",
+        help="none, hash-B, radix-P, whole-P, aligned-P, cow-B, prefix-B, template-B; "
+        f"or {', '.join(GROUPS)} (default)",
     )
     parser.add_argument(
         "--memory",
@@ -109,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
     schemes = find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
+    rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
+    if rules and args.level != "index":
+        raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
     from radixcache.bench.comparison import Comparison
     from radixcache.bench.report.files import write
     from radixcache.bench.report.pages import write_report

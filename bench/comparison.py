@@ -57,7 +57,7 @@ class Comparison:
     def _run(
         self, workload: Workload, says: Callable[[str], object], tick: Callable[[], object]
     ) -> WorkloadReport:
-        says(f"{workload.name}: bounds")
+        says(f"bounds, {workload.name}")
         trie = build_trie(workload, progress=tick)
         found = WorkloadReport(
             workload.name,
@@ -84,14 +84,14 @@ class Comparison:
             tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
             found.optimal_hits[tokens] = optimal_hits(trie, tokens)
             for scheme in self.schemes if self.level != "engine" else ():
-                says(f"{workload.name}, {memory.text}: {scheme.name}")
+                says(f"{scheme.name}, {memory.text}, {workload.name}")
                 found.rows.append(
                     run_index(workload, scheme, tokens, self.serving, memory.text, tick)
                 )
             if self.model is not None:
                 from radixcache.bench.replay.engine_level import run_engine
 
-                says(f"{workload.name}, {memory.text}: engine")
+                says(f"engine, {memory.text}, {workload.name}")
                 found.rows += run_engine(
                     workload,
                     self.schemes,

@@ -122,7 +122,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("radixcache.runtime.llm", "radixcache.runtime.server.requests", False),
         ("radixcache.runtime.server.app", "radixcache.runtime.cli", True),
         ("radixcache.runtime.cli", "radixcache.bench.cli", False),
-        ("radixcache.bench.workloads.workload", "radixcache.bench.schemes.named", False),
+        ("radixcache.bench.workloads.workload", "radixcache.bench.schemes.page_aligned", False),
         ("radixcache.bench.replay.play", "radixcache.bench.report.pages", True),
         ("radixcache.bench.probes.ttft", "radixcache.bench.cli", False),
         ("bench.peers.process", "bench.peers.engines.cases", False),

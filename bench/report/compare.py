@@ -64,10 +64,8 @@ def _rows(report: Report) -> dict[Key, Figures]:
 
 def _changed_settings(first: Report, second: Report) -> Table:
     names = dict.fromkeys([*first.settings, *second.settings])
-    pairs = [
-        (name, first.settings.get(name, "–"), second.settings.get(name, "–")) for name in names
-    ]
-    changed = [[name, str(a), str(b)] for name, a, b in pairs if a != b]
+    told = [[str(side.settings.get(name, "–")) for side in (first, second)] for name in names]
+    changed = [[name, *both] for name, both in zip(names, told, strict=True) if both[0] != both[1]]
     shown = table(["setting", "a", "b"], changed, left=3)
     for column in shown.columns[1:]:
         column.no_wrap, column.overflow = False, "fold"

@@ -38,7 +38,8 @@ def headline(workload: WorkloadReport) -> str:
         }[winner]
         clauses.append(f"{words} in {_memories([block.memory for _, block, _ in rounds], names)}")
     compared = {block.memory for rounds in wins.values() for _, block, _ in rounds}
-    if unfit := [name for name in names if name not in compared]:
+    refusing = {row.memory for row in workload.main_rows if row.refused}
+    if unfit := [name for name in names if name in refusing - compared]:
         clauses.append(f"requests are refused in {_memories(unfit, names)}")
     sentence = "; ".join(clauses)
     return f"{sentence[0].upper()}{sentence[1:]}."
@@ -60,10 +61,7 @@ def _best(workload: WorkloadReport) -> str:
 def _memories(names: list[str], measured: list[str]) -> str:
     """Such as "memory for 10 % and 30 % of its distinct tokens", of what was `measured`."""
     shares = all(name.endswith("%") for name in names)
-    said = [
-        name.replace("%", " %") if shares else f"{name} tokens" * name.isdigit() or name
-        for name in names
-    ]
+    said = [f"{name} tokens" if name.isdigit() else name.replace("%", " %") for name in names]
     first = measured.index(names[0]) if measured else 0
     if len(names) > 2 and names == measured[first : first + len(names)]:
         words = f"{said[0]} to {said[-1]}"

@@ -30,7 +30,7 @@ _COLOURS = {  # of Okabe and Ito: told apart by the colour-blind too
     "aligned": "#009e73",
 }
 _OTHERS = "#cc79a7"
-_DASHES = ([], [6, 2], [2, 2], [8, 2, 2, 2], [1, 3], [12, 3])
+_DASHES: tuple[list[int], ...] = ([], [6, 2], [2, 2], [8, 2, 2, 2], [5, 3], [12, 3])
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 _CONFIG = {
     "background": None,
@@ -108,7 +108,7 @@ def plots(workload: WorkloadReport) -> Iterator[Plot]:
 def spoiled(row: Figures) -> str:
     """What happened to requests besides being served; empty if nothing did."""
     refused = f"{row.refused:,} of {row.requests:,} refused" if row.refused else ""
-    preempted = f"{row.preemptions:,} preemptions" if row.preemptions else ""
+    preempted = f"{row.preemptions:,} preempted" if row.preemptions else ""
     return ", ".join(filter(None, (refused, preempted)))
 
 
@@ -135,7 +135,7 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     ]
     limit = [{"scheme": UNLIMITED, "share": workload.unlimited_hits / total}]
     x = {**_axis("memory", "KV memory, tokens", "~s"), "scale": {"zero": False}}
-    y = {**_axis("share", "share of prompt tokens hit", "%"), "scale": {"domainMin": 0}}
+    y = {**_axis("share", "share of prompt tokens hit", ".0%"), "scale": {"domainMin": 0}}
     tips = [_tip("scheme"), _tip("asked", "memory"), _tip("memory", "tokens", ","), _tip("spoiled")]
     tips[2:2] = [_tip("share", "hit", ".1%")]
     bound = [_tip("scheme", "bound"), _tip("share", "hit", ".1%")]
@@ -144,6 +144,7 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     line = {"x": x, "y": y, "color": colour, "strokeDash": looks["strokeDash"]}
     dots = {"x": x, "y": y, "color": colour, "tooltip": tips}
     dotted = {"type": "line", "strokeWidth": 1.5, "opacity": 0.7, "strokeDash": [1, 3]}
+    marred = f"{_SHOWN} && datum.spoiled !== 'no'"
     with_curves = f"{_SHOWN} && indexof(shown, '{CURVES}') >= 0"
     layers = [
         _layer("curves", dotted, {"x": x, "y": y, "color": colour}, with_curves),
@@ -152,20 +153,15 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
         _layer("best", _POINT | {"opacity": 0}, dots | {"tooltip": [*bound, tips[3]]}),
         _layer("points", _LINE, line),
         _layer("points", _POINT, dots | {"shape": shape}),
-        _layer(
-            "points", {"type": "point", "size": 180}, dots, f"{_SHOWN} && datum.spoiled !== 'no'"
-        ),
+        _layer("points", {"type": "point", "size": 180}, dots, marred),
     ]
     note = "Every point is a replay."
     if workload.curves:
         note += " Dotted: LRU at every size, from one pass over one request after the other."
     if any(row.refused or row.preemptions for row in rows):
         note += " A ring: requests were refused or preempted, which spoils the figure."
-    return Plot(
-        "Hit rate over memory",
-        note,
-        _spec(workload, layers, points=points, curves=curves, best=best, limit=limit),
-    )
+    data = {"points": points, "curves": curves, "best": best, "limit": limit}
+    return Plot("Hit rate over memory", note, _spec(workload, layers, **data))
 
 
 def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
@@ -202,7 +198,7 @@ def _ttfts(workload: WorkloadReport, rows: list[Figures]) -> Plot:
         )
     ]
     x = {**_axis("ms", "time to first token, ms", "~g"), "scale": {"type": "log", "nice": False}}
-    y = _axis("share", "share of requests", "%")
+    y = _axis("share", "share of requests", ".0%")
     tips = [_tip("scheme"), _tip("share", "share of requests", ".0%"), _tip("ms", "ms", ",.1f")]
     looks = _looks(workload)
     line = {"x": x, "y": y, "color": looks["color"], "strokeDash": looks["strokeDash"]}
@@ -296,13 +292,13 @@ def _layer(data: str, mark: Spec, encoding: Spec, only: str = _SHOWN) -> Spec:
     return {"data": {"name": data}, "mark": mark, "encoding": encoding, "transform": transform}
 
 
-def _axis(name: str, title: str, format: str) -> Spec:
-    axis = {"title": title, "labelExpr": f"format(datum.value, '{format}')", "tickCount": 5}
+def _axis(name: str, title: str, pattern: str) -> Spec:
+    axis = {"title": title, "labelExpr": f"format(datum.value, '{pattern}')", "tickCount": 5}
     return {"field": name, "type": "quantitative", "axis": axis}
 
 
-def _tip(name: str, title: str | None = None, format: str = "") -> Spec:
-    kind = {"type": "quantitative", "format": format} if format else {"type": "nominal"}
+def _tip(name: str, title: str | None = None, pattern: str = "") -> Spec:
+    kind = {"type": "quantitative", "format": pattern} if pattern else {"type": "nominal"}
     return {"field": name, "title": title or name, **kind}
 
 

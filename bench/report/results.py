@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.family import story
 from radixcache.bench.report.sharing import Segment
 
 TIE = 0.02
@@ -112,7 +113,7 @@ def verdicts(workload: WorkloadReport) -> list[str]:
             word = f"radix wins: {block.scheme} prefills {ratio:.2f}x the tokens of {tree.scheme}"
         found.append(f"{workload.name}, {memory}: {word}")
         found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
-    return found
+    return found + story(workload.main_rows)
 
 
 def _page_for_page(rows: list[Figures]) -> Iterator[str]:

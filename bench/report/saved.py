@@ -26,6 +26,7 @@ def to_json(report: Report) -> str:
         {
             **{k: v for k, v in vars(workload).items() if k not in ("shared", "rows")},
             "differing": workload.disagreements,
+            "disagreements": workload.disagreements,
             "headline": headline(workload),
             "verdicts": verdicts(workload),
             "shared": [asdict(segment) for segment in workload.shared],
@@ -58,10 +59,11 @@ def read_json(path: Path) -> Report:
 def _as(kind: Any, value: Any) -> Any:
     """A value out of JSON as the annotation `kind` says. Raises TypeError, ValueError."""
     origin, args = get_origin(kind), get_args(kind)
+    make: Any = kind
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         known = [f.name for f in fields(kind) if f.name in value]
-        return kind(**{name: _as(hints[name], value[name]) for name in known})
+        return make(**{name: _as(hints[name], value[name]) for name in known})
     if origin is list:
         return [_as(args[0], one) for one in _as(list, value)]
     if origin is tuple:
@@ -70,7 +72,7 @@ def _as(kind: Any, value: Any) -> Any:
         return {args[0](key): _as(args[1], one) for key, one in _as(dict, value).items()}
     if NoneType in args:
         return None if value is None else _as(args[0], value)
-    accepted = {float: (int, float), Any: object}.get(kind, kind)
+    accepted: Any = {float: (int, float), Any: object}.get(kind, kind)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not Any):
         raise TypeError(f"{value!r} is no {kind}")
     return value
