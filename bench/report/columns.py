@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from radixcache.bench.replay.figures import EngineFigures, Figures, Spread
 from radixcache.bench.report.results import WorkloadReport
@@ -21,7 +21,7 @@ class Column(NamedTuple):
     title: str
     unit: str
     note: str
-    text: Callable[[WorkloadReport, Figures], str]
+    text: Callable[[WorkloadReport, Any], str]
 
 
 def _share(part: float, whole: float | None) -> str:
@@ -137,5 +137,37 @@ ENGINE = [
         "tokens/s",
         "The least and the greatest throughput of the repeats.",
         lambda w, r: f"{_count(_timed(r).throughput.low)}–{_count(_timed(r).throughput.high)}",
+    ),
+]
+
+ROUTING = [
+    *_SETUP[:2],
+    _SETUP[2]._replace(
+        note="Share of all prompt tokens that were cached on the replica when prefill began."
+    ),
+    Column(
+        "routing", "of requests", "How the replica of a request is chosen.", lambda w, r: r.routing
+    ),
+    _PREFILLED._replace(note="Prompt tokens computed, on all replicas."),
+    Column(
+        "TTFT mean",
+        "ms",
+        "Time to first token, simulated, from when a request was due.",
+        lambda w, r: f"{1000 * r.ttft_mean:,.0f}",
+    ),
+    Column(
+        "TTFT p99",
+        "ms",
+        "Time to first token that 99 % of the requests stay within, simulated.",
+        lambda w, r: f"{1000 * r.ttft_p99:,.0f}",
+    ),
+    Column(
+        "busiest",
+        "of the mean",
+        "Prompt tokens that the busiest replica computed, relative to the mean of all.",
+        lambda w, r: f"{r.imbalance:.2f}x",
+    ),
+    Column(
+        "refused", "requests", "They do not fit into a replica.", lambda w, r: _count(r.refused)
     ),
 ]

@@ -47,6 +47,13 @@ def headline(workload: WorkloadReport) -> str:
 
 def _best(workload: WorkloadReport) -> str:
     """The headline where one of the sides is missing."""
+    if workload.routing:
+        fastest = min(workload.routing, key=lambda row: row.ttft_mean)
+        return (
+            f"Routed by {fastest.routing}, requests have their first token earliest, after "
+            f"{1000 * fastest.ttft_mean:,.0f} ms in the mean, and hit "
+            f"{100 * fastest.hit_rate:.0f} % of the prompt tokens."
+        )
     served = [row for row in workload.main_rows if not row.refused]
     if not served:
         return "Requests were refused under every scheme: the memory is too small for them."

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.report.columns import ENGINE, INDEX, Column
+from radixcache.bench.report.columns import ENGINE, INDEX, ROUTING, Column
 from radixcache.bench.report.files import write
 from radixcache.bench.report.headline import headline
 from radixcache.bench.report.plots import few, plots, spoiled, still, styles
@@ -66,7 +67,8 @@ def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
     """One workload; its plots go to the end of `specs`."""
     yield f'<h2>{escape(workload.name)}</h2><p class="headline">{_headline(workload)}</p>'
     yield f'<p class="note">{escape(summary(workload))}</p>'
-    yield from _legend(workload)
+    if workload.rows:
+        yield from _legend(workload)
     yield '<div class="plots">'
     for plot in plots(workload):
         yield f"<figure><figcaption><h3>{escape(plot.title)}</h3></figcaption>"
@@ -121,14 +123,16 @@ def _legend(workload: WorkloadReport) -> Iterator[str]:
     yield '<button type="button">all schemes</button></form>'
 
 
-def _tables(workload: WorkloadReport) -> Iterator[tuple[str, list[Column], list[Figures]]]:
+def _tables(workload: WorkloadReport) -> Iterator[tuple[str, list[Column], list[Any]]]:
     for level, columns in (("index", INDEX), ("engine", ENGINE)):
         if rows := workload.level(level):
             yield level, columns, rows
+    if workload.routing:
+        yield "routing", ROUTING, workload.routing
 
 
 def _table(
-    level: str, columns: list[Column], workload: WorkloadReport, rows: list[Figures]
+    level: str, columns: list[Column], workload: WorkloadReport, rows: list[Any]
 ) -> Iterator[str]:
     yield f'<div class="table"><table data-level="{level}"><thead><tr>'
     for column in columns:
@@ -138,11 +142,13 @@ def _table(
     for above, row in zip([None, *rows], rows, strict=False):
         first = above is None or above.memory != row.memory
         css = ' class="first"' if first else ""
-        yield f'<tr{css} data-scheme="{escape(row.scheme)}">'
+        listed = "" if level == "routing" else f' data-scheme="{escape(row.scheme)}"'
+        yield f"<tr{css}{listed}>"
         for column in columns:
             text = escape(column.text(workload, row))
             if column.title == "hit":
-                mark = f"<em>{escape(said)}</em> " if (said := spoiled(row)) else ""
+                said = "" if level == "routing" else spoiled(row)
+                mark = f"<em>{escape(said)}</em> " if said else ""
                 yield f'<td style="--share:{row.hit_rate:.4f}">{mark}{text}</td>'
             else:
                 yield f"<td>{text}</td>"
@@ -174,7 +180,8 @@ def _markdown(report: Report, stem: str) -> str:
             lines = [[column.title for column in columns], ["---"] * len(columns)]
             for row in rows:
                 cells = [column.text(workload, row) for column in columns]
-                cells[2] += f" ({said})" if (said := spoiled(row)) else ""
+                if isinstance(row, Figures) and (said := spoiled(row)):
+                    cells[2] += f" ({said})"
                 lines.append(cells)
             parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
         parts += [f"- {line}" for line in (*remarks(workload), *verdicts(workload))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.family import story
 from radixcache.bench.report.sharing import Segment
 
@@ -26,6 +27,7 @@ class WorkloadReport:
         curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
         shared: which tokens how many requests have in common.
         rows: one for each level, memory and scheme.
+        routing: with several replicas, one for each memory, scheme and way to route.
         differing: `disagreements`, if this was read from a file: that has no hits of requests.
     """
 
@@ -41,6 +43,7 @@ class WorkloadReport:
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     shared: list[Segment] = field(default_factory=list)
     rows: list[Figures] = field(default_factory=list)
+    routing: list[RoutingFigures] = field(default_factory=list)
     differing: int | None = None
 
     def level(self, level: str) -> list[Figures]:

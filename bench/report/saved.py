@@ -24,13 +24,14 @@ def to_json(report: Report) -> str:
     """Everything but the hits of single requests."""
     workloads = [
         {
-            **{k: v for k, v in vars(workload).items() if k not in ("shared", "rows")},
+            **{k: v for k, v in vars(workload).items() if k not in ("shared", "rows", "routing")},
             "differing": workload.disagreements,
             "disagreements": workload.disagreements,
             "headline": headline(workload),
             "verdicts": verdicts(workload),
             "shared": [asdict(segment) for segment in workload.shared],
             "rows": [row.to_json() for row in workload.rows],
+            "routing": [{**row.to_json(), "ttfts": row.ttfts} for row in workload.routing],
         }
         for workload in report.workloads
     ]

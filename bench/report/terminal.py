@@ -66,6 +66,29 @@ def engine_table(workload: WorkloadReport) -> Table:
     return table(header, rows, left=2)
 
 
+def routing_table(workload: WorkloadReport) -> Table:
+    """Hits, mean and late times to first token, and balance of each way to route."""
+    header = ["memory", "cache", "routing", "hit", "TTFT", "p99", "busiest", "refused"]
+    rows = [
+        [
+            row.memory,
+            row.scheme,
+            row.routing,
+            f"{row.hit_rate:.1%}",
+            _time(row.ttft_mean),
+            _time(row.ttft_p99),
+            f"{row.imbalance:.2f}",
+            f"{row.refused:,}",
+        ]
+        for row in workload.routing
+    ]
+    return table(header, rows, left=3)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.0f} ms"
+
+
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
@@ -133,7 +156,7 @@ def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[
                 if not differ
                 else f"Index and engine level DIFFER in {differ} requests."
             )
-        tables = [index_table(workload), engine_table(workload)]
+        tables = [index_table(workload), engine_table(workload), routing_table(workload)]
         tables[1:1] = [memory_table(workload)] if whole else []
         notes += [*remarks(workload), *verdicts(workload)]
         yield workload.name, notes, [t for t in tables if t.row_count]

@@ -438,3 +438,19 @@ def test_the_plots_are_drawn_and_the_legend_shows_what_is_hidden(page, tmp_path)
         assert not seen.run(row) and seen.one("#w0 input[value=hash-64]").is_selected()
         assert seen.run("return document.documentElement.scrollWidth <= innerWidth")
         assert not seen.driver.get_log("browser")
+
+
+def test_a_report_of_replicas_has_their_table_and_comes_back(tmp_path, capsys):
+    data, page = tmp_path / "r.json", tmp_path / "r.html"
+    flags = ["--replicas", "2", "--memory", "100%", "--json", str(data), "--report", str(page)]
+    assert main([*SMALL[:2], *flags]) == 0
+    report = read_json(data)
+    found = report.workloads[0].routing
+    rows = Tags(page.read_text()).rows[1:]
+    assert [cells[3] for cells in rows] == [row.routing for row in found] and found
+    for cells, row in zip(rows, found, strict=True):
+        assert cells[2] == f"{row.hit_rate:.1%}" and cells[4] == f"{row.computed_tokens:,}"
+        assert cells[5] == f"{1000 * row.ttft_mean:,.0f}" and row.ttft_mean > 0
+    best = min(found, key=lambda row: row.ttft_mean)
+    assert headline(report.workloads[0]).startswith(f"Routed by {best.routing}, ")
+    assert as_html(report) == page.read_text()
