@@ -331,7 +331,7 @@ def test_the_tree_is_read_with_the_keyboard(page: Page):
         name = page.driver.switch_to.active_element.accessible_name
         assert " page" in name and " ".join(start.split()) in name
     page.press(Keys.SHIFT + Keys.TAB)  # the tree is one stop
-    assert page.run("return document.activeElement.id") == "flush"
+    assert page.run("return document.activeElement.id") == "find-text"
 
 
 @needs_browser
