@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve test test-clients test-exhaustive \
 	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
-	bench-history bench-exact bench-structured bench-serve conformance gpu-check check clean
+	bench-history bench-exact bench-structured bench-serve conformance gpu-check pictures check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -86,6 +86,9 @@ bench-exact: $(VENV)/.stamp-runtime  ## what a hit and a batch change of logits 
 
 gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (20 minutes)
 	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
+
+pictures: $(VENV)/.stamp-dev  ## take the pictures of docs/ anew, in headless Chromium (10 minutes)
+	@$(BIN)/python -m docs.pictures $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from radixcache import __version__
 from radixcache.bench.machine import conditions
-from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
-from radixcache.bench.schemes.named import GROUPS, Memory, Scheme, find_schemes, parse_memory
-from radixcache.bench.workloads import loaders
-from radixcache.bench.workloads.byte_level_bpe import Encode, train_encoder
-from radixcache.bench.workloads.generators import GENERATORS, generate
-from radixcache.bench.workloads.public_data import PUBLIC, load_public
-from radixcache.bench.workloads.workload import Workload
+from radixcache.bench.schemes.named import GROUPS, INDEX_ONLY, find_schemes, parse_memory
+from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
+from radixcache.bench.workloads.generators import GENERATORS
+from radixcache.bench.workloads.public_data import PUBLIC
 from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from radixcache.bench.replay.index_level import Serving
-    from radixcache.bench.report.results import WorkloadReport
     from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 
 LEVELS = ("index", "engine", "both")
-FORMATS = ("mooncake", "sharegpt", "messages", "prompts")
+DEFAULT_PAGE = Path("bench-report.html")
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 
 
@@ -42,7 +34,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="WORKLOAD",
         help=f"{', '.join(GENERATORS)}; with numbers of their own as in chat:turns=4,user=30; or "
-        f"on public data, if at hand, {', '.join(PUBLIC)} (every synthetic one, unless --file)",
+        f"on public data, if at hand, {', '.join(PUBLIC)} "
+        f"({' '.join(DEFAULT)}, unless --file)",
     )
     parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
     parser.add_argument(
@@ -50,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="SCHEME",
         default=["default"],
-        help=f"none, hash-B, radix-P, whole-P, aligned-P; or {', '.join(GROUPS)} (default)",
+        help="none, hash-B, radix-P, whole-P, aligned-P, cow-B, prefix-B, template-B; "
+        f"or {', '.join(GROUPS)} (default)",
     )
     parser.add_argument(
         "--memory",
@@ -63,7 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("requests from a file")
     files.add_argument("--file", type=Path, metavar="F", help="a trace or prompts; may be .gz")
     files.add_argument("--format", choices=FORMATS, help="what the file is")
-    files.add_argument("--hash-block", type=int, default=512, metavar="N", help="tokens (512)")
+    files.add_argument(
+        "--hash-block",
+        type=int,
+        metavar="N",
+        help="tokens of an id (the trace's own, or 512)",
+    )
     files.add_argument("--limit", type=int, metavar="N", help="read no more than N records")
     serving = parser.add_argument_group("serving")
     serving.add_argument(
@@ -73,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="as others end, at random, or at the file's times (closed)",
     )
     serving.add_argument(
-        "--concurrency", type=int, default=32, metavar="N", help="closed: requests in flight (32)"
+        "--concurrency", type=int, default=8, metavar="N", help="closed: requests in flight (8)"
     )
     serving.add_argument("--rate", type=float, metavar="R", help="poisson: requests a second")
     serving.add_argument(
@@ -93,7 +92,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
-    parser.add_argument("--report", type=Path, metavar="F", help="write a page, .html or .md")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="F",
+        help=f"write a page, .html or .md ({DEFAULT_PAGE}, unless --json)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,29 +105,44 @@ def run(args: argparse.Namespace) -> int:
     schemes = find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
+    rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
+    if rules and args.level != "index":
+        raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
+    from radixcache.bench.comparison import Comparison
     from radixcache.bench.report.pages import write, write_report
     from radixcache.bench.report.results import Report
-    from radixcache.bench.report.terminal import print_report
+    from radixcache.bench.report.terminal import print_report, print_verdict
     from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
-    serving = _serving(args)
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
+    comparison = Comparison(
+        schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
+    )
+    page = _page(args)
     report = Report(_settings(args, token_bytes, vocabulary, model))
-    for workload in _workloads(args, vocabulary):
-        report.workloads.append(
-            _compare(workload, schemes, memories, serving, token_bytes, args, model)
-        )
-    if args.report is not None:
-        write_report(report, args.report)
+    report.workloads.extend(comparison.run(choose(args, vocabulary)))
+    if page is not None:
+        write_report(report, page)
     if str(args.json) == "-":
         print(report.to_json())
         return 0
     if args.json is not None:
         write(args.json, report.to_json())
-    print_report(report, console())
+    shown = console()
+    print_report(report, shown)
+    print_verdict(report, shown)
+    if page is not None:
+        shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
     return 0
+
+
+def _page(args: argparse.Namespace) -> Path | None:
+    """Where a page goes: asked for or not, unless the figures are to be JSON."""
+    if args.report is not None or args.json is not None:
+        return args.report
+    return DEFAULT_PAGE
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -141,10 +160,12 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest("--file and --format go together")
     if args.arrivals == "poisson" and args.rate is None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
-    if args.arrivals == "trace" and (args.format != "mooncake" or args.workloads):
-        raise InvalidRequest("--arrivals trace needs a file with times: --format mooncake, alone")
-    if args.report is not None:
-        check_page(args.report)
+    if args.arrivals == "trace" and (args.format not in TRACES or args.workloads):
+        raise InvalidRequest(
+            f"--arrivals trace needs a file with times, alone: --format {' or '.join(TRACES)}"
+        )
+    if (page := _page(args)) is not None:
+        check_page(page)
     if args.json is not None and str(args.json) != "-":
         check_writable(args.json)
 
@@ -163,33 +184,17 @@ def _serving(args: argparse.Namespace) -> Serving:
     )
 
 
-def _workloads(args: argparse.Namespace, vocabulary: int) -> Iterator[Workload]:
-    for name in args.workloads or ([] if args.file else GENERATORS):
-        yield load_public(name) if name in PUBLIC else generate(name, args.seed, vocabulary)
-    if args.format == "mooncake":
-        yield loaders.load_mooncake(
-            args.file, hash_block=args.hash_block, vocabulary=vocabulary, limit=args.limit
-        )
-    elif args.file is not None:
-        load = {
-            "sharegpt": loaders.load_sharegpt,
-            "messages": loaders.load_messages,
-            "prompts": loaders.load_prompts,
-        }[args.format]
-        yield load(args.file, _encoder(args), limit=args.limit)
-
-
-def _encoder(args: argparse.Namespace) -> Encode:
-    """The model's tokenizer if one is named or needed, else one trained on the file itself."""
-    if args.model is None and args.level == "index":
-        return train_encoder([loaders.read_text(args.file)])
-    from radixcache.runtime.llm import BUNDLED_MODEL
-    from radixcache.runtime.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(args.model or str(BUNDLED_MODEL))
-    if tokenizer is None:
-        raise InvalidRequest(f"{args.model} has no tokenizer")
-    return lambda text: tokenizer.encode(text, special=False)
+def command(args: argparse.Namespace) -> str:
+    """The command line that runs it again: every flag that is not as by default."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    words = ["radixcache", "bench", *args.workloads]
+    for action in parser._actions:
+        value = getattr(args, action.dest, action.default)
+        if action.option_strings and value != action.default:
+            values = value if isinstance(value, list) else [value]
+            words += [action.option_strings[0], *map(str, values)]
+    return shlex.join(words)
 
 
 def _load_model(args: argparse.Namespace) -> PagedModel:
@@ -208,77 +213,6 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
     return load_model(args.model or BUNDLED_MODEL, device=args.device)
 
 
-def _compare(
-    workload: Workload,
-    schemes: list[Scheme],
-    memories: list[Memory],
-    serving: Serving,
-    token_bytes: int,
-    args: argparse.Namespace,
-    model: PagedModel | None,
-) -> WorkloadReport:
-    """One workload in all schemes and memories."""
-    from radixcache.bench.replay.index_level import run_index
-    from radixcache.bench.report.results import WorkloadReport
-
-    count = len(workload.arrivals)
-    with _progress(f"{workload.name}: bounds", count) as tick:
-        trie = build_trie(workload, progress=tick)
-    found = WorkloadReport(
-        workload.name,
-        workload.shape,
-        count,
-        workload.prompt_tokens,
-        workload.answer_tokens,
-        trie.footprint,
-        unlimited_hits(trie),
-    )
-    sizes = np.linspace(workload.longest, max(trie.footprint, workload.longest), 60).astype(int)
-    for scheme in schemes:
-        if scheme.name in _CURVES:
-            size = scheme.page_size
-            curve = lru_curve(trie if size == 1 else build_trie(workload, size))
-            found.curves[scheme.name] = [
-                (int(size), curve.hits(int(size)) / workload.prompt_tokens) for size in sizes
-            ]
-    for memory in memories:
-        tokens = memory.tokens(trie.footprint, token_bytes, schemes)
-        found.optimal_hits[tokens] = optimal_hits(trie, tokens)
-        for scheme in schemes if args.level != "engine" else ():
-            with _progress(f"{workload.name} {memory.text} {scheme.name}", count) as tick:
-                found.rows.append(run_index(workload, scheme, tokens, serving, memory.text, tick))
-        if model is not None:
-            from radixcache.bench.replay.engine_level import run_engine
-
-            runs = count * len(schemes) * (args.repeats + 1)
-            with _progress(f"{workload.name} {memory.text} engine", runs) as tick:
-                found.rows += run_engine(
-                    workload,
-                    schemes,
-                    tokens,
-                    serving,
-                    model,
-                    repeats=args.repeats,
-                    memory=memory.text,
-                    progress=tick,
-                )
-    return found
-
-
-_CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
-"""Schemes whose hits at every size of memory one pass gives."""
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[], object]]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=total, desc=name, unit="req", leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar.update
-
-
 def _settings(
     args: argparse.Namespace, token_bytes: int, vocabulary: int, model: PagedModel | None
 ) -> dict[str, Any]:
@@ -288,6 +222,7 @@ def _settings(
         "trace": "as recorded",
     }[args.arrivals]
     settings = {
+        "command": command(args),
         "radixcache": __version__,
         "level": args.level,
         "arrivals": arrivals,

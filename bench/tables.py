@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text, and the others numbers."""
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, words: int = 0
+) -> Table:
+    """A table whose first `left` columns are names, and the others numbers.
+
+    Args:
+        words: how many of the last columns are words, which take several lines if there is no room.
+    """
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(header):
-        shown.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+        said = number >= len(header) - words
+        justify: JustifyMethod = "left" if said or number < left else "right"
+        shown.add_column(name, justify=justify, no_wrap=not said)
     for row in rows:
         shown.add_row(*row)
     return shown
 
 
 def console(width: int = 140) -> Console:
-    """Standard output; `width` columns wide where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+    """Standard output; `width` columns wide where it is no terminal and COLUMNS is not set."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else width, highlight=False)
 
 
 def as_markdown(shown: Table) -> str:

@@ -118,18 +118,23 @@ class RadixCache(PrefixCache):
         return self.follow(tokens, namespace, 0)[0]
 
     def follow(
-        self, tokens: TokensLike, namespace: Hashable = None, count: int = 1
-    ) -> tuple[int, Tokens]:
+        self,
+        tokens: TokensLike,
+        namespace: Hashable = None,
+        count: int = 1,
+        branches: int = 1,
+    ) -> tuple[int, list[Tokens]]:
         """`cached_length`, and up to `count` tokens that are cached after so many of `tokens`.
 
-        Where they are cached with several continuations, the branch that was added last is taken.
-        Changes nothing. O(len(tokens) + count).
+        Of several continuations, those of up to `branches` branches there, the one that was added
+        last first, and where they fork again the branch that was added last. [] if none follows.
+        Changes nothing. O(len(tokens) + count * branches).
         """
         root = self._tree.roots.get(namespace)
         if root is None:
-            return 0, np.empty(0, np.int32)
+            return 0, []
         node, position = self._tree.descend(root, 0, as_tokens(tokens))
-        return position, self._tree.continuation(node, position, count)
+        return position, self._tree.continuations(node, position, count, branches)
 
     def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int, int]:
         """The cursor of the longest usable prefix, how much of that prefix is written, and how many

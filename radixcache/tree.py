@@ -12,6 +12,7 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -123,6 +124,16 @@ class RadixTree:
             parts.append(node.tokens[:count])
             count -= len(parts[-1])
         return np.concatenate(parts)
+
+    def continuations(self, node: Node, position: int, count: int, branches: int) -> list[Tokens]:
+        """`continuation` along each of the branches at `position`, up to `branches`, newest first.
+
+        O(count * branches).
+        """
+        if position < node.end:
+            return [self.continuation(node, position, count)]
+        newest = islice(reversed(node.children.values()), branches)
+        return [self.continuation(child, child.start, count) for child in newest]
 
     def namespace_of(self, node: Node) -> Hashable:
         """The namespace that `node` belongs to. O(depth)."""

@@ -1,4 +1,4 @@
-"""The command line: `radixcache demo`, `chat`, `generate`, `serve`, `bench` and `info`.
+"""The command line: `radixcache demo`, `chat`, `generate`, `serve`, `explain`, `bench`, `info`.
 
 torch and transformers take seconds to import, so nothing here imports them before a command needs
 a model: help and bad input answer at once.
@@ -210,6 +210,39 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _explain(args: argparse.Namespace) -> int:
+    """Ask a running server; takes neither torch nor a model."""
+    from radixcache.runtime.engine.explain import summarise
+    from radixcache.runtime.server import client
+
+    body = _meant(args)
+    if args.cache_salt is not None:
+        body["cache_salt"] = args.cache_salt
+    key = (args.api_key or os.environ.get("RADIXCACHE_API_KEY", "")).strip()
+    answer = client.post(args.url, "/v1/explain", body, key)
+    try:
+        sentences = [miss["text"] for miss in answer["explanation"]]
+        text = summarise(answer["prompt_tokens"], answer["cached_tokens"], sentences)
+    except (LookupError, TypeError, ValueError):
+        raise InvalidRequest(f"what {args.url} answers is no explanation") from None
+    print(json.dumps(answer) if args.json else text)
+    return 0
+
+
+def _meant(args: argparse.Namespace) -> dict[str, Any]:
+    """The prompt or the messages that are to be explained."""
+    if (args.PROMPT is None) == (args.messages is None):
+        raise InvalidRequest("either a prompt or --messages FILE is explained")
+    if args.PROMPT is not None:
+        return {"prompt": _read("-") if args.PROMPT == "-" else args.PROMPT}
+    text = _read(args.messages)
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{args.messages} is not JSON") from None
+    return {**messages} if isinstance(messages, dict) else {"messages": messages}
+
+
 def _info(_: argparse.Namespace) -> int:
     """What runs here, and why what does not."""
     import torch
@@ -388,6 +421,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_generate(commands)
     _add_serve(commands)
+    _add_explain(commands)
     _add_bench(commands)
     _add_command(commands, _info, "what runs here: versions, threads, native kernels")
     return parser
@@ -441,6 +475,19 @@ def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, _serve, "an OpenAI-compatible server")
     flags.add_flags(parser)
     _add_engine(parser)
+
+
+def _add_explain(commands: Any) -> None:
+    summary = "what of a prompt a running server has cached, and why the rest is not"
+    parser = _add_command(commands, _explain, summary)
+    parser.add_argument("PROMPT", nargs="?", help="a text as completions take it; - is stdin")
+    parser.add_argument(
+        "--messages", metavar="FILE", help="a chat: JSON messages, or a request's body; - is stdin"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--api-key", metavar="KEY", help="its key; rather RADIXCACHE_API_KEY")
+    parser.add_argument("--cache-salt", metavar="SALT", help="whose cache, if requests have salts")
+    parser.add_argument("--json", action="store_true", help="print the server's answer")
 
 
 def _add_bench(commands: Any) -> None:

@@ -167,7 +167,8 @@ class LLM:
             self.guides,
         )
         self.engine.capture_graphs()
-        self.explainer = Explainer(prefix_cache)
+        marks = self.tokenizer.added if self.tokenizer else ()
+        self.explainer = Explainer(prefix_cache, marks=marks)
         self.engine.scheduler.on_publish = partial(_before_publish, self.explainer)
         self.prefixes = NamedPrefixes(self.engine)
         self.worker = Worker(self.engine, self.prefixes)
@@ -311,7 +312,7 @@ class LLM:
             given = as_tokens(self.turns.encode(messages, cache_salt, tools=tools).tokens)
         else:
             given = as_tokens(self.encode(cast(Prompt, prompt), special=prefix is None))
-        decode = self.tokenizer.decode if self.tokenizer else None
+        decode = self.tokenizer.show if self.tokenizer else None
 
         def explain() -> Explanation:
             tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)

@@ -41,7 +41,7 @@ def run_index(
     progress: Callable[[], object] = lambda: None,
 ) -> Figures:
     """Replay a workload in one scheme."""
-    cache = scheme.make(memory_tokens)
+    cache = scheme.make(memory_tokens, workload)
     clock = CacheTime(cache)
     scheduler = WatchedScheduler(
         cache,

@@ -80,7 +80,7 @@ def _markdown(report: Report, drawn: list[Chart], stem: str) -> str:
 
 def _html(report: Report, drawn: list[Chart]) -> str:
     console = Console(file=StringIO(), record=True, width=150, highlight=False)
-    print_report(report, console)
+    print_report(report, console, whole=True)
     page = '<!doctype html><html lang="en"><meta charset="utf-8"><title>TITLE</title>'
     page += "<style>{stylesheet}</style><h1>TITLE</h1><pre>{code}</pre>\n"
     tables = console.export_html(code_format=page.replace("TITLE", TITLE))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.family import story
 
 TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
@@ -20,6 +21,7 @@ class WorkloadReport:
     Attributes:
         footprint: its distinct tokens.
         unlimited_hits: tokens hit if nothing is ever evicted.
+        longest: the most tokens that one request holds.
         optimal_hits: by amount of memory, what eviction that knows the future hits.
         curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
         rows: one for each level, memory and scheme.
@@ -32,6 +34,7 @@ class WorkloadReport:
     answer_tokens: int
     footprint: int
     unlimited_hits: int
+    longest: int = 0
     optimal_hits: dict[int, int] = field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     rows: list[Figures] = field(default_factory=list)
@@ -39,6 +42,11 @@ class WorkloadReport:
     def level(self, level: str) -> list[Figures]:
         """The rows of one level."""
         return [row for row in self.rows if row.level == level]
+
+    @property
+    def main_rows(self) -> list[Figures]:
+        """Those of the index level, or of the engine if only that ran."""
+        return self.level("index") or self.level("engine")
 
     @property
     def disagreements(self) -> int | None:
@@ -67,8 +75,8 @@ class Report:
 
     @property
     def conditions(self) -> str:
-        """The settings, in one line."""
-        return ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        """The settings but for the command, in one line."""
+        return ", ".join(f"{k} {v}" for k, v in self.settings.items() if k != "command")
 
     def to_json(self) -> str:
         """Everything but the hits of single requests."""
@@ -89,19 +97,24 @@ class Report:
         )
 
 
+def duels(workload: WorkloadReport) -> Iterator[tuple[Figures, Figures]]:
+    """For each memory the best hash-block and the best radix row, of those that refused nothing."""
+    for memory in dict.fromkeys(row.memory for row in workload.main_rows):
+        here = [row for row in workload.main_rows if row.memory == memory and not row.refused]
+        sides = [[r for r in here if r.scheme.startswith(kind)] for kind in ("hash-", "radix-")]
+        if all(sides):
+            block, tree = (min(side, key=lambda row: row.computed_tokens) for side in sides)
+            yield block, tree
+
+
 def verdicts(workload: WorkloadReport) -> list[str]:
     """For each memory: which of the best hash-block and the best radix scheme computes less, and
     where hash-block is no worse, or wastes less memory, with pages of the same size.
     """
     found = []
-    rows = workload.level("index") or workload.level("engine")
-    for memory in dict.fromkeys(row.memory for row in rows):
-        here = [row for row in rows if row.memory == memory and not row.refused]
-        blocks = [row for row in here if row.scheme.startswith("hash-")]
-        trees = [row for row in here if row.scheme.startswith("radix-")]
-        if not blocks or not trees:
-            continue
-        block, tree = (min(side, key=lambda row: row.computed_tokens) for side in (blocks, trees))
+    for block, tree in duels(workload):
+        memory = block.memory
+        here = [row for row in workload.main_rows if row.memory == memory and not row.refused]
         ratio = block.computed_tokens / tree.computed_tokens
         if ratio < 1 - TIE:
             word = (
@@ -114,7 +127,7 @@ def verdicts(workload: WorkloadReport) -> list[str]:
             word = f"radix wins: {block.scheme} prefills {ratio:.2f}x the tokens of {tree.scheme}"
         found.append(f"{workload.name}, {memory}: {word}")
         found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
-    return found
+    return found + story(workload.main_rows)
 
 
 def _page_for_page(rows: list[Figures]) -> Iterator[str]:

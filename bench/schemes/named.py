@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
+from radixcache.bench.schemes.first_blocks import FirstBlocksCache
+from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateCache
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
+from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 
 
@@ -24,16 +27,36 @@ class WholeLeaves(RadixCache):
 
 KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
     "none": NoCache,
+    "cow": FirstBlocksCache,
     "hash": HashBlockCache,
     "radix": RadixCache,
     "whole": WholeLeaves,
     "aligned": PageAlignedRadixCache,
 }
 
+NAMING_KINDS: dict[str, Callable[[PagePool, Workload], PrefixCache]] = {
+    "template": lambda pool, workload: TemplateCache(pool, workload.templates()),
+    "prefix": lambda pool, workload: PrefixObjectCache(pool, workload.stems()),
+}
+"""Those that must be told beforehand which prefixes there will be."""
+
+INDEX_ONLY = ("template", "prefix", "cow")
+"""Kinds that are rules without a memory: they run at index level only."""
+
 _DEFAULT = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
 
-GROUPS = {"default": _DEFAULT, "all": [*_DEFAULT, "whole-16"]}
+FAMILY = "none template-16 prefix-16 cow-16 hash-16 aligned-16 radix-16 radix-1".split()
+"""From the systems that led here to ours, the oldest first."""
+
+GROUPS = {
+    "default": _DEFAULT,
+    "family": FAMILY,
+    "all": list(dict.fromkeys([*_DEFAULT, *FAMILY, "whole-16"])),
+}
 """Names that stand for several schemes."""
+
+
+NOTHING = Workload("nothing", "no request")
 
 
 @dataclass(frozen=True)
@@ -48,13 +71,16 @@ class Scheme:
         """Such as "hash-16"; plain "none" for the baseline."""
         return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}"
 
-    def make(self, num_tokens: int) -> PrefixCache:
-        """An empty cache over pages for `num_tokens` tokens."""
-        return KINDS[self.kind](PagePool(num_tokens // self.page_size, self.page_size))
+    def make(self, num_tokens: int, workload: Workload = NOTHING) -> PrefixCache:
+        """An empty cache over pages for `num_tokens` tokens, for the requests of `workload`."""
+        pool = PagePool(num_tokens // self.page_size, self.page_size)
+        if self.kind in NAMING_KINDS:
+            return NAMING_KINDS[self.kind](pool, workload)
+        return KINDS[self.kind](pool)
 
 
 def parse_scheme(name: str) -> Scheme:
-    """The scheme called "none", "hash-B", "radix-P", "whole-P" or "aligned-P".
+    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`.
 
     Raises:
         InvalidRequest: none is called so.
@@ -62,7 +88,11 @@ def parse_scheme(name: str) -> Scheme:
     kind, _, size = name.partition("-")
     if kind == "none" and not size:
         return Scheme("none", 16)
-    if kind not in KINDS or kind == "none" or not re.fullmatch(r"[1-9]\d{0,4}", size):
+    if (
+        kind not in KINDS.keys() | NAMING_KINDS
+        or kind == "none"
+        or not re.fullmatch(r"[1-9]\d{0,4}", size)
+    ):
         raise InvalidRequest(
             f"no scheme {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
         )

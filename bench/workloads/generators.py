@@ -48,7 +48,8 @@ def chat(
     order, those of one conversation one after the other.
     """
     workload = Workload("chat", f"{conversations} conversations of {turns} turns")
-    parts = [[write.text(system)] for _ in range(conversations)]
+    common = write.text(system)
+    parts = [[common] for _ in range(conversations)]
     last: list[int | None] = [None] * conversations
     order = np.repeat(np.arange(conversations), turns)
     write.rng.shuffle(order)
@@ -56,7 +57,7 @@ def chat(
         parts[index].append(write.about(user))
         said = write.about(answer)
         turn = (len(parts[index]) - 2) // 2
-        last[index] = workload.add(parts[index], said, after=last[index], turn=turn)
+        last[index] = workload.add(parts[index], said, after=last[index], turn=turn, template=1)
         parts[index].append(said)
     return workload
 
@@ -82,7 +83,8 @@ def few_shot(
     for _ in range(tasks):
         examples = [write.about(shot) for _ in range(shots)]
         for _ in range(questions):
-            workload.add([*examples, write.about(question)], write.about(answer))
+            parts = [*examples, write.about(question)]
+            workload.add(parts, write.about(answer), template=shots)
     return workload
 
 
@@ -105,7 +107,8 @@ def best_of_n(
     for _ in range(questions):
         asked = write.about(question)
         for sample in range(n):
-            workload.add([common, asked], write.about(answer), together=sample > 0)
+            said, together = write.about(answer), sample > 0
+            workload.add([common, asked], said, together=together, template=1, stem=2)
     return workload
 
 
@@ -133,7 +136,7 @@ def tree_search(
             for path, after in leaves:
                 for _ in range(branch):
                     said = write.about(thought)
-                    index = workload.add(path, said, after=after, turn=level)
+                    index = workload.add(path, said, after=after, turn=level, template=1, stem=2)
                     grown.append(([*path, said], index))
             leaves = grown
     return workload
@@ -156,7 +159,7 @@ def documents(
     texts = [write.about(document) for _ in range(documents)]
     weights = 1 / np.arange(1, documents + 1)
     for index in write.rng.choice(documents, questions, p=weights / weights.sum()).tolist():
-        workload.add([texts[index], write.about(question)], write.about(answer))
+        workload.add([texts[index], write.about(question)], write.about(answer), template=1)
     return workload
 
 
@@ -183,7 +186,7 @@ def agents(
     for step in range(steps):
         for agent in range(agents):
             said = write.about(action)
-            last[agent] = workload.add(parts[agent], said, after=last[agent], turn=step)
+            last[agent] = workload.add(parts[agent], said, after=last[agent], turn=step, template=1)
             parts[agent] += [said, write.about(observation)]
     return workload
 
@@ -204,7 +207,7 @@ def short_instructions(
     workload = Workload("short", f"{requests} requests over {stems} instructions")
     texts = [write.about(stem) for _ in range(stems)]
     for index in write.rng.integers(0, stems, requests).tolist():
-        workload.add([texts[index], write.about(question)], write.about(answer))
+        workload.add([texts[index], write.about(question)], write.about(answer), template=1)
     return workload
 
 
@@ -246,7 +249,7 @@ def bursts(
         common = write.about(stem)
         for index in range(size):
             asked = [common, write.about(question)]
-            workload.add(asked, write.about(answer), after=before, together=index > 0)
+            workload.add(asked, write.about(answer), after=before, together=index > 0, stem=1)
         before = len(workload.arrivals) - 1
     return workload
 

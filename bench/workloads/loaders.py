@@ -1,97 +1,20 @@
-"""Workloads from files: Mooncake traces, ShareGPT, OpenAI messages, plain prompts.
-
-Every complaint names the file and the line, or the conversation, that is malformed.
-"""
+"""Workloads from texts: ShareGPT, OpenAI messages, plain prompts."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterator
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from radixcache.bench.workloads.byte_level_bpe import Encode
-from radixcache.bench.workloads.workload import Arrival, Tokens, Workload
+from radixcache.bench.workloads.records import is_json, parse, read_records, read_text
+from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
 
 _ANSWER = 128
 """Tokens generated for a prompt of a file that knows no answer."""
-
-
-def load_mooncake(
-    path: Path, *, hash_block: int = 512, vocabulary: int = 1 << 17, limit: int | None = None
-) -> Workload:
-    """A trace of `{"timestamp", "input_length", "output_length", "hash_ids"}`, one per line.
-
-    Each hash id stands for `hash_block` tokens (512 in Mooncake's own traces, 64 or less in others)
-    that are the same wherever the id is the same, and random otherwise. So two prompts agree in
-    whole blocks only, and what is generated agrees with nothing: the trace does not tell.
-    Timestamps are milliseconds.
-
-    Raises:
-        InvalidRequest: a line is no such record.
-    """
-    workload = Workload(path.name, f"trace of {hash_block}-token blocks")
-    for where, record in _json_lines(path, limit):
-        number = len(workload.arrivals)
-        match record:
-            case {
-                "timestamp": int() | float() as timestamp,
-                "input_length": int(length),
-                "output_length": int(answer),
-                "hash_ids": [*ids],
-            } if length > 0 and answer >= 0 and timestamp >= 0:
-                pass
-            case _:
-                raise InvalidRequest(
-                    f"{where}: not a request of a Mooncake trace: it has a timestamp, an "
-                    f"input_length, an output_length and hash_ids"
-                )
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise InvalidRequest(f"{where}: hash_ids must be numbers from 0 on")
-        if len(ids) != -(-length // hash_block):
-            raise InvalidRequest(
-                f"{where}: {len(ids)} hash_ids for {length} tokens: not blocks of {hash_block} "
-                f"(say --hash-block)"
-            )
-        answer = max(answer, 1)
-        workload.arrivals.append(
-            Arrival(
-                length,
-                answer,
-                partial(_from_blocks, np.array(ids), hash_block, length, vocabulary),
-                partial(_unique_answer, number, answer, vocabulary),
-                at=timestamp / 1000,
-            )
-        )
-    return _not_empty(workload, path)
-
-
-def _from_blocks(ids: np.ndarray, block: int, length: int, vocabulary: int) -> Tokens:
-    positions = ids.astype(np.uint64)[:, None] * np.uint64(block) + np.arange(
-        block, dtype=np.uint64
-    )
-    return _scatter(positions.ravel()[:length], vocabulary)
-
-
-def _unique_answer(number: int, length: int, vocabulary: int) -> Tokens:
-    start = (1 << 62) + (number << 24)  # far from every block
-    return _scatter(np.arange(start, start + length, dtype=np.uint64), vocabulary)
-
-
-def _scatter(numbers: np.ndarray, vocabulary: int) -> Tokens:
-    """Pseudo-random tokens, the same for the same numbers (Murmur3's finaliser)."""
-    mixed = numbers ^ (numbers >> np.uint64(33))
-    mixed *= np.uint64(0xFF51AFD7ED558CCD)
-    mixed ^= mixed >> np.uint64(33)
-    mixed *= np.uint64(0xC4CEB9FE1A85EC53)
-    return ((mixed >> np.uint64(33)) % np.uint64(vocabulary)).astype(np.int32)
 
 
 def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Workload:
@@ -103,7 +26,7 @@ def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
     Raises:
         InvalidRequest: the file is no such list.
     """
-    conversations = _json(str(path), read_text(path))
+    conversations = parse(str(path), read_text(path))
     if not isinstance(conversations, list):
         raise InvalidRequest(f"{path}: not a list of conversations")
     chats = []
@@ -111,46 +34,95 @@ def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
         where = f"{path}: conversation {number}"
         match conversation:
             case {"conversations": [*turns]}:
-                chats.append([_turn(where, turn, "from", "value") for turn in turns])
+                chats.append([_turn(where, turn) for turn in turns])
             case _:
                 raise InvalidRequest(f'{where} has no list "conversations"')
     return _chats(path, chats, encode)
 
 
 def load_messages(path: Path, encode: Encode, *, limit: int | None = None) -> Workload:
-    """Lines of `{"messages": [{"role": "user", "content": "..."}, ...]}`, as OpenAI's API has them.
+    """Records of `{"messages": [{"role": "user", "content": "..."}, ...]}`, as OpenAI's API has
+    them, or one conversation whose records are its messages.
 
+    Content is text, null, or a list of parts, of which those that have text count. Tool calls are
+    part of what an assistant says, and "tools" of what the model is told first, both as JSON.
     Requests as in `load_sharegpt`; messages that no answer follows are a prompt of their own, with
     128 random tokens for an answer.
 
     Raises:
-        InvalidRequest: a line is no such record.
+        InvalidRequest: a record is no such conversation.
     """
+    records = list(read_records(path, limit))
+    if all(isinstance(record, dict) and "role" in record for _, record in records):
+        return _chats(path, [[_message(*record) for record in records]], encode)
     chats = []
-    for where, record in _json_lines(path, limit):
+    for where, record in records:
         match record:
             case {"messages": [*turns]} if turns:
-                chats.append([_turn(where, turn, "role", "content") for turn in turns])
+                tools = record.get("tools")
+                told = [("system", _as_json(tools))] if tools else []
+                chats.append([*told, *(_message(where, turn) for turn in turns)])
             case _:
                 raise InvalidRequest(f'{where}: not a chat: say {{"messages": [...]}}')
     return _chats(path, chats, encode)
 
 
-def _turn(where: str, turn: Any, speaker: str, content: str) -> tuple[str, str]:
-    """Who says what, under the names that a format has for the two."""
-    role, text = (turn.get(speaker), turn.get(content)) if isinstance(turn, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(text, str):
-        raise InvalidRequest(f'{where}: a turn needs "{speaker}" and "{content}", both text')
-    return {"gpt": "assistant"}.get(role, role), text
+def _message(where: str, message: Any) -> tuple[str, str]:
+    """Who says what in a message of OpenAI's API."""
+    match message:
+        case {"role": str(role), "content": str(text)}:
+            pass
+        case {"role": str(role), "content": [*parts]}:
+            text = "".join(_part(where, part) for part in parts)
+        case {"role": str(role), "content": None} | {"role": str(role), "tool_calls": [_, *_]}:
+            text = ""
+        case _:
+            raise InvalidRequest(
+                f'{where}: a turn needs "role", text, and "content": text, a list of parts or null'
+            )
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidRequest(f'{where}: "tool_calls" must be a list of calls')
+    return role, text + "".join(_as_json(call.get("function", call)) for call in calls)
+
+
+def _part(where: str, part: Any) -> str:
+    match part:
+        case str(text) | {"text": str(text)}:
+            return text
+        case {"type": str()}:
+            return ""  # an image or the like: its tokens are the model's own
+    raise InvalidRequest(f'{where}: a part of a content has a "type", and "text" if it is text')
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _turn(where: str, turn: Any) -> tuple[str, str]:
+    """Who says what in a turn of ShareGPT."""
+    match turn:
+        case {"from": str(role), "value": str(text)}:
+            return {"gpt": "assistant"}.get(role, role), text
+    raise InvalidRequest(f'{where}: a turn needs "from" and "value", both text')
 
 
 def load_prompts(path: Path, encode: Encode, *, limit: int | None = None) -> Workload:
     """Plain prompts: one a line, each answered with 128 random tokens. Empty lines do not count.
 
+    A JSON list of texts is one of prompts, too.
+
     Raises:
-        InvalidRequest: the file is empty or no text.
+        InvalidRequest: the file is empty, no text, or JSON that is something else.
     """
-    lines = [line for line in read_text(path).split("\n") if line.strip()]
+    text = read_text(path)
+    lines = [line for line in text.split("\n") if line.strip()]
+    if is_json(text) or (lines and (is_json(lines[0]) or lines[0].strip() in ("[", "{", "[{"))):
+        lines = [prompt for _, prompt in read_records(path)]
+        if not all(isinstance(prompt, str) for prompt in lines):
+            raise InvalidRequest(
+                f"{path}: JSON, not a prompt a line: say --format messages, sharegpt or the like"
+            )
     return _chats(path, [[("user", line)] for line in lines[:limit]], encode)
 
 
@@ -163,7 +135,7 @@ def _chats(path: Path, chats: list[list[tuple[str, str]]], encode: Encode) -> Wo
         parts: list[Tokens] = []
         requests = []
         for role, text in chat:
-            tokens = np.array(encode(text), np.int32)
+            tokens = np.array(encode(text.encode(errors="replace").decode()), np.int32)
             if not len(tokens):
                 continue
             if role == "assistant" and parts:
@@ -185,36 +157,3 @@ def _not_empty(workload: Workload, path: Path) -> Workload:
     if not workload.arrivals:
         raise InvalidRequest(f"{path}: no request in it")
     return workload
-
-
-def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Any]]:
-    """Each line's place and content."""
-    lines = enumerate(read_text(path).split("\n"), 1)
-    for number, line in islice(((n, line) for n, line in lines if line.strip()), limit):
-        yield f"{path}:{number}", _json(f"{path}:{number}", line)
-
-
-def _json(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{where}: not JSON: {error}") from None  # says line and column
-    except (RecursionError, ValueError):
-        raise InvalidRequest(f"{where}: JSON that is too deep, or has too long a number") from None
-
-
-def read_text(path: Path) -> str:
-    """The text of a file, unpacked if it is called .gz.
-
-    Raises:
-        InvalidRequest: it cannot be read.
-    """
-    try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"cannot read {path}: it is not UTF-8 text") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise InvalidRequest(f"cannot read {path}: it is no whole gzip file") from None
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None

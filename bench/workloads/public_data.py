@@ -76,7 +76,7 @@ def gsm8k_best_of_8(folder: Path, encode: Encode) -> Workload:
         length = len(encode(answer))
         for sample in range(8):
             said = rng.integers(0, VOCABULARY, length, dtype=np.int32)
-            workload.add([prompt], said, together=sample > 0)
+            workload.add([prompt], said, together=sample > 0, stem=1)
     return workload
 
 
@@ -88,7 +88,7 @@ def gsm8k_8_shot(folder: Path, encode: Encode) -> Workload:
     shared = encode(shots[:-1])
     for question, answer in rows[8:]:
         asked = encode(f"\nQuestion: {question}\nAnswer:")
-        workload.add([shared, asked], encode(f" {answer}"))
+        workload.add([shared, asked], encode(f" {answer}"), template=1)
     return workload
 
 
@@ -102,7 +102,7 @@ def mmlu_5_shot(folder: Path, encode: Encode) -> Workload:
         stem += "".join(f"{_choices(row)} {row[5]}\n\n" for row in examples)
         shared = encode(stem[:-1])
         for row in rows:
-            workload.add([shared, encode("\n" + _choices(row))], answer)
+            workload.add([shared, encode("\n" + _choices(row))], answer, template=1)
     return workload
 
 
@@ -117,11 +117,11 @@ def mt_bench(folder: Path, encode: Encode) -> Workload:
     for first, _ in turns:
         said = rng.integers(0, VOCABULARY, 200, dtype=np.int32)
         prompt = [system, encode(first), encode("\n\nAssistant:")]
-        before.append(([*prompt, said], workload.add(prompt, said)))
+        before.append(([*prompt, said], workload.add(prompt, said, template=1)))
     for (_, second), (parts, index) in zip(turns, before, strict=True):
         prompt = [*parts, encode("\n\nUser: "), encode(second), encode("\n\nAssistant:")]
         said = rng.integers(0, VOCABULARY, 200, dtype=np.int32)
-        workload.add(prompt, said, after=index, turn=1)
+        workload.add(prompt, said, after=index, turn=1, template=1)
     return workload
 
 
@@ -154,7 +154,8 @@ def long_documents(folder: Path, encode: Encode) -> Workload:
     rng.shuffle(order)
     for number, index in enumerate(order.tolist()):
         asked = encode(f"\n\nQuestion: {questions[number]}\nAnswer:")
-        workload.add([texts[index], asked], rng.integers(0, VOCABULARY, 60, dtype=np.int32))
+        said = rng.integers(0, VOCABULARY, 60, dtype=np.int32)
+        workload.add([texts[index], asked], said, template=1)
     return workload
 
 

@@ -29,6 +29,9 @@ class Arrival:
         turn: how many requests of the same conversation came before.
         at: seconds from the start, if the workload has times of its own.
         together: comes at the same moment as the request before it, as one of a burst.
+        template_tokens: how far the prompt is known before any request comes: a system prompt,
+            examples, a document. What an operator could have registered.
+        stem_tokens: how far whoever sends the prompt knows that others begin alike; no less.
     """
 
     prompt_tokens: int
@@ -39,6 +42,8 @@ class Arrival:
     turn: int = 0
     at: float = 0.0
     together: bool = False
+    template_tokens: int = 0
+    stem_tokens: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -70,10 +75,14 @@ class Workload:
         after: int | None = None,
         turn: int = 0,
         together: bool = False,
+        template: int = 0,
+        stem: int = 0,
     ) -> int:
         """Append a request whose prompt is `parts` one after the other; returns its index.
 
-        The parts are kept by reference, so that prompts with a common prefix share its memory.
+        The parts are kept by reference, so that prompts with a common prefix share its memory. The
+        first `template` of them are known before any request comes, the first `stem` to whoever
+        sends the request.
         """
         self.arrivals.append(
             Arrival(
@@ -84,9 +93,27 @@ class Workload:
                 after=after,
                 turn=turn,
                 together=together,
+                template_tokens=sum(map(len, parts[:template])),
+                stem_tokens=sum(map(len, parts[: max(template, stem)])),
             )
         )
         return len(self.arrivals) - 1
+
+    def templates(self) -> list[Tokens]:
+        """The distinct beginnings of prompts that are known before any request comes."""
+        return self._beginnings([arrival.template_tokens for arrival in self.arrivals])
+
+    def stems(self) -> list[Tokens]:
+        """The distinct beginnings that senders know to be shared, less a prompt's last token."""
+        return self._beginnings([arrival.stem_tokens for arrival in self.arrivals])
+
+    def _beginnings(self, lengths: list[int]) -> list[Tokens]:
+        distinct: dict[bytes, Tokens] = {}
+        for arrival, length in zip(self.arrivals, lengths, strict=True):
+            if length:
+                tokens = arrival.prompt()[: min(length, arrival.prompt_tokens - 1)]
+                distinct.setdefault(tokens.tobytes(), tokens)
+        return list(distinct.values())
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,22 +8,25 @@ with everything computed before; the cache has to agree to the token.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import Any
 
 from radixcache import LLM, Chat, RequestOutput, SamplingParams
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, Question, read_table
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
 _GREEDY = SamplingParams(temperature=0, max_tokens=64)
 _KV_MEMORY = "1GiB"  # two models are loaded, so neither may take most of the machine
+
+_INTRODUCTION = """\
+Three users chat about two documents, each question once with the prefix cache
+and once with it off, after a warm-up. TTFT: milliseconds to the first token.
+"""
+_HEADER = ("user ", "question, answer", " cached computed  TTFT  off")
+_LONGEST = 64  # columns of the longest question with its answer
+_NEXT = "Next: radixcache serve (or make serve), to chat in a browser and see the tree."
 
 
 @dataclass(frozen=True)
@@ -164,44 +167,33 @@ def play(engine: Mapping[str, Any]) -> Iterator[Turn]:
 def run(engine: Mapping[str, Any], as_json: bool = False) -> int:
     """Play and show the demo; returns the exit code: 0 if everything was as it should be."""
     turns = play(engine)
-    if as_json:
-        totals = _show_json(turns)
-    elif sys.stdout.isatty():
-        totals = _show_rich(turns)
-    else:
-        totals = _show_plain(turns)
+    totals = _show_json(turns) if as_json else _show(turns)
     return 0 if totals.ok else 1
 
 
 def summarise(turns: list[Turn], totals: Totals) -> list[str]:
-    """The closing lines; the last one is there to be quoted."""
-    counts = "; ".join(
-        f"{user} {', '.join(str(t.prefilled_tokens) for t in turns if _is_later(t, user))}"
-        for user in DOCUMENTS
-    )
-    what = "only their new tokens" if totals.only_new else "MORE THAN their new tokens"
-    same = "identical tokens" if totals.same_tokens else "DIFFERENT TOKENS"
+    """The closing lines, of at most 80 columns."""
+    same = "the same tokens" if totals.same_tokens else "DIFFERENT TOKENS"
+    what = "only its new tokens" if totals.only_new else "MORE THAN its new tokens"
     speedup = totals.median_uncached_ttft_ms / totals.median_ttft_ms
-    return [
-        f"Each user's turns after the first prefilled {what}: {counts}.",
-        *(_describe_edit(turn) for turn in turns if turn.edited),
-        f"Cache on and off gave {same}.",
-        "TTFT is the time to the first token, after one warm-up request whose KV was dropped.",
-        f"{totals.right} of {totals.turns} answers right; the cache served "
-        f"{totals.cached_tokens:,} of {totals.prompt_tokens:,} prompt tokens "
-        f"({totals.cached_tokens / totals.prompt_tokens:.1%}): {totals.prefilled_tokens:,} "
-        f"prefilled instead of {totals.uncached_prefilled_tokens:,}; median TTFT from turn 2 on "
-        f"{totals.median_ttft_ms:.0f} ms instead of {totals.median_uncached_ttft_ms:.0f} ms "
-        f"({speedup:.0f}x)",
-    ]
+    served = totals.cached_tokens / totals.prompt_tokens
+    verdict = (
+        f"{totals.right} of {totals.turns} answers right, {same} with the cache off. "
+        f"Each turn computed {what}: the cache served {totals.cached_tokens:,} of "
+        f"{totals.prompt_tokens:,} prompt tokens ({served:.1%})."
+    )
+    speed = (
+        f"Median TTFT of a user's later turns: {totals.median_ttft_ms:.0f} ms, "
+        f"{totals.median_uncached_ttft_ms:.0f} ms with the cache off ({speedup:.0f}x)."
+    )
+    edits = (_describe_edit(turn) for turn in turns if turn.edited)
+    return [line for text in (verdict, *edits, speed) for line in wrap(text, 80)]
 
 
 def _describe_edit(turn: Turn) -> str:
     offset = turn.page_offset
-    return (
-        f"Turn {turn.number} edits the question before: its hit of {turn.cached_tokens:,} tokens "
-        f"ends in mid-sentence, {f'{offset} tokens into a KV page' if offset else 'at a page end'}."
-    )
+    where = f"{offset} tokens into a KV page" if offset else "at the end of a KV page"
+    return f"{turn.user} edited a question: that hit ends {where}, in mid-sentence."
 
 
 def _show_json(turns: Iterable[Turn]) -> Totals:
@@ -215,80 +207,41 @@ def _show_json(turns: Iterable[Turn]) -> Totals:
     return totals
 
 
-def _show_plain(turns: Iterable[Turn]) -> Totals:
-    played: list[Turn] = []
-    for turn in turns:
-        if not played:
-            print(_PLAIN_ROW.format(*_HEADER), flush=True)
-        played.append(turn)
-        mark = "right" if turn.right else f"WRONG, it is {turn.expected}"
-        print(_PLAIN_ROW.format(*_numbers(turn), _asked(turn)), flush=True)
-        print(_PLAIN_ROW.format(*[""] * 7, f"{turn.answer} [{mark}]").rstrip(), flush=True)
-    totals = Totals.of(played)
-    print("", *(fill(line, 80) for line in summarise(played, totals)), sep="\n")
-    return totals
-
-
-def _show_rich(turns: Iterable[Turn]) -> Totals:
+def _show(turns: Iterable[Turn]) -> Totals:
+    """Fits 80 columns and 24 lines, with the shell's own two; a file gets whole lines, plain."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
+    left, said, right = _HEADER
+    room = console.width - len(left + right) if console.is_terminal else _LONGEST
+    room = min(room, _LONGEST)
     played: list[Turn] = []
     with console.status("loading the model") as status:
         for turn in turns:
             if not played:
-                *names, said = _HEADER
-                console.print(_rich_row(names, said), style="bold")
+                console.print(_INTRODUCTION)
+                console.print(f"{left}{said:<{room}}{right}", style="bold")
             played.append(turn)
-            mark = Text("✓ ", "green") if turn.right else Text("✗ ", "bold red")
-            wrong = "" if turn.right else f" (it is {turn.expected})"
-            answer = Text.assemble(mark, (turn.answer + wrong, "cyan"))
-            console.print(_rich_row(_numbers(turn), Text.assemble(_asked(turn), "\n", answer)))
+            answer = (_answer(turn), "cyan" if turn.right else "bold red")
+            words = Text.assemble(turn.question, " ", answer)
+            words.truncate(room, overflow="ellipsis", pad=True)
+            console.print(Text.assemble(f"{turn.user:<5}", words, _numbers(turn)))
             status.update(f"{len(played)} of {len(SCRIPT)} turns played")
     totals = Totals.of(played)
-    *notes, quote = summarise(played, totals)
-    console.print("", *notes, sep="\n", style="dim", highlight=False)
-    console.print(quote, style="bold green" if totals.ok else "bold red", highlight=False)
+    console.print("", *summarise(played, totals), sep="\n", style="green" if totals.ok else "red")
+    console.print(_NEXT)
     return totals
 
 
-def _rich_row(numbers: list[str], said: str | Text) -> Table:
-    """A row of the table. It is a grid of its own, so that it can scroll by when it is known."""
-    from rich.table import Table
-
-    row = Table.grid(padding=(0, 1), expand=True)
-    for width in _WIDTHS:
-        row.add_column(justify="right", width=width)
-    row.add_column(ratio=1)
-    row.add_row(*numbers, said)
-    return row
+def _numbers(turn: Turn) -> str:
+    tokens = f"{turn.cached_tokens:>7,}{turn.prefilled_tokens:>9,}"
+    return f"{tokens}{turn.ttft_ms:>6,.0f}{turn.uncached_ttft_ms:>5,.0f}"
 
 
-_HEADER = ("#", "user", "prompt", "cached", "prefilled", "TTFT", "cache off", "question, answer")
-_WIDTHS = (2, 4, 6, 6, 9, 8, 9)
-_PLAIN_ROW = "".join(f"{{:>{width}}}  " for width in _WIDTHS) + "{}"
-
-
-def _numbers(turn: Turn) -> list[str]:
-    """The cells of `_HEADER` but for the last."""
-    return [
-        str(turn.number),
-        turn.user,
-        f"{turn.prompt_tokens:,}",
-        f"{turn.cached_tokens:,}",
-        f"{turn.prefilled_tokens:,}",
-        f"{turn.ttft_ms:,.0f} ms",
-        f"{turn.uncached_ttft_ms:,.0f} ms",
-    ]
-
-
-def _asked(turn: Turn) -> str:
-    return turn.question + (" (edited)" if turn.edited else "")
-
-
-def _is_later(turn: Turn, user: str) -> bool:
-    return turn.user == user and turn.turn_of_user > 1
+def _answer(turn: Turn) -> str:
+    """The cell that was asked for, or what was said instead."""
+    return turn.expected if turn.right else f"WRONG, not {turn.expected}: {turn.answer!r}"
 
 
 def _common_prefix(one: list[int], other: list[int]) -> int:

@@ -10,9 +10,18 @@ hash-block cache drops. A stretch is explained by what it would have taken to hi
   a step that failed) it would be.
 - `page_not_finished`: it was computed before, but its page is in flight in this very step, or the
   cache holds only whole pages (hash-block caching) and the two texts part within one.
-- `diverged`: where the known text goes on, the prompt has another token.
-- `first_seen`: the known text ends there. That is the normal case: a new turn, a new prompt.
+- `diverged`: the prompt parts from a known text and then goes on as that does: a message that was
+  edited, the time of day in a system prompt, words in other tokens, examples in another order. What
+  is the same in both was computed, and is again, for the sake of what changed before it.
+- `first_seen`: nothing of what follows is known. That is the normal case: a new turn, a new prompt.
+  It may well begin as others do, with the first tokens of the chat template, a system prompt or the
+  words of a question; what they share is cached, and to part from them has cost nothing.
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
+
+Two texts go on alike where 8 tokens in a row are the same, within 16 tokens of where they part, or
+16 within 1,024. Marks are not counted, a tokenizer's added tokens, such as begin and end messages:
+what a template puts between two messages is the same in all chats. The known texts are those of the
+branches added last where the prompt parts from what is known, at most 8.
 
 The last token of a prompt is no miss: it is computed to get logits, unless these are kept.
 
@@ -24,9 +33,12 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.nodes import common_length
@@ -39,15 +51,22 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 Decode = Callable[[list[int]], str]
 """Token ids to text."""
 
+Marks = NDArray[np.bool_]
+"""See `table_of`."""
+
 CONTEXT = 8
 """Tokens shown before a divergence, and of each side after it."""
 
-WINDOW = 128
-"""Tokens after a divergence within which the texts must meet again to be called the same."""
+WINDOW = 1024
+"""Tokens after a divergence within which the texts must meet again."""
 
-_SAME = 16
-"""Tokens in a row that must be equal for that; the loop in `find_rejoin` doubles up to it."""
+ALIKE = ((16, 8), (WINDOW, 16))
+"""Within so many tokens, so many in a row must be alike for that."""
 
+_BASE = 0x9E3779B97F4A7C15
+
+BRANCHES = 8
+"""How many known texts a prompt is compared with."""
 
 _SENTENCES: dict[tuple[Reason, bool], str] = {
     ("first_seen", False): "first seen: {}",
@@ -72,9 +91,8 @@ class Miss:
             holds only whole pages.
         before: of `diverged`: the last tokens that both texts have in common.
         prompt: of `diverged`: the prompt's tokens from `start` on.
-        cached: of `diverged`: the tokens that the cache was given there, in the branch added last.
-        rejoin: of `diverged`: where in the prompt the text goes on as the cached one does; 0 if it
-            does not.
+        cached: of `diverged`: the tokens of the known text there.
+        rejoin: of `diverged`: where in the prompt the text goes on as the known one does.
         repeated: of `diverged`: for how many tokens from `rejoin` on.
     """
 
@@ -111,19 +129,19 @@ class Miss:
         ours = _quote(self.before, self.prompt, self.start, decode)
         text = f"diverged at token {self.start:,} of {self.num_tokens:,}: the prompt has {ours}"
         if self.cached:
-            text += f", the cache has {_quote(self.before, self.cached, self.start, decode)}"
-        text += f"; {_tokens(len(self))} computed again"
-        if self.repeated:
-            text += (
-                f", although {self.repeated:,} of them, from token {self.rejoin:,} on, are the "
-                f"same in both: move what changes to the end"
-            )
-        return text
+            text += f", an earlier text {_quote(self.before, self.cached, self.start, decode)}"
+        return text + (
+            f"; {_tokens(len(self))} not cached, although {self.repeated:,} of them, from token "
+            f"{self.rejoin:,} on, are the same in both: move what changes to the end"
+        )
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What of a prompt is cached, and why the rest is not; prints as one line for each stretch."""
+    """What of a prompt is cached, and why the rest is not; prints as one line for each stretch.
+
+    The last token, which is in no stretch, has a line of its own, so that all add up.
+    """
 
     num_tokens: int
     num_cached_tokens: int
@@ -131,11 +149,16 @@ class Explanation:
     decode: Decode | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.num_cached_tokens:,} of {_tokens(self.num_tokens)} cached"]
-        if self.num_cached_tokens == self.num_tokens:
-            lines[0] += ", and the logits at the end are kept: nothing is computed"
-        lines += [miss.describe(self.decode) for miss in self.misses]
-        return "\n- ".join(lines)
+        sentences = [miss.describe(self.decode) for miss in self.misses]
+        return summarise(self.num_tokens, self.num_cached_tokens, sentences)
+
+
+def summarise(num_tokens: int, num_cached_tokens: int, sentences: Iterable[str]) -> str:
+    """How much of a prompt is cached, and a line for each stretch that is not."""
+    head = f"{num_cached_tokens:,} of {_tokens(num_tokens)} cached"
+    if num_cached_tokens == num_tokens:
+        return f"{head}, and the logits at the end are kept: nothing is computed"
+    return "\n- ".join([head, *sentences, "the last token is computed for its logits"])
 
 
 class Explainer:
@@ -145,6 +168,7 @@ class Explainer:
         cache: the cache that it explains; only asked, never changed.
         num_tokens: how many tokens to remember; by default four times what the cache can hold.
             Some 20 bytes each.
+        marks: the tokens that are no text, such as begin and end messages.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> explainer = Explainer(cache)
@@ -152,17 +176,19 @@ class Explainer:
     >>> for miss in explainer.explain([1, 2, 3, 7, 8, 9], hit=0):
     ...     print(miss.describe())
     evicted: 3 tokens from token 0 on, computed before but no longer cached
-    diverged at token 3 of 6: the prompt has [1, 2, 3, 7, 8, 9], the cache has [1, 2, 3, 4, 5, 6]; \
-2 tokens computed again
+    first seen: 2 tokens from token 3 on
     """
 
-    def __init__(self, cache: PrefixCache, num_tokens: int | None = None) -> None:
+    def __init__(
+        self, cache: PrefixCache, num_tokens: int | None = None, marks: Iterable[int] = ()
+    ) -> None:
         self.cache = cache
         if num_tokens is None:
             num_tokens = 4 * cache.pool.num_pages * cache.page_size
         self.num_tokens = num_tokens
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
+        self._marks = table_of(marks)
         # At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
         self._known = RadixCache(PagePool(num_tokens, page_size=1))
 
@@ -176,11 +202,12 @@ class Explainer:
         last = len(tokens) - 1
         if hit >= last:
             return []
-        length, following = self._known.follow(tokens, namespace, len(tokens) + WINDOW)
+        length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
         if known < last:
-            misses.append(_explain_new(tokens, known, following if length == known else None))
+            known_texts = branches if length == known else []
+            misses.append(_explain_new(tokens, known, known_texts, self._marks))
         return misses
 
     def _explain_known(
@@ -228,50 +255,90 @@ class Explainer:
         self._known.check()
 
 
-def _explain_new(tokens: Tokens, start: int, following: Tokens | None) -> Miss:
-    """Why nobody has computed [start, last); `following` is what is known there instead, if it is.
-
-    Texts that have nothing in common, not even their first token, are called different prompts
-    unless they meet again: a template may begin with the time of day.
-    """
+def _explain_new(tokens: Tokens, start: int, known: list[Tokens], marks: Marks) -> Miss:
+    """Why nobody has computed [start, last); `known` is what known texts have there instead."""
     last = len(tokens) - 1
     first_seen = Miss("first_seen", start, last, len(tokens))
-    if following is None or not len(following):
+    met = find_rejoin(tokens[start:last], known, marks)
+    if met is None:
         return first_seen
-    rejoin = find_rejoin(tokens[start:last], following)
-    if not start and rejoin is None:
-        return first_seen
-    after, repeated = rejoin if rejoin else (-start, 0)
+    after, repeated, text = met
     return replace(
         first_seen,
         reason="diverged",
         before=tuple(tokens[max(0, start - CONTEXT) : start].tolist()),
         prompt=tuple(tokens[start : start + CONTEXT].tolist()),
-        cached=tuple(following[:CONTEXT].tolist()),
+        cached=tuple(text[:CONTEXT].tolist()),
         rejoin=start + after,
         repeated=repeated,
     )
 
 
-def find_rejoin(one: Tokens, other: Tokens) -> tuple[int, int] | None:
-    """Where two texts that begin differently go on alike, and for how many tokens.
+def find_rejoin(one: Tokens, known: list[Tokens], marks: Marks) -> tuple[int, int, Tokens] | None:
+    """Where `one` goes on as a known text that begins differently, for how many tokens, and which.
 
-    The place in `one` of the first 16 tokens in a row that `other` has too, both within `WINDOW`
-    tokens from the start, so that what differs may be of different lengths; None if there is none.
-    O(WINDOW² + len).
+    It does at the first place that `ALIKE` allows, the narrower window first. Marks must be alike,
+    too, but are not counted. Of several texts, the one that is alike for longest; None if none is.
+    O((WINDOW + len) * len(known)).
 
     >>> same = list(range(100, 120))
-    >>> find_rejoin(as_tokens([10, 41, *same, 7]), as_tokens([9, 5, 8, *same]))
+    >>> one, other = as_tokens([10, 41, *same, 7]), as_tokens([9, 5, 8, *same])
+    >>> find_rejoin(one, [other], table_of([]))[:2]
     (2, 20)
     """
-    run = one[: WINDOW + _SAME, None] == other[None, : WINDOW + _SAME]
-    for step in (1, 2, 4, 8):  # run[i, j]: one[i : i + 2 * step] is other[j : j + 2 * step]
-        run = run[:-step, :-step] & run[step:, step:]
-    if not run.any():
-        return None
-    i, j = divmod(int(run.argmax()), run.shape[1])
-    length = min(len(one) - i, len(other) - j)
-    return i, common_length(one[i : i + length], other[j : j + length])
+    best: tuple[int, int, Tokens] | None = None
+    ours, our_places = _spell(one, marks)
+    firsts = [_firsts(_runs(ours, *alike)) for alike in ALIKE]
+    for text in known if any(firsts) else ():
+        theirs, their_places = _spell(text, marks)
+        for alike, first in zip(ALIKE, firsts, strict=True):
+            runs = enumerate(_runs(theirs, *alike))
+            found = [(first[run], place) for place, run in runs if run in first]
+            if not found:
+                continue
+            i, j = our_places.item(min(found)[0]), their_places.item(min(found)[1])
+            while i and j and one[i - 1] == text[j - 1]:  # marks
+                i, j = i - 1, j - 1
+            length = min(len(one) - i, len(text) - j)
+            length = common_length(one[i : i + length], text[j : j + length])
+            if best is None or length > best[1]:
+                best = i, length, text
+            break
+    return best
+
+
+def table_of(marks: Iterable[int]) -> Marks:
+    """Whether each token up to the last mark is one; then False, for all others."""
+    places = [*marks]
+    table = np.zeros(max(places, default=-1) + 2, bool)
+    table[places] = True
+    return table
+
+
+def _spell(tokens: Tokens, marks: Marks) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
+    """The tokens that are no marks, each with the mark before it, and where they are."""
+    tokens = tokens[: WINDOW + max(count for _, count in ALIKE)]
+    is_mark = marks[np.clip(tokens, -1, len(marks) - 1)]
+    spelt = tokens.astype(np.uint64)
+    spelt[1:] += (spelt[:-1] + np.uint64(1) << np.uint64(32)) * is_mark[:-1]
+    return spelt[~is_mark], np.flatnonzero(~is_mark)
+
+
+def _runs(spelt: NDArray[np.uint64], within: int, count: int) -> list[int]:
+    """A polynomial of the `count` tokens, a power of two, from each of `within` places on.
+
+    Modulo 2**64, where by chance two are never the same; who makes them so has fooled himself.
+    """
+    step = 1
+    while step < count:
+        spelt = spelt[:-step] * np.uint64(pow(_BASE, step, 1 << 64)) + spelt[step:]
+        step *= 2
+    return spelt[:within].tolist()
+
+
+def _firsts(runs: list[int]) -> dict[int, int]:
+    """Where each is found first."""
+    return {run: place for place, run in reversed([*enumerate(runs)])}
 
 
 def _tokens(count: int) -> str:

@@ -79,6 +79,16 @@ class Extension(Body):
     explanation: list[MissedTokens] | None = None
 
 
+class Explained(Body):
+    """The answer of /v1/explain; the last token, computed for its logits, is in no stretch."""
+
+    object: Literal["explanation"] = "explanation"
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    explanation: list[MissedTokens]
+
+
 class Completion(Body):
     """The answer of /v1/completions."""
 

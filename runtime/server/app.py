@@ -17,6 +17,7 @@ from radixcache.runtime.server import (
     chat,
     completions,
     errors,
+    explain,
     messages,
     prefixes,
     responses,
@@ -75,7 +76,7 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
     )
     app.state.backend, app.state.pasts = backend, Pasts()
     app.include_router(router)
-    for module in (chat, completions, responses, messages, prefixes, cache, static):
+    for module in (chat, completions, responses, messages, explain, prefixes, cache, static):
         app.include_router(module.router)
     errors.install(app)
     app.add_middleware(BodyDeadline)

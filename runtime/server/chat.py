@@ -33,6 +33,7 @@ from radixcache.runtime.server.generation import (
 )
 from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.requests import ChatRequest
+from radixcache.runtime.server.tool_fields import ToolFields
 from radixcache.runtime.server.turn import Answers, Reply, Turn, begin
 from radixcache.runtime.text.tool_calls import Piece
 
@@ -92,7 +93,7 @@ def turn_of(body: ChatRequest, backend: Backend) -> Turn:
         params,
         tools=body.offered,
         choice=body.choice,
-        template_kwargs=_template_kwargs(body, backend),
+        template_kwargs=template_kwargs(body, backend),
         continue_final=bool(body.continue_final_message),
         ask=body.add_generation_prompt is not False,
         cache_salt=body.cache_salt,
@@ -102,7 +103,7 @@ def turn_of(body: ChatRequest, backend: Backend) -> Turn:
     )
 
 
-def _template_kwargs(body: ChatRequest, backend: Backend) -> JSON:
+def template_kwargs(body: ToolFields, backend: Backend) -> JSON:
     """Values for the chat template: how much to think is one of them, if anything."""
     values, effort = {**(body.chat_template_kwargs or {})}, body.reasoning_effort
     if effort is None:

@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
         **({"prompt_logprobs": body.logprobs or 0} if scores_prompt else {}),
     )
     client = client_of(request, body.cache_salt)
-    prompts = await _encode(body, backend, client)
+    prompts = await encode_prompts(body, backend, client)
     echoes = await _echoes(body, backend, client)
     job = await backend.submit(prompts, params, body, client)
     if body.stream:
@@ -81,7 +81,9 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
     return Completion(**head, choices=choices, usage=usage(backend, outputs), radixcache=more)
 
 
-async def _encode(body: CompletionRequest, backend: Backend, client: Hashable) -> list[TokensLike]:
+async def encode_prompts(
+    body: CompletionRequest, backend: Backend, client: Hashable
+) -> list[TokensLike]:
     """The token ids of the prompts, behind those of the prefix if one is named."""
     prompts = body.prompts
     prefix = await backend.find_prefix_for(body)

@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.answers import (
     Extension,
@@ -145,21 +146,25 @@ def extension(backend: Backend, job: Job, wants: Wants) -> Extension:
     first = job.requests[0]
     explanation = None
     if wants.explain:
-        tokenizer = backend.llm.tokenizer
-        hidden, named = backend.options.hide_texts, wants.prefix is not None
-        explanation = [
-            MissedTokens(
-                reason=miss.reason,
-                start=miss.start,
-                end=miss.end,
-                text=(miss.redacted(before=named) if hidden else miss).describe(
-                    tokenizer.decode if tokenizer else None
-                ),
-            )
-            for request in job.requests
-            for miss in request.explanation or ()
-        ]
+        misses = [miss for request in job.requests for miss in request.explanation or ()]
+        explanation = tell(backend, misses, wants.prefix)
     return Extension(ttft=first.ttft, explanation=explanation)
+
+
+def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[MissedTokens]:
+    """Why tokens were not cached, for a client who has named this prefix, or none."""
+    tokenizer = backend.llm.tokenizer
+    if backend.options.hide_texts:
+        misses = [miss.redacted(before=prefix is not None) for miss in misses]
+    return [
+        MissedTokens(
+            reason=miss.reason,
+            start=miss.start,
+            end=miss.end,
+            text=miss.describe(tokenizer.show if tokenizer else None),
+        )
+        for miss in misses
+    ]
 
 
 def prompt_logprobs(

@@ -228,7 +228,7 @@ def _families(state: EngineState) -> Iterator[Metric]:
         yield CounterMetricFamily(f"radixcache_{name}", text, value=count)
     missed = CounterMetricFamily(
         "radixcache_missed_tokens",
-        "Prompt tokens that were computed, by why they were not cached.",
+        "Prompt tokens computed, by why they were not cached, but for the last of each prompt.",
         labels=["reason"],
     )
     for reason, count in state.missed_tokens.items():

@@ -197,6 +197,31 @@ class PrefixRequest(Asked):
         return self
 
 
+class ExplainRequest(ToolFields, Asked):
+    """POST /v1/explain: either `prompt` or `messages`, and what else the prompt depends on.
+
+    The rest of a chat or a completion may come along, and changes nothing that is cached.
+    """
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS | frozenset(
+        {**ChatRequest.model_fields, **CompletionRequest.model_fields}
+    )
+    refused: ClassVar[Mapping[str, Refused]] = {**REFUSED_IN_COMPLETIONS, **REFUSED_IN_CHAT}
+
+    model: Text | None = None
+    prompt: Text | TokenIds | None = None
+    messages: SomeItems[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    prefix: PrefixName | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ExplainRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either a prompt or messages are explained")
+        return self
+
+
 class TokenizeRequest(Asked):
     """POST /tokenize: either `prompt` or `messages`."""
 

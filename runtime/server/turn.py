@@ -88,6 +88,14 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     Raises:
         ApiError: it is refused.
     """
+    prompt = await encode(backend, turn, client)
+    params = _guided(turn, backend.tokenizer, prompt.text)
+    job = await backend.submit([prompt.tokens], params, turn, client)
+    return Answers(backend, turn, prompt, job)
+
+
+async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedText:
+    """What the model is given; `ApiError` if that is refused."""
     messages = turn.messages
     if turn.prefix is not None:
         prefix = await backend.find_prefix(turn.prefix, turn.cache_salt)
@@ -99,10 +107,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
             )
         messages = [*before, *messages]
     _check_results(messages)
-    prompt = await backend.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
-    params = _guided(turn, backend.tokenizer, prompt.text)
-    job = await backend.submit([prompt.tokens], params, turn, client)
-    return Answers(backend, turn, prompt, job)
+    return await backend.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
 
 
 def _check_results(messages: list[Message]) -> None:

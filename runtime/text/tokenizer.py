@@ -149,6 +149,10 @@ class Tokenizer:
         )
         return text
 
+    def show(self, ids: Sequence[int]) -> str:
+        """Text of `ids` as a reader of prompts wants it: with what begins and ends messages."""
+        return self.decode(ids, special=True)
+
     @cached_property
     def delimiters(self) -> dict[int, str]:
         """The added tokens at whose start tokenisation starts afresh: id to text.

@@ -146,6 +146,10 @@ def test_a_file_is_replayed(tmp_path, capsys):
     [
         (["--schemes", "radix"], "no scheme 'radix'; say none, hash-16"),
         (["--schemes", "none-16"], "no scheme 'none-16'"),
+        (
+            ["--schemes", "family", "--level", "both"],
+            "template-16, prefix-16, cow-16: at index level only, without a model",
+        ),
         (["--memory", "0%"], "not an amount of memory: '0%'"),
         (["--memory", "lots"], "not an amount of memory: 'lots'"),
         (["--concurrency", "0"], "--concurrency must be more than 0, not 0"),

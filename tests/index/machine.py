@@ -26,6 +26,7 @@ from radixcache import (
     PinError,
     RadixCache,
 )
+from radixcache.base import as_tokens
 from radixcache.events import Cleared, Evicted, Stored
 from tests.index.reference import (
     SENTINEL,
@@ -116,7 +117,8 @@ class Machine:
 
     def _follow(self, tokens: Sequence[int], namespace: Hashable) -> None:
         """What follows a prefix is cached, and ends only where nothing else follows."""
-        length, following = self.cache.follow(tokens, namespace, 3)
+        length, branches = self.cache.follow(tokens, namespace, 3)
+        following = branches[0] if branches else as_tokens([])
         assert length == self.cache.cached_length(tokens, namespace)
         assert length == self.reference.cached_length(chain_of(namespace, tokens))
         chain = chain_of(namespace, [*tokens[:length], *following.tolist()])

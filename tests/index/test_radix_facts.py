@@ -766,7 +766,7 @@ def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
 
     def follow(tokens: Sequence[int], count: int = 9) -> tuple[int, list[int]]:
         length, following = cache.follow(tokens, None, count)
-        return length, following.tolist()
+        return length, following[0].tolist() if following else []
 
     assert follow([1, 2]) == (0, [])
     for tokens in ([1, 2, 3, 4], [1, 2, 6, 6, 6], [1, 2, 5]):
@@ -782,6 +782,8 @@ def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
     assert follow([1, 2, 3]) == (3, [8])
     assert follow([1, 2, 6], count=1) == (3, [6])
     assert follow([1, 2], count=0) == (2, [])
+    many = [[branch.tolist() for branch in cache.follow([1, 2], None, 3, n)[1]] for n in (2, 9)]
+    assert many == [[[5], [6, 6, 6]], [[5], [6, 6, 6], [3, 8]]]
     put(cache, [1, 2, 5, 7, 7])
     assert follow([1], count=3) == (1, [2, 5, 7])
     assert cache.follow([1, 2], "tenant")[0] == 0

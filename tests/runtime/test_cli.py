@@ -49,7 +49,7 @@ def test_help_imports_nothing_heavy():
     done = python("""
 import sys
 from radixcache.runtime.cli import main
-for argv in [], ["demo"], ["chat"], ["generate"], ["serve"]:
+for argv in [], ["demo"], ["chat"], ["generate"], ["serve"], ["explain"]:
     try:
         main([*argv, "--help"])
     except SystemExit as exit:

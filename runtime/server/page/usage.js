@@ -10,16 +10,16 @@ export function showUsage({ usage, ttft, explanation }) {
   const numbers = [count(prompt, "prompt token"), `${format.format(cached)} cached`, `${format.format(computed)} computed`].join(", ");
   const first = ttft === undefined ? "" : `, TTFT ${milliseconds(ttft)}`;
   const unexplained = { start: cached, end: prompt, text: `${count(computed, "token")} computed` };
-  const misses = explanation ?? (computed ? [unexplained] : []);
+  const last = { start: prompt - 1, end: prompt, text: "the last token is computed for its logits" };
+  const misses = computed ? (explanation ? [...explanation, last] : [unexplained]) : [];
   $("last-usage").textContent = numbers;
-  $("strip").replaceChildren(strip(misses, prompt, computed));
+  $("strip").replaceChildren(strip(misses, prompt));
   $("reasons").replaceChildren(...misses.map(describeMiss));
-  return [strip(misses, prompt, computed), make("p", { className: "usage" }, numbers + first)];
+  return [strip(misses, prompt), make("p", { className: "usage" }, numbers + first)];
 }
 
-/** A prompt from its first token to its last, which is computed if any is; what else is in none of
- *  `misses` was cached. */
-function strip(misses, length, computed) {
+/** A prompt from its first token to its last; what is in none of `misses` was cached. */
+function strip(misses, length) {
   const parts = make("div", { className: "strip" });
   const add = (name, tokens) => {
     if (tokens <= 0) return;
@@ -33,9 +33,7 @@ function strip(misses, length, computed) {
     add("miss", end - start);
     position = end;
   }
-  const last = Math.min(1, computed, length - position);
-  add("hit", length - last - position);
-  add("miss", last);
+  add("hit", length - position);
   return parts;
 }
 

@@ -48,6 +48,8 @@ class Hold:
 class BruteForce:
     """What the scheduler calls; subclasses say what it does."""
 
+    hold: type[Hold] = Hold
+
     def __init__(self, num_tokens: int, page_size: int) -> None:
         self.page_size = page_size
         self.num_pages = num_tokens // page_size
@@ -62,7 +64,7 @@ class BruteForce:
         resumed: bool = False,
         whole: bool = False,
     ) -> Hold:
-        lease = Hold()
+        lease = self.hold()
         self.leases.append(lease)
         self.find(lease, tokens.tolist())
         lease.cached_tokens = len(lease.tokens)

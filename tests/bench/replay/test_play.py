@@ -9,7 +9,7 @@ import pytest
 
 from radixcache import PagePool, RadixCache
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.schemes.named import parse_scheme
+from radixcache.bench.schemes.named import GROUPS, parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -50,7 +50,8 @@ def random_workload(seed: int) -> Workload:
             parts = [rng.choice(stems), say(30)]
             chats.append((parts, None))
         answer = say(12)
-        index = workload.add(parts, answer, after=after, together=rng.random() < 0.2)
+        together = rng.random() < 0.2
+        index = workload.add(parts, answer, after=after, together=together, template=1, stem=2)
         chats[at] = ([*parts, answer], index)
         if sum(map(len, parts)) > 150:
             del chats[at]
@@ -196,9 +197,9 @@ def test_a_turn_waits_for_the_turn_before_it():
 
 def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on():
     workload = Workload("large", "")
-    large = workload.add([np.arange(500, dtype=np.int32)], np.arange(3, dtype=np.int32))
+    large = workload.add([np.arange(600, dtype=np.int32)], np.arange(3, dtype=np.int32))
     workload.add([np.arange(50, dtype=np.int32)], np.arange(3, dtype=np.int32), after=large)
-    for name in SCHEMES:
-        refused, served = run(workload, parse_scheme(name).make(256))
-        assert "502 tokens do not fit" in refused.error and refused.ttft is None
+    for name in GROUPS["all"]:
+        refused, served = run(workload, parse_scheme(name).make(512))
+        assert "602 tokens do not fit" in refused.error and refused.ttft is None
         assert served.error is None and served.computed_tokens == 50

@@ -27,6 +27,8 @@ def twins(concurrency):
     ("scheme", "together", "apart"),
     [
         ("none", 40, 0),
+        ("prefix-16", 40, 0),  # nobody has named a prefix
+        ("cow-16", 40, 0),  # of one step: the same blocks, computed twice
         ("hash-16", 8, 0),
         ("radix-16", 0, 0),  # the second waits a step
         ("radix-1", 0, 0),
@@ -45,6 +47,8 @@ def test_doubled_is_what_a_request_in_flight_had_already(scheme, together, apart
     ("scheme", "while_running", "afterwards"),
     [
         ("none", Survey(2, 0, 12), Survey(0, 0, 0)),
+        ("prefix-16", Survey(2, 0, 12), Survey(0, 0, 0)),
+        ("cow-16", Survey(2, 0, 12), Survey(0, 2, 12)),  # the half-filled page is hashed, too
         ("hash-16", Survey(2, 0, 12), Survey(0, 1, 0)),  # the half-filled page is let go
         ("radix-16", Survey(2, 0, 12), Survey(0, 2, 12)),
         ("radix-1", Survey(20, 0, 0), Survey(0, 20, 0)),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.workloads import loaders
+from radixcache.bench.workloads import block_traces, loaders
+from radixcache.bench.workloads.records import read_text
 from radixcache.errors import InvalidRequest
 
 
@@ -35,7 +36,7 @@ def request(length=5, output=2, ids=(0, 1), timestamp=1500):
 def test_a_mooncake_block_is_the_same_tokens_wherever_its_id_is(tmp_path):
     path = write(tmp_path, request(8, ids=(7, 3)), "", request(6, ids=(7, 4)), request(4, ids=(3,)))
     first, second, third = (
-        a.prompt() for a in loaders.load_mooncake(path, hash_block=4, vocabulary=1000).arrivals
+        a.prompt() for a in block_traces.load_mooncake(path, hash_block=4, vocabulary=1000).arrivals
     )
     assert [len(first), len(second), len(third)] == [8, 6, 4]
     assert np.array_equal(first[:4], second[:4]) and np.array_equal(first[4:], third)
@@ -44,7 +45,7 @@ def test_a_mooncake_block_is_the_same_tokens_wherever_its_id_is(tmp_path):
 
 def test_mooncake_times_are_seconds_and_answers_are_all_different(tmp_path):
     path = write(tmp_path, request(output=9), request(output=0, timestamp=2500))
-    workload = loaders.load_mooncake(path, hash_block=4)
+    workload = block_traces.load_mooncake(path, hash_block=4)
     one, other = workload.arrivals
     assert (one.at, other.at) == (1.5, 2.5)
     assert (len(one.answer()), len(other.answer())) == (9, 1)  # an answer has a token
@@ -55,7 +56,7 @@ def test_mooncake_times_are_seconds_and_answers_are_all_different(tmp_path):
 def test_a_packed_file_and_a_limit_are_read(tmp_path):
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(json.dumps(request()) for _ in range(5)).encode()))
-    assert len(loaders.load_mooncake(path, hash_block=4, limit=3).arrivals) == 3
+    assert len(block_traces.load_mooncake(path, hash_block=4, limit=3).arrivals) == 3
 
 
 @pytest.mark.parametrize(
@@ -63,14 +64,19 @@ def test_a_packed_file_and_a_limit_are_read(tmp_path):
     [
         ("{", ":2: not JSON"),
         ({"prompt": "x"}, ":2: not a request of a Mooncake trace"),
-        (request(length=0, ids=()), ":2: not a request of a Mooncake trace"),
+        (request(length=0, ids=()), ":2: no number of tokens in its prompt: 0"),
+        (request(length=True), ":2: no number of tokens in its prompt: True"),
+        (request(output=1 << 40), ":2: no number of tokens in its answer: 1099511627776"),
+        (request(timestamp=float("inf")), ":2: a time must be a number from 0 on, not inf"),
+        (request(timestamp="now"), ":2: a time must be a number from 0 on, not 'now'"),
+        ({**request(), "hash_ids": 7}, ":2: hash_ids must be numbers"),
         (request(ids=("a", "b")), ":2: hash_ids must be numbers"),
         (request(length=9), ":2: 2 hash_ids for 9 tokens: not blocks of 4 (say --hash-block)"),
     ],
 )
 def test_a_malformed_line_of_a_trace_is_named(tmp_path, line, complaint):
     with pytest.raises(InvalidRequest) as error:
-        loaders.load_mooncake(write(tmp_path, request(), line), hash_block=4)
+        block_traces.load_mooncake(write(tmp_path, request(), line), hash_block=4)
     assert complaint in str(error.value) and "\n" not in str(error.value)
 
 
@@ -131,14 +137,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     binary.write_bytes(b"\xff\xfe")
     for path in (tmp_path / "nowhere", packed, binary):
         with pytest.raises(InvalidRequest, match="cannot read"):
-            loaders.read_text(path)
+            read_text(path)
 
 
 def test_a_file_that_is_not_packed_but_called_so_is_named(tmp_path):
     path = tmp_path / "plain.gz"
     path.write_text("{}")
     with pytest.raises(InvalidRequest, match="cannot read"):
-        loaders.read_text(path)
+        read_text(path)
 
 
 def test_requests_come_at_the_times_of_the_trace(tmp_path):
@@ -146,9 +152,102 @@ def test_requests_come_at_the_times_of_the_trace(tmp_path):
     from radixcache.runtime.engine.scheduler import Scheduler
 
     path = write(tmp_path, request(timestamp=0), request(timestamp=10_000, ids=(8, 9)))
-    workload = loaders.load_mooncake(path, hash_block=4)
+    workload = block_traces.load_mooncake(path, hash_block=4)
     scheduler = Scheduler(parse_scheme("radix-1").make(100), 64, 8, "fcfs")
     clock = StepClock(0.5)
     found = play(workload, Arrivals(as_recorded=True), IndexEngine(scheduler), clock)
     assert clock.now() == 11.0  # two steps of half a second after the second came
     assert [outcome.ttft for outcome in found] == [0.5, 0.5]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+HISTORY = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": [{"type": "text", "text": "U"}, {"type": "image_url"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "R"},
+    {"role": "assistant", "content": "A"},
+]
+CALLED = b'{"name":"look","arguments":"{\\"at\\": 1}"}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"messages": HISTORY}),
+        json.dumps({"messages": HISTORY}, indent=2),
+        json.dumps([{"messages": HISTORY}], indent=2),
+        json.dumps(HISTORY, indent=2),
+        "\n".join(map(json.dumps, HISTORY)),
+        "\ufeff" + json.dumps({"messages": HISTORY}),
+    ],
+)
+def test_a_history_with_tool_calls_is_read_however_it_is_laid_out(tmp_path, text):
+    called, answered = loaders.load_messages(write(tmp_path, text), encode).arrivals
+    assert bytes(called.prompt().tolist()) == b"SU"
+    assert bytes(called.answer().tolist()) == CALLED
+    assert bytes(answered.prompt().tolist()) == b"SU" + CALLED + b"R"
+    assert bytes(answered.answer().tolist()) == b"A" and answered.after == 0
+
+
+def test_tools_come_before_the_messages(tmp_path):
+    path = write(tmp_path, {"messages": HISTORY[:2], "tools": [{"name": "look"}]})
+    (only,) = loaders.load_messages(path, encode).arrivals
+    assert bytes(only.prompt().tolist()) == b'[{"name":"look"}]SU'
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"messages": [{"role": "user", "content": 7}]}', ':1: a turn needs "role"'),
+        ('{"messages": [{"role": "user", "content": [7]}]}', ":1: a part of a content"),
+        ('{"messages": [{"role": "x", "content": null, "tool_calls": 7}]}', '"tool_calls" must'),
+        ('{"messages": [\n7\n]}', "record 0: a turn needs"),
+        ("[7,\n8]", "record 0: not a chat"),
+        ('[\n{"messages":', "not JSON"),
+        ("", "no request in it"),
+        ("\ud800", None),
+        ("x" * 1_000_000, ":1: not JSON"),
+    ],
+)
+def test_a_malformed_history_is_named_in_one_sentence(tmp_path, text, complaint):
+    path = tmp_path / "file.json"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(InvalidRequest) as error:
+        loaders.load_messages(path, encode)
+    assert (complaint or "it is not UTF-8 text") in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_half_a_character_in_json_is_no_reason_to_stop(tmp_path):
+    path = write(tmp_path, r'{"messages": [{"role": "user", "content": "a\ud800b"}]}')
+    (only,) = loaders.load_messages(path, encode).arrivals
+    assert bytes(only.prompt().tolist()) == b"a?b"
+
+
+@pytest.mark.parametrize("text", ['["one",\n"two"]', '["one", "two"]', "one\ntwo"])
+def test_prompts_may_be_a_json_list_of_texts(tmp_path, text):
+    workload = loaders.load_prompts(write(tmp_path, text), encode)
+    assert [bytes(a.prompt().tolist()) for a in workload.arrivals] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"messages": HISTORY}, indent=2),
+        json.dumps([{"messages": HISTORY}], indent=1),
+        "\n".join(json.dumps({"prompt": prompt}) for prompt in "ab"),
+        "[\n  {\n",
+        "{",
+    ],
+)
+def test_json_is_not_taken_for_prompts_line_by_line(tmp_path, text):
+    with pytest.raises(InvalidRequest) as error:
+        loaders.load_prompts(write(tmp_path, text), encode)
+    assert "JSON" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_prompt_that_begins_with_a_bracket_is_a_prompt(tmp_path):
+    lines = ["[INST] one", "{name} asks"]
+    workload = loaders.load_prompts(write(tmp_path, *lines), encode)
+    assert [bytes(a.prompt().tolist()).decode() for a in workload.arrivals] == lines

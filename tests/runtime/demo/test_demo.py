@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -99,39 +100,44 @@ def test_the_totals_add_up(report: dict[str, Any], turns: list[Turn]):
     assert totals["prefilled_tokens"] == sum(turn.prefilled_tokens for turn in turns)
 
 
-def test_piped_output_is_plain_text(
+def test_piped_output_is_plain_text_with_whole_lines(
     turns: list[Turn], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(play, "play", lambda engine: iter(turns))
     assert play.run({}) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out and "\r" not in out
-    for turn in turns:
-        assert turn.question in out and f"{turn.answer} [right]" in out
-    closing = out.rpartition("\n\n")[2].splitlines()
-    assert all(len(line) <= 80 for line in closing)
-    assert any(line.startswith("12 of 12 answers right; the cache served ") for line in closing)
+    assert out.isascii() and "\x1b" not in out and "\r" not in out
+    rows = out.split("\n\n")[1].splitlines()[1:]
+    for turn, row in zip(turns, rows, strict=True):
+        assert row.startswith(f"{turn.user:<5}{turn.question} {turn.expected} ")
+        told = [int(number.replace(",", "")) for number in row.split()[-4:]]
+        assert told[:2] == [turn.cached_tokens, turn.prefilled_tokens]
+        assert told[2:] == [round(turn.ttft_ms), round(turn.uncached_ttft_ms)]
 
 
-def test_a_terminal_gets_colours(
+def test_a_terminal_gets_colours_and_one_screen(
     turns: list[Turn], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(play, "play", lambda engine: iter(turns))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert play.run({}) == 0
     out = capsys.readouterr().out
-    assert "\x1b[" in out
-    assert all(turn.answer in out for turn in turns)
+    assert "\x1b[36m" in out
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|.*\r", "", out).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert out.count("\n") - out.count("\x1b[1A") <= 24 - 2  # the command, and the next prompt
+    assert any(line.startswith("12 of 12 answers right, the same tokens") for line in lines)
+    assert any("Stockholm" not in line and "314 Laurel St…" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"right": False, "answer": "The age is 7."}, "11 of 12 answers right"),
-        ({"prefilled_tokens": 900}, "MORE THAN their new tokens"),
+        ({"right": False, "answer": "The age is 7."}, "WRONG, not 64: 'The age is 7.'"),
+        ({"prefilled_tokens": 900}, "MORE THAN its new tokens"),
         ({"same_tokens": False}, "DIFFERENT TOKENS"),
     ],
 )
@@ -146,4 +152,6 @@ def test_a_failing_turn_fails_the_demo(
     assert not Totals.of(broken).ok
     monkeypatch.setattr(play, "play", lambda engine: iter(broken))
     assert play.run({}) == 1
-    assert complaint in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert complaint in out.replace("\n", " ")
+    assert f"{12 - ('right' in change)} of 12 answers right" in out

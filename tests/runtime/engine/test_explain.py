@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AddedToken
 
 from radixcache import (
     LLM,
@@ -27,10 +30,13 @@ from radixcache import (
 )
 from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
-from radixcache.runtime.engine.explain import REASONS, WINDOW, Explainer, Miss, find_rejoin
+from radixcache.runtime.engine.explain import REASONS, Explainer, Miss, find_rejoin, table_of
 from radixcache.runtime.engine.request import Request
+from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.engines import finish
 from tests.models import BYTES_PER_TOKEN, tiny_model
+from tests.scripted import make_tokenizer
 
 SEED = 20_261_120
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -44,22 +50,24 @@ Text = tuple[int, ...]
 class World:
     """A cache in too little memory, driven at random, and all that was ever computed in it.
 
-    Whatever is computed has a serial number, by namespace and prefix; a reason is worked out for
-    each token by itself.
+    Whatever is computed is kept by namespace and prefix, with the ways on from there; a reason is
+    worked out for each token by itself.
     """
 
     def __init__(self, seed: int, kind: type[Any], page_size: int, num_pages: int) -> None:
         self.rng = Random(f"{seed}/{kind.__name__}/{page_size}")
         self.cache: PrefixCache = kind(PagePool(num_pages, page_size))
-        self.explainer = Explainer(self.cache, num_tokens=1 << 14)
         self.page_size = page_size
         self.longest = page_size * num_pages // 2
-        self.alphabet = self.rng.choice([2, 3, 50])
-        self.computed: dict[Hashable, dict[Text, int]] = {name: {} for name in NAMESPACES}
+        self.alphabet = self.rng.choice([3, 4, 50])
+        self.marks = frozenset(range(self.rng.choice([0, 1, 2])))
+        self.explainer = Explainer(self.cache, num_tokens=1 << 14, marks=self.marks)
+        self.computed: dict[Hashable, set[Text]] = {name: set() for name in NAMESPACES}
+        self.ways_on: dict[tuple[Hashable, Text], list[Text]] = {}
         self.cached: set[tuple[Hashable, Text]] = set()
         self.in_flight: set[tuple[Hashable, Text]] = set()
         self.running: list[tuple[Lease, Hashable, Text]] = []
-        self.past: list[Text] = [()]
+        self.past = [self.text(self.longest) for _ in range(3)]
         self.counted: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         if kind is RadixCache:
@@ -87,7 +95,7 @@ class World:
     def admit(self) -> None:
         if len(self.running) >= 4:
             return
-        namespace, tokens = self.rng.choice(NAMESPACES), self.prompt()
+        namespace, tokens = self.rng.choices(NAMESPACES, [4, 1, 1])[0], self.prompt()
         lease = self.cache.acquire(tokens, namespace)
         try:
             self.cache.reserve(lease, len(tokens))
@@ -106,20 +114,24 @@ class World:
         self.past.append(tokens)
 
     def prompt(self) -> Text:
-        """One from before with other tokens put in its middle, or after what is kept of it."""
+        """One from before that goes on, or ends otherwise, or has another token in its middle."""
         known, rng = self.rng.choice(self.past[-8:]), self.rng
-        kept = rng.choice([len(known), rng.randint(0, len(known))])
-        new = tuple(
-            rng.randrange(self.alphabet) for _ in range(rng.randint(1, rng.choice([3, 25])))
-        )
-        rest = known[kept + rng.randint(0, 3) :] * rng.randint(0, 1)
-        return (known[:kept] + new + rest)[: self.longest]
+        at = rng.choice([len(known), rng.randint(0, len(known)), rng.randint(0, 3) * 8])
+        new = self.text(rng.choice([1, 3, 25]))
+        rest = known[at + rng.randint(0, 3) :] * rng.choice([0, 1, 1])
+        return (known[:at] + new + rest)[: self.longest]
+
+    def text(self, longest: int) -> Text:
+        count = self.rng.randint(1, longest)
+        return tuple(self.rng.randrange(self.alphabet) for _ in range(count))
 
     def publish(self, lease: Lease, namespace: Hashable, tokens: Text, late: bool = False) -> None:
         self.explainer.remember(tokens, namespace)
-        serials = self.computed[namespace]
+        computed = self.computed[namespace]
         for end in range(1, len(tokens) + 1):
-            serials.setdefault(tokens[:end], len(serials))
+            if tokens[:end] not in computed:
+                computed.add(tokens[:end])
+                self.ways_on.setdefault((namespace, tokens[: end - 1]), []).insert(0, tokens[:end])
             if not late and (namespace, tokens[:end]) not in self.cached:
                 self.in_flight.add((namespace, tokens[:end]))
         self.cache.publish(lease, tokens[lease.num_tokens :], written=late)
@@ -151,6 +163,7 @@ class World:
             self.cached.clear()
 
     def compare(self, misses: list[Miss], tokens: Text, hit: int, namespace: Hashable) -> None:
+        self.met: dict[int, Any] = {}
         labels = [self.reason(tokens, at, hit, namespace) for at in range(hit, len(tokens) - 1)]
         expected, at = [], hit
         for label, run in groupby(labels):
@@ -162,25 +175,26 @@ class World:
             self.seen[miss.reason + " in flight" * miss.in_flight] += 1
             assert miss.num_tokens == len(tokens)
             if miss.reason == "diverged":
-                following = self.following(tokens[: miss.start], namespace)
-                after, repeated = self.rejoin(tokens, miss.start, following) or (-miss.start, 0)
+                (after, repeated), following = self.met[miss.start]
                 assert miss.before == tokens[max(0, miss.start - 8) : miss.start]
                 assert miss.prompt == tokens[miss.start : miss.start + 8]
                 assert miss.cached == following[:8] and miss.cached[0] != miss.prompt[0]
                 assert (miss.rejoin, miss.repeated) == (miss.start + after, repeated)
-                self.seen["met again"] += bool(repeated)
+                self.seen["in an older branch"] += (
+                    following != self.branches(tokens[: miss.start], namespace)[0]
+                )
             else:
                 assert miss == Miss(miss.reason, miss.start, miss.end, len(tokens), miss.in_flight)
 
     def reason(self, tokens: Text, at: int, hit: int, namespace: Hashable) -> tuple[str, bool]:
         """Why token `at` is missed, and whether because it is in flight."""
-        serials = self.computed[namespace]
-        if tokens[: at + 1] in serials:
+        computed = self.computed[namespace]
+        if tokens[: at + 1] in computed:
             if isinstance(self.cache, NoCache):
                 return "caching_off", False
             if isinstance(self.cache, HashBlockCache):
                 end = (at // self.page_size + 1) * self.page_size
-                whole = end < len(tokens) and tokens[:end] in serials
+                whole = end < len(tokens) and tokens[:end] in computed
                 return ("evicted" if whole else "page_not_finished"), False
             if (namespace, tokens[: at + 1]) not in self.cached:
                 return "evicted", False
@@ -188,40 +202,51 @@ class World:
             assert at // self.page_size == hit // self.page_size
             return "page_not_finished", True
         start = max(
-            end for end in range(at + 1) if not end or tokens[:end] in serials or end == hit
+            end for end in range(at + 1) if not end or tokens[:end] in computed or end == hit
         )
-        following = self.following(tokens[:start], namespace)
-        if not following:
-            return "first_seen", False
-        meets = self.rejoin(tokens, start, following) is not None
-        return ("diverged" if start or meets else "first_seen"), False
+        if start not in self.met:
+            self.met[start] = max(
+                (
+                    (met, text)
+                    for text in self.branches(tokens[:start], namespace)
+                    if (met := naive_rejoin(tokens[start:-1], text, self.marks))
+                ),
+                key=lambda meeting: meeting[0][1],
+                default=None,
+            )
+        return ("diverged" if self.met[start] else "first_seen"), False
 
-    def following(self, prefix: Text, namespace: Hashable) -> Text:
-        """What was computed after `prefix`, along what was new last at each fork."""
-        serials, path = self.computed[namespace], prefix
-        while True:
-            following = [p for p in serials if len(p) == len(path) + 1 and p[:-1] == path]
-            if not following:
-                return path[len(prefix) :]
-            path = max(following, key=lambda p: serials[p])
-
-    @staticmethod
-    def rejoin(tokens: Text, start: int, following: Text) -> tuple[int, int] | None:
-        return naive_rejoin(tokens[start:-1], following)
+    def branches(self, prefix: Text, namespace: Hashable) -> list[Text]:
+        """What was computed after `prefix`: 8 branches, and along what was new last in each."""
+        found = []
+        for path in self.ways_on.get((namespace, prefix), [])[:8]:
+            while following := self.ways_on.get((namespace, path)):
+                path = following[0]
+            found.append(path[len(prefix) :])
+        return found
 
 
-def naive_rejoin(one: Sequence[int], other: Sequence[int]) -> tuple[int, int] | None:
-    for i in range(min(WINDOW + 1, len(one) - 15)):
-        for j in range(min(WINDOW + 1, len(other) - 15)):
-            if tuple(one[i : i + 16]) == tuple(other[j : j + 16]):
-                length = 16
-                while (
-                    i + length < len(one)
-                    and j + length < len(other)
-                    and one[i + length] == other[j + length]
-                ):
-                    length += 1
-                return i, length
+def naive_rejoin(
+    one: Sequence[int], other: Sequence[int], marks: Collection[int]
+) -> tuple[int, int] | None:
+    def spell(text: Sequence[int]) -> list[tuple[int, tuple[int | None, int]]]:
+        before = [None, *(token if token in marks else None for token in text)]
+        return [(i, (before[i], text[i])) for i in range(len(text)) if text[i] not in marks]
+
+    ours, theirs = spell(one[:1040]), spell(other[:1040])
+    for within, count in (16, 8), (1024, 16):
+        places: dict[Any, list[int]] = {}
+        for b in range(min(within, len(theirs) - count + 1)):
+            places.setdefault(theirs[b][1], []).append(b)
+        starts = range(min(within, len(ours) - count + 1))
+        for a, b in [(x, y) for x in starts for y in places.get(ours[x][1], ())]:
+            if all(ours[a + k][1] == theirs[b + k][1] for k in range(count)):
+                i, j = ours[a][0], theirs[b][0]
+                while i and j and one[i - 1] == other[j - 1]:
+                    i, j = i - 1, j - 1
+                pairs = zip(one[i:], other[j:], strict=False)
+                length = next((k for k, (x, y) in enumerate(pairs) if x != y), None)
+                return i, min(len(one) - i, len(other) - j) if length is None else length
     return None
 
 
@@ -238,7 +263,7 @@ def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(
         world = World(SEED + number, kind, page_size, num_pages=160 // page_size)
         world.run(120)
         seen += world.seen
-    always = {"first_seen", "diverged", "met again"}
+    always = {"first_seen", "diverged", "in an older branch"}
     of_kind: dict[Any, set[str]] = {
         RadixCache: {"evicted", "page_not_finished in flight"},
         HashBlockCache: {"evicted", "page_not_finished"},
@@ -249,16 +274,20 @@ def test_each_token_has_the_reason_that_a_list_of_everything_computed_gives(
 
 def test_texts_that_meet_again_are_found_where_a_naive_search_finds_them() -> None:
     rng, found = Random(SEED), 0
-    for _ in range(300):
-        same = [rng.randrange(9) for _ in range(rng.randint(10, 60))]
+    for number in range(300):
+        kinds = 9 if number < 294 else 999
+        gaps = [0, 1, 5, 15, 16, 17, 60] if number < 294 else [1023, 1024, 1025]
+        marks = {*range(rng.choice([0, 1, 3]))}
+        same = [rng.randrange(kinds) for _ in range(rng.randint(6, 40))]
         one, other = (
-            [rng.randrange(9) for _ in range(rng.choice([0, 1, 5, 30, WINDOW, WINDOW + 1]))]
+            [rng.randrange(kinds) for _ in range(rng.choice(gaps))]
             + same
-            + [rng.randrange(9) for _ in range(rng.randint(0, 20))]
+            + [rng.randrange(kinds) for _ in range(rng.randint(0, 20))]
             for _ in range(2)
         )
-        expected = naive_rejoin(one, other)
-        assert find_rejoin(as_tokens(one), as_tokens(other)) == expected, f"seed {SEED}"
+        expected = naive_rejoin(one, other, marks)
+        met = find_rejoin(as_tokens(one), [as_tokens(other)], table_of(marks))
+        assert (met and met[:2]) == expected, f"seed {SEED}"
         found += expected is not None
     assert 50 < found < 290, f"{found} of 300 met again, seed {SEED}"
 
@@ -314,9 +343,10 @@ def test_each_reason_is_one_sentence() -> None:
             "same step"
         ),
         Miss("caching_off", 0, 4, 9): "caching is off: 4 tokens from token 0 on, computed before",
-        Miss("diverged", 2, 5, 6, before=(1, 2), prompt=(3, 4, 5, 6), cached=(7, 8)): (
-            "diverged at token 2 of 6: the prompt has [1, 2, 3, 4, 5, 6], the cache has "
-            "[1, 2, 7, 8]; 3 tokens computed again"
+        Miss("diverged", 2, 5, 6, False, (1, 2), (3, 4, 5, 6), (7, 8), 3, 2): (
+            "diverged at token 2 of 6: the prompt has [1, 2, 3, 4, 5, 6], an earlier text "
+            "[1, 2, 7, 8]; 3 tokens not cached, although 2 of them, from token 3 on, are the same "
+            "in both: move what changes to the end"
         ),
     }
     for miss, sentence in sentences.items():
@@ -338,13 +368,117 @@ def test_a_divergence_quotes_both_texts_and_marks_where_they_were_cut() -> None:
         repeated=67,
     )
     assert miss.describe(lambda ids: "".join(map(chr, ids))) == (
-        "diverged at token 20 of 91: the prompt has '…It is 10:41 no', the cache has "
-        "'…It is 10:38 now\\n…'; 70 tokens computed again, although 67 of them, from token 23 on, "
+        "diverged at token 20 of 91: the prompt has '…It is 10:41 no', an earlier text "
+        "'…It is 10:38 now\\n…'; 70 tokens not cached, although 67 of them, from token 23 on, "
         "are the same in both: move what changes to the end"
     )
     redacted = miss.redacted()
-    assert redacted.cached == () and "the cache has" not in redacted.describe()
+    assert redacted.cached == () and "earlier" not in redacted.describe()
     assert redacted.describe().endswith("move what changes to the end")
+
+
+# ---------------------------------------------------------------------- what is new in a chat
+
+LLAMA = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["bundled", "qwen", "llama"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """The bundled one with its template, and with those of other families."""
+    if request.param == "bundled":
+        bundled = Tokenizer.load(str(BUNDLED_MODEL))
+        assert bundled is not None
+        return bundled
+    fast = make_tokenizer()
+    if request.param == "llama":
+        fast.chat_template = LLAMA
+        texts = re.findall(r"<\|\w+\|>", LLAMA)
+        fast.add_tokens([AddedToken(text, normalized=False, special=True) for text in {*texts}])
+    fast.add_tokens(["system", "user", "assistant"])  # one token each, as there
+    return Tokenizer(fast)
+
+
+def marks(tokenizer: Tokenizer) -> list[int]:
+    return [index for index, text in tokenizer.added.items() if text.startswith("<")]
+
+
+HELPFUL = "You are a helpful assistant."
+CLUB = "You know all members of the club.\n" + "| 1 | Nora Lund | 30 | Oslo |\n" * 6
+SHOTS = [f"Q: {q}?\nA: {a}\n" for q, a in [("Is the sky blue", "yes"), ("How many", "four")]]
+SHOTS.append("Q: Who has written this line, and who will read it?\nA: nobody\n")
+
+
+def chat(system: str, *texts: str) -> list[dict[str, str]]:
+    told = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    return told + [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+TEA = ("Which tea is it?", "It is green tea.", "And what do the others drink?")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reason"),
+    [
+        (chat("", "Hello, who are you?"), chat("", "What is the capital of France?"), "new"),
+        (chat("", "How old is Nora Lund?"), chat("", "How old is Hugo Marsh?"), "new"),
+        (chat(CLUB, "How old is Nora Lund?"), chat(CLUB, "How old is Hugo Marsh?"), "new"),
+        (chat(HELPFUL, *TEA), chat("You are a pirate.", "Tell me of a ship."), "new"),
+        (chat(HELPFUL, *TEA), chat(HELPFUL, "Where is Rome?", "In Italy.", "And Oslo?"), "new"),
+        (chat(HELPFUL, *TEA[:1]), chat(HELPFUL, *TEA), "new"),
+        (chat(HELPFUL, *TEA), chat(HELPFUL, "Which coffee is it?", *TEA[1:]), "diverged"),
+        (chat(HELPFUL, *TEA), chat(HELPFUL, TEA[0], "Black tea.", TEA[2]), "diverged"),
+        (chat(HELPFUL, *TEA), chat(HELPFUL, "x" * 99 + TEA[0], *TEA[1:]), "diverged"),
+        (chat("It is 10:38. " + HELPFUL, "Hi"), chat("It is 10:41. " + HELPFUL, "Hi"), "diverged"),
+        (chat("10:38. " + CLUB, "Who?"), chat("10:41. " + CLUB, "How many are they?"), "diverged"),
+        (chat(CLUB, "Who?"), chat(CLUB.replace("\n", "\r\n"), "Who?"), "diverged"),
+        (chat(CLUB, "Who?"), chat(CLUB.replace("the club", "the  club"), "Who?"), "diverged"),
+        (chat("".join(SHOTS), "Why?"), chat("".join(SHOTS[::-1]), "Why?"), "diverged"),
+    ],
+)
+def test_a_prompt_has_diverged_if_it_goes_on_as_a_known_text_and_is_new_if_not(
+    tokenizer: Tokenizer, before: Any, now: Any, reason: str
+) -> None:
+    explainer = Explainer(RadixCache(PagePool(256, 16)), marks=marks(tokenizer))
+
+    def encode(messages: Any) -> list[int]:
+        return tokenizer.encode(tokenizer.render_chat(messages), special=False)
+
+    explainer.remember([*encode(before), *tokenizer.encode("I do not know.", special=False)])
+    start = before[: before[0]["role"] == "system"]
+    for number in range(5):  # others, who part at the same place
+        other = {"role": "user", "content": f"{number} is a number, is it not?"}
+        explainer.remember(encode([*start, other]))
+    tokens = encode(now)
+    (miss,) = [m for m in explainer.explain(tokens, 0) if m.reason != "evicted"]
+    assert miss.reason == {"new": "first_seen", "diverged": "diverged"}[reason]
+    assert miss.end == len(tokens) - 1
+    told = miss.describe(tokenizer.show)
+    assert "computed again" not in told and (reason == "new") == ("move what" not in told)
+
+
+def test_a_quotation_shows_where_one_message_ends_and_the_next_begins(
+    tokenizer: Tokenizer,
+) -> None:
+    explainer = Explainer(RadixCache(PagePool(256, 16)), marks=marks(tokenizer))
+    texts = [
+        tokenizer.render_chat(chat(HELPFUL, f"{first} tea is it?", *TEA[1:]))
+        for first in ("Which", "What")
+    ]
+    for text in texts:
+        tokens = tokenizer.encode(text, special=False)
+        misses = explainer.explain(tokens, 0)
+        explainer.remember(tokens)
+    told = misses[-1].describe(tokenizer.show)
+    quotes = [ast.literal_eval(quote) for quote in re.findall(r"'[^']*'", told)]
+    assert len(quotes) == 2
+    for quote, text in zip(quotes, reversed(texts), strict=True):
+        assert quote.strip("…") in text, "as it stands in the prompt, its marks and all"
+        assert "tant.W" not in quote and "?It" not in quote and re.search(r"<\|\w+\|>", quote)
 
 
 # ----------------------------------------------------------------------------------- through LLM
@@ -389,11 +523,12 @@ def test_the_time_of_day_at_the_top_is_named_as_the_place_where_prompts_part(
     assert miss.cached[:2] == tuple(tabletalk.tokenizer.encode("38"))
     assert miss.rejoin == parting + 2 and abs(miss.repeated - same) <= 1
     lines = str(explanation).splitlines()
-    assert lines[0] == f"{parting} of {len(tokens)} tokens cached" and len(lines) == 2
+    assert lines[0] == f"{parting} of {len(tokens)} tokens cached" and len(lines) == 3
     assert lines[1].startswith(
         f"- diverged at token {parting} of {len(tokens)}: the prompt has 'It is 10:41. You"
     )
-    assert "the cache has 'It is 10:38. You" in lines[1]
+    assert "an earlier text 'It is 10:38. You" in lines[1]
+    assert lines[2] == "- the last token is computed for its logits"
     assert lines[1].endswith("are the same in both: move what changes to the end")
 
     # Even as the very first token, and in place of a text of another length.
@@ -415,7 +550,7 @@ def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path
         requests.append(request)
     first, second, third = (request.explanation for request in requests)
     assert first == [Miss("first_seen", 0, len(stem) + 10, len(stem) + 11)]
-    assert second is not None and [m.reason for m in second] == ["diverged"]
+    assert second is not None and [m.reason for m in second] == ["first_seen"]
     assert second[0].start == len(stem) + 4 == requests[1].sequences[0].cached_tokens
     assert third is not None and [m.reason for m in third] in (["diverged"], ["first_seen"])
     counted = Counter({miss.reason: 0 for miss in [*first, *second, *third]})
@@ -464,7 +599,7 @@ def test_a_burst_whose_stem_ends_in_mid_page_waits_for_that_page_only(path: Path
     explanation = requests[1].explanation
     assert explanation is not None
     assert explanation[0] == Miss("page_not_finished", 16, 20, 26, in_flight=True)
-    assert [m.reason for m in explanation] == ["page_not_finished", "diverged"]
+    assert [m.reason for m in explanation] == ["page_not_finished", "first_seen"]
     while llm.engine.has_work:
         llm.engine.step()
 
@@ -570,8 +705,8 @@ def test_a_prompt_after_a_pinned_prefix_is_explained_as_a_whole(path: Path) -> N
 
 def test_without_a_tokenizer_texts_are_shown_as_ids(tmp_path: Path) -> None:
     llm = LLM(tiny_model("llama", tmp_path, tokenizer=False), kv_memory="1MiB")
-    llm.generate({"prompt_token_ids": [1, 2, 3, 4]}, GREEDY)
-    explained = str(llm.explain({"prompt_token_ids": np.array([1, 2, 9, 9], np.int32)}))
-    assert "diverged at token 2 of 4: the prompt has [1, 2, 9, 9], the cache has [1, 2, 3, 4" in (
-        explained
-    )
+    llm.generate({"prompt_token_ids": [1, 2, 3, *range(20, 29)]}, GREEDY)
+    prompt = np.array([1, 2, 9, *range(20, 29), 9], np.int32)
+    explained = str(llm.explain({"prompt_token_ids": prompt}))
+    assert "diverged at token 2 of 13: the prompt has [1, 2, 9, 20, 21, 22, 23" in explained
+    assert "an earlier text [1, 2, 3, 20, 21, 22, 23" in explained

@@ -38,6 +38,7 @@ CLIENT_ROUTES = {
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/explain"),
     ("POST", "/v1/prefixes"),
     ("GET", "/v1/prefixes"),
     ("GET", "/v1/prefixes/{name}"),

@@ -13,6 +13,7 @@ from radixcache import LLM
 from tests.runtime.server.live import SYSTEM, LiveServer, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SHARED = "and here is what all of them have in common at their ends."
 
 
 @pytest.fixture
@@ -107,10 +108,12 @@ def test_explanations_are_given_when_asked_for_only(fresh: LiveServer):
 
 
 def test_texts_of_others_can_be_hidden(llm: LLM):
-    body = {"prompt": "the secret of Alice is blue", "max_tokens": 1, "explain": True}
+    body = {"prompt": f"the secret of Alice is {SHARED}", "max_tokens": 1, "explain": True}
     with live(llm, hide_texts=True) as server:
         server.post(COMPLETIONS, body)
-        other = server.post(COMPLETIONS, {**body, "prompt": "the secret of Bob is red"}).json()
+        other = server.post(
+            COMPLETIONS, {**body, "prompt": f"the secret of Bob is {SHARED}"}
+        ).json()
         (miss,) = misses(other)
         assert miss["reason"] == "diverged" and "Bob" in miss["text"]
         assert "Alice" not in miss["text"]
@@ -124,7 +127,7 @@ def test_the_end_of_somebody_s_prefix_is_hidden_too(llm: LLM):
     with live(llm, hide_texts=True) as server:
         secret = [{"role": "system", "content": "The code is 555-4822"}]
         server.post("/v1/prefixes", {"name": "p", "messages": secret})
-        for question in ("How old", "Which is"):
+        for question in (f"How old {SHARED}", f"Which is {SHARED}"):
             messages = [{"role": "user", "content": question}]
             body = {"prefix": "p", "messages": messages, "max_tokens": 1, "explain": True}
             answer = server.post(CHAT, body).json()

@@ -219,15 +219,17 @@ def test_an_edited_message_is_a_branch_that_hits_up_to_the_word_that_differs(pag
 
 @needs_browser
 def test_the_explanation_says_where_and_why_and_is_no_markup(page: Page):
-    page.ask("What is <b>this</b> about?")
-    prompt, cached, computed = numbers(page.edit(0, "What is <b>that</b> about?"))
-    (line,) = page.texts("#reasons li")
+    question = "What is <b>{}</b> about, and who is it that asks?"
+    page.ask(question.format("this"))
+    prompt, cached, computed = numbers(page.edit(0, question.format("that")))
+    line, last = page.texts("#reasons li")
     assert line.startswith(f"{cached:,} – {prompt - 1:,}diverged at token {cached:,} of {prompt:,}")
     assert "<b>that</b>" in line and "<b>this</b>" in line
+    assert last == f"{prompt - 1:,} – {prompt:,}the last token is computed for its logits"
     segments = "[...document.querySelectorAll('#strip i')]"
     parts = page.run(f"return {segments}.map((part) => [part.className, +part.style.flexGrow])")
     assert parts == [["hit", cached], ["miss", computed - 1], ["miss", 1]]
-    assert numbers(page.edit(0, "What is <b>that</b> about?")) == (prompt, prompt, 0)
+    assert numbers(page.edit(0, question.format("that"))) == (prompt, prompt, 0)
     parts = page.run(f"return {segments}.map((part) => [part.className, +part.style.flexGrow])")
     assert parts == [["hit", prompt]] and not page.texts("#reasons li")
 

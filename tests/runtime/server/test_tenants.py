@@ -15,6 +15,7 @@ from tests.runtime.server.live import SYSTEM, LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
 COMPLETIONS, CHAT, PREFIXES = "/v1/completions", "/v1/chat/completions", "/v1/prefixes"
+EXPLAIN = "/v1/explain"
 VOLATILE = {"id", "created", "ttft", "expires_in"}
 ADA, BEN = "salt of Ada", "salt of Bèn"
 
@@ -106,7 +107,9 @@ def test_answers_are_as_if_others_had_sent_nothing(user: httpx.Client):
     requests: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": text[:200], "max_tokens": 4, "explain": True}),
         (COMPLETIONS, {"prompt": text[:99], "max_tokens": 0, "logprobs": 1, "echo": True}),
+        (EXPLAIN, {"messages": short}),
         (CHAT, {"messages": short, "max_tokens": 4, "explain": True}),
+        (EXPLAIN, {"messages": short}),
         (PREFIXES, {"name": "system", "prompt": text[:300]}),
         (COMPLETIONS, {"prefix": "system", "prompt": "x", "max_tokens": 1, "explain": True}),
         (PREFIXES, {"name": "system", "prompt": "taken"}),
@@ -120,7 +123,7 @@ def test_answers_are_as_if_others_had_sent_nothing(user: httpx.Client):
         return [(response.status_code, lasting(response.json())) for response in got]
 
     first = answers(ADA)
-    assert [status for status, _ in first] == [200] * 5 + [409, 409, 200, 200, 404, 200]
+    assert [status for status, _ in first] == [200] * 7 + [409, 409, 200, 200, 404, 200]
     assert answers(BEN) == first
     assert answers("a third salt") == first
 

@@ -133,8 +133,9 @@ def test_a_request_is_a_trace_below_its_client_s(traced: Traced, stream: bool):
 
 
 def test_a_prefill_says_what_was_cached_and_why_the_rest_was_not(traced: Traced):
+    rest = ", by the sea, of which nobody here has ever heard a word"
     for city in ("Rome", "Oslo"):
-        traced.server.post(COMPLETIONS, {"prompt": f"A town: {city}, by the sea", "max_tokens": 1})
+        traced.server.post(COMPLETIONS, {"prompt": f"A town: {city}{rest}", "max_tokens": 1})
     spans = traced.spans(10)
     prefill = attributes([span for span in spans if span.name == "prefill"][1])
     cached = prefill["gen_ai.usage.cache_read.input_tokens"]

@@ -1,0 +1,120 @@
+"""All schemes on a workload, in every memory: bounds, replays, and one bar that says how far."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixcache.bench.replay.index_level import Serving, run_index
+from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
+from radixcache.bench.schemes.named import Memory, Scheme
+from radixcache.bench.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from radixcache.runtime.model.paged_model import PagedModel
+
+_CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
+"""Schemes whose hits at every size of memory one pass gives."""
+
+_SIZES = 40
+"""Sizes of memory in a curve."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and how; the same for every workload.
+
+    Attributes:
+        token_bytes: KV bytes of a token, for memory that is given in bytes.
+        level: "index", "engine" or "both".
+        model, repeats: at engine level, which model runs and how often it is timed.
+    """
+
+    schemes: list[Scheme]
+    memories: list[Memory]
+    serving: Serving
+    token_bytes: int
+    level: str = "index"
+    model: PagedModel | None = None
+    repeats: int = 3
+
+    def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
+        """Run all of it, workload by workload."""
+        runs = len(self.schemes) * (self.level != "engine")
+        runs += len(self.schemes) * (self.repeats + 1) * (self.level != "index")
+        requests = sum(len(workload.arrivals) for workload in workloads)
+        with _progress(requests * (1 + runs * len(self.memories))) as (says, tick):
+            for workload in workloads:
+                yield self._run(workload, says, tick)
+
+    def _run(
+        self, workload: Workload, says: Callable[[str], object], tick: Callable[[], object]
+    ) -> WorkloadReport:
+        says(f"{workload.name}: bounds")
+        trie = build_trie(workload, progress=tick)
+        found = WorkloadReport(
+            workload.name,
+            workload.shape,
+            len(workload.arrivals),
+            workload.prompt_tokens,
+            workload.answer_tokens,
+            trie.footprint,
+            unlimited_hits(trie),
+            workload.longest,
+        )
+        most = max(trie.footprint, workload.longest)
+        sizes = [int(size) for size in np.linspace(workload.longest, most, _SIZES)]
+        found.optimal_hits = {size: optimal_hits(trie, size) for size in sizes}
+        for scheme in self.schemes:
+            if scheme.name in _CURVES:
+                size = scheme.page_size
+                curve = lru_curve(trie if size == 1 else build_trie(workload, size))
+                found.curves[scheme.name] = [
+                    (memory, curve.hits(memory) / workload.prompt_tokens) for memory in sizes
+                ]
+        for memory in self.memories:
+            tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
+            found.optimal_hits[tokens] = optimal_hits(trie, tokens)
+            for scheme in self.schemes if self.level != "engine" else ():
+                says(f"{workload.name}, {memory.text}: {scheme.name}")
+                found.rows.append(
+                    run_index(workload, scheme, tokens, self.serving, memory.text, tick)
+                )
+            if self.model is not None:
+                from radixcache.bench.replay.engine_level import run_engine
+
+                says(f"{workload.name}, {memory.text}: engine")
+                found.rows += run_engine(
+                    workload,
+                    self.schemes,
+                    tokens,
+                    self.serving,
+                    self.model,
+                    repeats=self.repeats,
+                    memory=memory.text,
+                    progress=tick,
+                )
+        return found
+
+
+@contextmanager
+def _progress(
+    requests: int,
+) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
+    """One bar for everything, where a terminal shows it: what is running, how much is left."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=requests,
+        bar_format="{desc:<34.34} {percentage:3.0f} % |{bar}| {remaining} left",
+        leave=False,
+        dynamic_ncols=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        yield bar.set_description_str, bar.update

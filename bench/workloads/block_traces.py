@@ -1,0 +1,238 @@
+"""Traces of block hashes: which blocks of tokens two prompts share, and nothing of what they say.
+
+Each hash id stands for a block of tokens that are the same wherever the id is the same, and random
+otherwise. So two prompts agree in whole blocks only; what no id covers, and what is generated,
+agrees with nothing: a trace does not tell.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radixcache.bench.workloads.records import read_records
+from radixcache.bench.workloads.workload import Arrival, Tokens, Workload
+from radixcache.errors import InvalidRequest
+
+_MOST = 1 << 24
+"""Tokens of a prompt, an answer or a block; more is no trace of a model that there is."""
+
+
+def load_mooncake(
+    path: Path,
+    *,
+    hash_block: int | None = None,
+    vocabulary: int = 1 << 17,
+    limit: int | None = None,
+) -> Workload:
+    """A trace of `{"timestamp", "input_length", "output_length", "hash_ids"}`, one per line.
+
+    Requests wait for no other. Timestamps are milliseconds.
+
+    Args:
+        hash_block: tokens of a block: 512 in Mooncake's own traces, 64 or less in others.
+
+    Raises:
+        InvalidRequest: a line is no such record.
+    """
+    trace = _Trace(path, hash_block or 512, vocabulary)
+    for where, record in read_records(path, limit):
+        match record:
+            case {"timestamp": at, "input_length": length, "output_length": answer, "hash_ids": i}:
+                trace.add(where, length, answer, i, at=at, scale=1000)
+            case _:
+                raise InvalidRequest(
+                    f"{where}: not a request of a Mooncake trace: it has a timestamp, an "
+                    f"input_length, an output_length and hash_ids"
+                )
+    return trace.finished()
+
+
+def load_sessions(
+    path: Path,
+    *,
+    hash_block: int | None = None,
+    vocabulary: int = 1 << 17,
+    limit: int | None = None,
+) -> Workload:
+    """A trace of sessions: a request waits for the one before it in its session.
+
+    Three kinds of records, each with the hash ids of the whole prompt:
+
+    - one request of Mooncake's with a "session_id", which comes after the last one with that id;
+      "timestamp" in milliseconds, or "delay" after the request before (as AIPerf and Dynamo write);
+    - one request with "chat_id" and "parent_chat_id" (Qwen-Bailian's traces: blocks of 16 tokens,
+      "timestamp" in seconds);
+    - one session whose "requests" have "t" in seconds, "in", "out" and "hash_ids" (agents' traces
+      of kv-cache-tester: "block_size" tokens; ids that are "local" mean nothing to other sessions).
+      The requests of a "subagent" among them are a session that its next request waits for.
+
+    Args:
+        hash_block: tokens of a block, instead of what the trace says: its "block_size", else 16
+            with chat ids and 512 with session ids.
+
+    Raises:
+        InvalidRequest: a record is none of these.
+    """
+    trace = _Trace(path, hash_block or 512, vocabulary)
+    trace.ends_open = True
+    last: dict[Any, int] = {}
+    for number, (where, record) in enumerate(read_records(path, limit)):
+        trace.scope = None
+        match record:
+            case {"requests": [*requests]}:
+                trace.block = _block(where, hash_block or record.get("block_size", 64))
+                trace.scope = number if record.get("hash_id_scope") == "local" else None
+                _add_session(trace, where, requests, None)
+            case {"chat_id": int() | str() as chat, "input_length": length, "output_length": said}:
+                trace.block = _block(where, hash_block or record.get("block_size", 16))
+                parent = record.get("parent_chat_id")
+                after = last.get(parent) if isinstance(parent, int | str) else None
+                ids, at = record.get("hash_ids"), record.get("timestamp", 0)
+                last[chat] = trace.add(where, length, said, ids, at=at, after=after)
+            case {"session_id": int() | str() as name, "input_length": length, "output_length": n}:
+                trace.block = _block(where, hash_block or record.get("block_size", 512))
+                after = last.get(name)
+                ids, at = record.get("hash_ids"), record.get("timestamp")
+                begin = 0.0
+                if at is None:
+                    at = record.get("delay", 0)
+                    begin = trace.workload.arrivals[after].at if after is not None else 0.0
+                last[name] = trace.add(
+                    where, length, n, ids, at=at, begin=begin, scale=1000, after=after
+                )
+            case _:
+                raise InvalidRequest(
+                    f'{where}: not a session: it has "requests", or is a request with its lengths '
+                    f'and a "session_id" or "chat_id"'
+                )
+    return trace.finished()
+
+
+def _add_session(trace: _Trace, where: str, requests: list[Any], after: int | None) -> int | None:
+    """Add requests of which each waits for the one before; returns the last.
+
+    Sub-agents that follow each other begin together, after the request before them.
+    """
+    last = after
+    for request in requests:
+        match request:
+            case {"type": "subagent", "requests": [*inner]}:
+                last = _add_session(trace, where, inner, after) or last
+            case {"in": length, "out": answer}:
+                ids, at = request.get("hash_ids"), request.get("t", 0)
+                after = last = trace.add(where, length, answer, ids, at=at, after=last)
+            case _:
+                raise InvalidRequest(
+                    f'{where}: a request of a session needs "in" and "out", or is a subagent'
+                )
+    return last
+
+
+class _Trace:
+    """A workload while it is read."""
+
+    def __init__(self, path: Path, block: int, vocabulary: int) -> None:
+        self.path = path
+        self.block = block
+        self.ends_open = False
+        """Whether a trace may leave out the id of a last block that is not full."""
+        self.scope: int | None = None
+        self.workload = Workload(path.name, "")
+        self._vocabulary = vocabulary
+        self._numbers: dict[tuple[int | None, int], int] = {}
+        """Of blocks, in the order in which they come, by scope and id."""
+
+    def add(
+        self,
+        where: str,
+        length: Any,
+        answer: Any,
+        ids: Any,
+        *,
+        at: Any,
+        begin: float = 0.0,
+        scale: int = 1,
+        after: int | None = None,
+    ) -> int:
+        """Append a request as a file has it; returns its index.
+
+        Args:
+            ids: None if the trace does not know what the prompt shares.
+            at: when it comes, `scale` to a second, from `begin` on.
+        """
+        index = len(self.workload.arrivals)
+        if type(at) not in (int, float) or not 0 <= at < math.inf:
+            raise InvalidRequest(f"{where}: a time must be a number from 0 on, not {at!r:.40}")
+        for name, tokens, least in (("prompt", length, 1), ("answer", answer, 0)):
+            if type(tokens) is not int or not least <= tokens <= _MOST:
+                raise InvalidRequest(f"{where}: no number of tokens in its {name}: {tokens!r:.40}")
+        covered = [] if ids is None else self._blocks(where, length, ids)
+        answer = max(answer, 1)
+        turn = 0 if after is None else self.workload.arrivals[after].turn + 1
+        make = partial(_prompt, np.array(covered, np.uint64), self.block, length, index)
+        self.workload.arrivals.append(
+            Arrival(
+                length,
+                answer,
+                partial(make, self._vocabulary),
+                partial(_unique, index, answer, self._vocabulary),
+                after=after,
+                turn=turn,
+                at=begin + at / scale,
+            )
+        )
+        return index
+
+    def _blocks(self, where: str, length: int, ids: Any) -> list[int]:
+        """The numbers of a prompt's blocks."""
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            raise InvalidRequest(f"{where}: hash_ids must be numbers from 0 on")
+        counts = {-(-length // self.block), length // self.block if self.ends_open else -1}
+        if len(ids) not in counts:
+            raise InvalidRequest(
+                f"{where}: {len(ids)} hash_ids for {length} tokens: not blocks of {self.block} "
+                f"(say --hash-block)"
+            )
+        return [self._numbers.setdefault((self.scope, i), len(self._numbers)) for i in ids]
+
+    def finished(self) -> Workload:
+        """The workload. Raises InvalidRequest if there is no request in it."""
+        arrivals = self.workload.arrivals
+        if not arrivals:
+            raise InvalidRequest(f"{self.path}: no request in it")
+        sessions = sum(arrival.after is None for arrival in arrivals)
+        shared = f" in {sessions:,} sessions" if sessions < len(arrivals) else ""
+        self.workload.shape = f"trace of {self.block}-token blocks{shared}"
+        return self.workload
+
+
+def _block(where: str, size: Any) -> int:
+    if type(size) is not int or not 0 < size <= _MOST:
+        raise InvalidRequest(f"{where}: no number of tokens in a block: {size!r:.40}")
+    return size
+
+
+def _prompt(blocks: np.ndarray, block: int, length: int, index: int, vocabulary: int) -> Tokens:
+    numbers = blocks[:, None] * np.uint64(block) + np.arange(block, dtype=np.uint64)
+    covered = _scatter(numbers.ravel()[:length], vocabulary)
+    return np.append(covered, _unique(index, length - len(covered), vocabulary, 1 << 61))
+
+
+def _unique(index: int, length: int, vocabulary: int, begin: int = 1 << 62) -> Tokens:
+    """Tokens of request `index` alone."""
+    start = begin + (index << 24)  # far from every block
+    return _scatter(np.arange(start, start + length, dtype=np.uint64), vocabulary)
+
+
+def _scatter(numbers: np.ndarray, vocabulary: int) -> Tokens:
+    """Pseudo-random tokens, the same for the same numbers (Murmur3's finaliser)."""
+    mixed = numbers ^ (numbers >> np.uint64(33))
+    mixed *= np.uint64(0xFF51AFD7ED558CCD)
+    mixed ^= mixed >> np.uint64(33)
+    mixed *= np.uint64(0xC4CEB9FE1A85EC53)
+    return ((mixed >> np.uint64(33)) % np.uint64(vocabulary)).astype(np.int32)

@@ -1,0 +1,60 @@
+"""A running server, asked with nothing but the standard library."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from radixcache.errors import InvalidRequest
+
+SECONDS = 60
+"""How long an answer may take."""
+
+
+def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, Any]:
+    """The object that the server at `url` answers, which may end in `/v1`.
+
+    Args:
+        api_key: "" if there is none.
+
+    Raises:
+        InvalidRequest: nobody answers there, or with an error, or with no JSON object.
+    """
+    root = url.rstrip("/").removesuffix("/v1")
+    if not root.startswith(("http://", "https://")):
+        raise InvalidRequest(f"a server's address is like http://127.0.0.1:8000, not {url!r}")
+    if not api_key.isprintable():
+        raise InvalidRequest("the API key must be one line that a header can hold")
+    headers: dict[str, Any] = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}".encode()
+    try:
+        request = Request(f"{root}{path}", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=SECONDS) as response:
+            text = response.read()
+    except HTTPError as error:
+        raise InvalidRequest(f"{root}{path} answers {error.code}: {_message(error)}") from None
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise InvalidRequest(f"no server answers at {root}: {said}") from None
+    except ValueError as error:  # of the address, or of a key that is no Unicode
+        raise InvalidRequest(f"cannot ask {root}{path}: {error}") from None
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise InvalidRequest(f"what {root}{path} answers is no JSON object")
+    return answer
+
+
+def _message(error: HTTPError) -> str:
+    """The sentence of an error as OpenAI's API has it, else what HTTP calls it."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (OSError, HTTPException, ValueError, RecursionError, LookupError, TypeError):
+        return error.reason

@@ -1,0 +1,122 @@
+"""Traces of sessions: who shares blocks with whom, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from radixcache.bench.workloads.block_traces import load_sessions
+from radixcache.errors import InvalidRequest
+from tests.bench.workloads.test_loaders import write
+
+
+def session(name, ids, *, length=None, **more):
+    length = len(ids) * 4 if length is None else length
+    return {"session_id": name, "input_length": length, "output_length": 3, "hash_ids": ids, **more}
+
+
+def load(path, **more):
+    return load_sessions(path, vocabulary=1 << 30, **more).arrivals
+
+
+def shared(one, other):
+    """Tokens with which both prompts begin."""
+    one, other = one.prompt(), other.prompt()
+    size = min(len(one), len(other))
+    same = one[:size] == other[:size]
+    return size if same.all() else int(same.argmin())
+
+
+def test_a_request_waits_for_the_one_before_in_its_session(tmp_path):
+    path = write(
+        tmp_path,
+        session("a", [1, 2], timestamp=1000),
+        session("b", [1, 3], timestamp=1500),
+        session("a", [1, 2, 4], delay=250),
+        session("a", [1, 2, 4, 5], delay=500),
+    )
+    found = load(path, hash_block=4)
+    assert [(a.after, a.turn) for a in found] == [(None, 0), (None, 0), (0, 1), (2, 2)]
+    assert [a.at for a in found] == [1.0, 1.5, 1.25, 1.75]
+    assert [shared(found[0], other) for other in found[1:]] == [4, 8, 8]
+    assert load_sessions(path, hash_block=4).shape == "trace of 4-token blocks in 2 sessions"
+
+
+def test_a_chat_waits_for_its_parent_in_blocks_of_16_tokens(tmp_path):
+    chats = [
+        {"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.1, "hash_ids": [7, 8]},
+        {"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "hash_ids": [7, 8, 9]},
+        {"chat_id": 161, "parent_chat_id": 4, "timestamp": 63, "hash_ids": [7]},
+    ]
+    sizes = (20, 47, 16)
+    rows = [{**c, "input_length": n, "output_length": 0} for c, n in zip(chats, sizes, strict=True)]
+    first, second, third = load(write(tmp_path, *rows))
+    assert (second.after, second.turn, third.after) == (0, 1, None)
+    assert (first.at, second.at) == (61.1, 62.5)
+    assert shared(first, second) == 20 and shared(second, third) == 16
+
+
+def test_an_agents_session_waits_for_its_sub_agents(tmp_path):
+    def call(t, ids, **more):
+        return {"t": t, "type": "n", "in": 8 * len(ids), "out": 5, "hash_ids": ids, **more}
+
+    one = {
+        "id": "trace_1",
+        "block_size": 8,
+        "hash_id_scope": "local",
+        "requests": [
+            call(0.0, [1, 2]),
+            {"type": "subagent", "t": 1.0, "requests": [call(1.0, [5]), call(2.0, [5, 6])]},
+            {"type": "subagent", "t": 1.0, "requests": [call(1.5, [5, 7])]},
+            call(3.0, [1, 2, 3]),
+        ],
+    }
+    path = write(tmp_path, json.dumps([one, one], indent=2))  # over many lines
+    found = load(path)
+    assert [a.after for a in found] == [None, 0, 1, 0, 3, None, 5, 6, 5, 8]
+    assert shared(found[0], found[4]) == 16 and shared(found[1], found[3]) == 8
+    assert shared(found[0], found[5]) == 0  # ids of one session mean nothing to another
+    path = write(tmp_path, *({**one, "hash_id_scope": "global"} for _ in range(2)))
+    found = load(path)
+    assert shared(found[0], found[5]) == 16
+
+
+def test_what_no_id_covers_is_shared_with_nobody(tmp_path):
+    rows = [session("a", [1], length=7, timestamp=0), session("b", [1], length=7, timestamp=0)]
+    rows.append({"session_id": "c", "input_length": 5, "output_length": 1, "timestamp": 0})
+    found = load(write(tmp_path, *rows), hash_block=4)
+    assert shared(found[0], found[1]) == 4 and shared(found[0], found[2]) == 0
+    assert [len(a.prompt()) for a in found] == [7, 7, 5]
+
+
+def test_ids_of_64_bits_are_told_apart(tmp_path):
+    big = 1 << 63
+    rows = [session("a", [big, 1], timestamp=0), session("b", [big + (1 << 62), 1], timestamp=0)]
+    found = load(write(tmp_path, *rows), hash_block=4)
+    assert shared(*found) == 0 and np.array_equal(found[0].prompt()[4:], found[1].prompt()[4:])
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "no request in it"),
+        ('{"input_length": 1}', ":1: not a session: it has"),
+        ('{"requests": [7]}', ':1: a request of a session needs "in" and "out"'),
+        ('{"requests": [], "block_size": 0}', ":1: no number of tokens in a block: 0"),
+        ('{"requests": [{"in": 5, "out": 1, "hash_ids": [1, 2]}]}', "2 hash_ids for 5 tokens"),
+        ('{"session_id": [], "input_length": 1, "output_length": 1}', ":1: not a session"),
+        (json.dumps(session("a", [1], timestamp=float("nan"))), ":1: a time must be a number"),
+        (json.dumps(session("a", [-1])), ":1: hash_ids must be numbers from 0 on"),
+        ("[" * 5000, "JSON that is too deep"),
+        ('{"requests":[{"type":"subagent",' * 900, "not JSON"),
+        ('{"requests": [\n', "not JSON"),
+    ],
+)
+def test_a_malformed_session_is_named_in_one_sentence(tmp_path, text, complaint):
+    path = write(tmp_path, text)
+    with pytest.raises(InvalidRequest) as error:
+        load(path)
+    assert str(path) in str(error.value) and complaint in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
