@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from radixcache import __version__
 from radixcache.bench.machine import conditions
 from radixcache.bench.schemes.named import GROUPS, INDEX_ONLY, find_schemes, parse_memory
+from radixcache.bench.schemes.routing import RULES, find_rules
 from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
 from radixcache.bench.workloads.generators import GENERATORS
 from radixcache.bench.workloads.public_data import PUBLIC
@@ -24,6 +25,7 @@ SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 
 LEVELS = ("index", "engine", "both")
 DEFAULT_PAGE = Path("bench-report.html")
+_REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 
 
@@ -83,6 +85,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     serving.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
     serving.add_argument("--schedule", choices=("fcfs", "longest-prefix"), default="fcfs")
+    replicas = parser.add_argument_group("several replicas, simulated")
+    replicas.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help=f"compare ways to route requests to N replicas, each with this --memory, whose cache "
+        f"is each of --schemes ({_REPLICA})",
+    )
+    replicas.add_argument(
+        "--routing", nargs="+", metavar="NAME", default=["all"], help=f"all, {', '.join(RULES)}"
+    )
+    replicas.add_argument(
+        "--prefill-rate",
+        type=float,
+        default=8192,
+        metavar="R",
+        help="prompt tokens that a replica computes in a second (8192)",
+    )
+    replicas.add_argument(
+        "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
+    )
     engine = parser.add_argument_group("engine level")
     engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
@@ -102,13 +125,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the flags ask for."""
-    schemes = find_schemes(args.schemes)
+    is_default = args.replicas is not None and args.schemes == ["default"]
+    schemes = find_schemes([_REPLICA] if is_default else args.schemes)
+    ways = find_rules(args.routing)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
-    from radixcache.bench.comparison import Comparison
+    from radixcache.bench.comparison import Comparison, RoutingComparison
+    from radixcache.bench.replay.replicas import Fleet
     from radixcache.bench.report.pages import write, write_report
     from radixcache.bench.report.results import Report
     from radixcache.bench.report.terminal import print_report, print_verdict
@@ -117,9 +143,17 @@ def run(args: argparse.Namespace) -> int:
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
-    comparison = Comparison(
-        schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
-    )
+    comparison: Comparison | RoutingComparison
+    if args.replicas is None:
+        comparison = Comparison(
+            schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
+        )
+    else:
+        fleet = Fleet(args.replicas, args.prefill_rate, args.step_time)
+        arrivals = _serving(args).arrivals
+        comparison = RoutingComparison(
+            ways, schemes, memories, fleet, arrivals, token_bytes, args.seed
+        )
     page = _page(args)
     report = Report(_settings(args, token_bytes, vocabulary, model))
     report.workloads.extend(comparison.run(choose(args, vocabulary)))
@@ -150,7 +184,8 @@ def _check(args: argparse.Namespace) -> None:
     from radixcache.bench.report.pages import check_page, check_writable
 
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
-    for name in (*positive.split(), "hash_block", "token_bytes"):
+    positive += " hash_block token_bytes replicas prefill_rate speed"
+    for name in positive.split():
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
@@ -158,6 +193,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
+    if args.replicas is not None and args.level != "index":
+        raise InvalidRequest("--replicas are simulated, without a model: --level index alone")
     if args.arrivals == "poisson" and args.rate is None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
     if args.arrivals == "trace" and (args.format not in TRACES or args.workloads):
@@ -177,7 +214,7 @@ def _serving(args: argparse.Namespace) -> Serving:
     arrivals = {
         "closed": Arrivals(concurrency=args.concurrency),
         "poisson": Arrivals(rate=args.rate, seed=args.seed),
-        "trace": Arrivals(as_recorded=True),
+        "trace": Arrivals(as_recorded=True, speed=args.speed),
     }[args.arrivals]
     return Serving(
         arrivals, args.max_num_batched_tokens, args.max_num_seqs, args.schedule, args.step_time
@@ -219,7 +256,7 @@ def _settings(
     arrivals = {
         "closed": f"closed loop of {args.concurrency}",
         "poisson": f"Poisson, {args.rate} a second",
-        "trace": "as recorded",
+        "trace": "as recorded" + (f", {args.speed:g} times as fast" if args.speed != 1 else ""),
     }[args.arrivals]
     settings = {
         "command": command(args),
@@ -233,6 +270,13 @@ def _settings(
         "bytes a token": token_bytes,
         "machine": conditions(),
     }
+    if args.replicas is not None:
+        del settings["schedule"], settings["tokens a step"]
+        settings |= {
+            "replicas": args.replicas,
+            "prefilled tokens a second": args.prefill_rate,
+            "seconds a decoded token": args.step_time,
+        }
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
     return settings

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.family import story
 
 TIE = 0.02
@@ -25,6 +26,7 @@ class WorkloadReport:
         optimal_hits: by amount of memory, what eviction that knows the future hits.
         curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
         rows: one for each level, memory and scheme.
+        routing: with several replicas, one for each memory, scheme and way to route.
     """
 
     name: str
@@ -38,6 +40,7 @@ class WorkloadReport:
     optimal_hits: dict[int, int] = field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     rows: list[Figures] = field(default_factory=list)
+    routing: list[RoutingFigures] = field(default_factory=list)
 
     def level(self, level: str) -> list[Figures]:
         """The rows of one level."""
@@ -85,10 +88,11 @@ class Report:
                 "settings": self.settings,
                 "workloads": [
                     {
-                        **{k: v for k, v in vars(workload).items() if k != "rows"},
+                        **{k: v for k, v in vars(workload).items() if k not in ("rows", "routing")},
                         "disagreements": workload.disagreements,
                         "verdicts": verdicts(workload),
                         "rows": [row.to_json() for row in workload.rows],
+                        "routing": [row.to_json() for row in workload.routing],
                     }
                     for workload in self.workloads
                 ],
