@@ -18,6 +18,7 @@ from tests.runtime.server import http
 from tests.runtime.server.browser import INSTALLED, Page, browser
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import forked
+from tests.runtime.server.trees import fill
 
 needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 
@@ -546,7 +547,121 @@ def test_the_tree_is_read_with_the_keyboard(page: Page):
         name = page.driver.switch_to.active_element.accessible_name
         assert " page" in name and " ".join(start.split()) in name
     page.press(Keys.SHIFT + Keys.TAB)  # the tree is one stop
-    assert page.run("return document.activeElement.id") == "flush"
+    assert page.run("return document.activeElement.id") == "find-text"
+
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+CLIPPED = """
+// Boxes whose label is not there, or has no room for four letters.
+return [...document.querySelectorAll('.node')].filter((box) => {
+  const [inside, text] = [box, box.firstChild].map((element) => element.getBoundingClientRect());
+  const room = Math.min(box.firstChild.textContent.length, 4) * 5;
+  const below = text.bottom > inside.bottom + 1;
+  return !box.textContent || text.width < room || text.height < 12 || below;
+}).map((box) => box.outerHTML)"""
+
+
+def branch(url: str, stem: str, tails: list[str]) -> None:
+    body = {"prompt": [f"{stem} {tail}" for tail in tails], "max_tokens": 1}
+    http.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
+@needs_browser
+def test_what_has_no_room_folds_and_opens_and_a_node_can_fill_the_tree(page: Page, url: str):
+    branch(url, f"One {HOSTILE} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    branch(url, "Two", [f"{c} end" for c in "abcdef"])
+    page.until(lambda: page.texts(".node.fold"))
+    total = http.get(f"{url}/v1/cache").json()["stats"]["cached_nodes"]
+
+    def counted() -> int:
+        folds = [int(text.split()[0].replace(",", "")) for text in page.texts(".node.fold span")]
+        return len(page.all(".node:not(.fold)")) + sum(folds)
+
+    page.until(lambda: counted() == total)
+    assert not page.run(CLIPPED) and not page.all(".node img, #crumbs img, #detail img")
+    (one,) = [node for node in page.all(".node") if HOSTILE in node.accessible_name]
+    one.click()
+    page.until(lambda: len(page.texts("#crumbs button")) == 2)
+    assert page.texts("#crumbs button")[0] == "Everything"
+    assert HOSTILE in page.texts("#crumbs button")[1]
+    assert not any("end" in text for text in page.texts(".node span"))
+    assert page.run("return document.activeElement.ariaLabel").find(HOSTILE) > 0
+    folded = len(page.all(".node:not(.fold)"))
+    page.press(Keys.END)
+    assert re.search(r"\d+ branches folded, \d+ nodes, ", page.text("#detail"))
+    page.press(Keys.ENTER)
+    page.until(lambda: len(page.all(".node:not(.fold)")) > folded and not page.all(".fold"))
+    assert {f"{c} a tail" for c in "ABYZ"} <= {name[:8] for name in page.texts(".node span")}
+    page.one(".node").click()  # it fills the tree already
+    page.press(Keys.ESCAPE)
+    page.until(lambda: page.texts("#crumbs button") == ["Everything"] and page.all(".fold"))
+    page.until(lambda: counted() == total)
+
+
+@needs_browser
+def test_text_is_found_and_its_way_is_lit(page: Page, url: str):
+    branch(url, f"One {HOSTILE} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    page.until(lambda: page.all(".node.fold"))
+    page.one("#find-text").send_keys("A A TAIL", Keys.ENTER)  # the oldest, which is folded
+    page.until(lambda: page.texts("#found") == ["1 of 1"] and page.texts(".node.here"))
+    way = page.all(".node.way:not(.fold)")
+    assert HOSTILE in way[0].accessible_name and not page.one("#next").is_displayed()
+    page.one("#find-text").clear()
+    page.one("#find-text").send_keys("a tail", Keys.ENTER)
+    page.until(lambda: page.texts("#found") == ["1 of 26"])
+    first = page.until(lambda: page.texts(".node.here span"))
+    page.one("#next").click()
+    page.until(lambda: page.texts("#found") == ["2 of 26"] and page.all(".node.here"))
+    page.until(lambda: page.texts(".node.here span") not in ([], first))
+    page.one("#before").click()
+    page.until(lambda: page.texts(".node.here span") == first)
+    assert page.all(".node.fold.way"), "there are more in the fold"
+    page.one("#find-text").send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.all(".searched, .here") and page.texts("#found") == [""])
+    page.one("#find-text").send_keys("nobody says this", Keys.ENTER)
+    page.until(lambda: page.texts("#found") == ["not found"])
+    page.open(url)
+    page.until(lambda: page.all(".node.fold"))
+    assert page.texts("#found") == [""] and page.texts("#crumbs button") == ["Everything"]
+
+
+@needs_browser
+def test_a_branch_that_has_gone_is_left(page: Page, url: str):
+    branch(url, "One stem", ["A tail", "B tail"])
+    page.until(lambda: len(page.all(".node.idle")) == 3)
+    page.one(".node").click()
+    page.until(lambda: len(page.texts("#crumbs button")) == 2)
+    http.post(f"{url}/v1/cache/flush")
+    page.until(lambda: page.texts("#crumbs button") == ["Everything"] and not page.all(".idle"))
+    page.driver.get_log("browser")  # 404, once
+
+
+@needs_browser
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_hundreds_of_nodes_can_be_read(
+    window: Page, tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int]
+):
+    with forked(tmp_path_factory.mktemp("large"), "--kv-memory", "96MiB") as (_, url):
+        assert fill(url, 500) >= 500
+        window.resize(*size)
+        window.open(url)
+        window.until(lambda: window.all(".node.fold"))
+        while folds := window.all(".node.fold"):  # and on the way down
+            window.until(lambda: not window.run(CLIPPED))
+            wide, inner = window.run("return [document.documentElement.scrollWidth, innerWidth]")
+            assert wide <= inner == size[0]
+            least = window.run(
+                "return Math.min(...[...document.querySelectorAll('.node')]"
+                ".map((box) => box.getBoundingClientRect().height))"
+            )
+            assert least >= (28 if size[0] < 820 else 17)
+            before = window.texts("#crumbs button")
+            folds[0].click()
+            window.until(lambda before=before: window.texts("#crumbs button") != before)
+        window.driver.get("about:blank")
+    window.resize(1280, 800)
 
 
 @needs_browser
