@@ -187,6 +187,7 @@ DISTRIBUTION = {
     "flashinfer": "flashinfer-python",
     "opentelemetry": "opentelemetry-sdk",  # one of three, whose modules are below one name
     "triton": "torch",  # which brings it
+    "zmq": "pyzmq",
 }
 
 
