@@ -53,9 +53,10 @@ class FirstBlocksCache(NoCache):
     So a prompt of P tokens, sent again after G were generated, finds
     ``B * max(0, min((P + G - 1) // B - 1, (P - 1) // B))`` tokens; with P <= B, nothing.
 
-    Two things differ: the runtime's scheduler tells of decoded tokens when a request leaves, so
-    their blocks are hashed and marked then; and a half-filled block to which its only user appends
-    has no hash until that leaves. There is no `rollback`: no step of a replay fails.
+    Here the runtime's scheduler tells of decoded tokens when a request leaves, so their blocks are
+    hashed and marked then; a half-filled block to which its only user appends has no hash until
+    that leaves; and 1 % of the blocks that vLLM keeps free at admission is not kept. There is no
+    `rollback`: no step of a replay fails.
     """
 
     def __init__(self, pool: PagePool) -> None:

@@ -118,6 +118,23 @@ def test_a_step_that_fails_leaves_a_prefix_to_be_computed_by_the_next():
     cache.check()
 
 
+def test_a_prefix_whose_blocks_were_not_all_written_is_not_found():
+    cache = PrefixObjectCache(PagePool(32, 4), [tokens(16)])
+    lease = cache.acquire(tokens(20))
+    cache.reserve(lease, 20)
+    cache.publish(lease, tokens(6))
+    cache.commit()
+    cache.publish(lease, tokens(14, 6))
+    cache.rollback()  # the rest of the table is gone, and is written elsewhere next time
+    cache.reserve(lease, 20)
+    cache.publish(lease, tokens(14, 6))
+    cache.commit()
+    cache.check()
+    assert cache.match(tokens(20)) == 0
+    cache.release(lease)
+    assert serve(cache, tokens(20)) == 0 and serve(cache, tokens(20)) == 16
+
+
 def test_a_prefix_that_begins_with_another_has_blocks_of_its_own():
     cache = PrefixObjectCache(PagePool(32, 4), [tokens(8), tokens(16)])
     assert serve(cache, tokens(12)) == 0
@@ -211,6 +228,22 @@ def test_a_filled_block_is_swapped_for_the_one_that_has_its_content():
     cache.release(other)
     cache.check()
     assert cache.match(tokens(20)) == 4
+
+
+def test_a_block_that_nobody_has_written_is_not_swapped_for():
+    cache = FirstBlocksCache(PagePool(16, 4))
+    lease = cache.acquire(tokens(16))
+    cache.reserve(lease, 4)
+    cache.publish(lease, tokens(4))
+    cache.commit()
+    cache.release(lease)  # put back: it had taken all blocks of its prompt, and written one
+    lease = begin(cache, tokens(6))
+    cache.commit()
+    cache.reserve(lease, 9)
+    own = lease.page_table.tolist()
+    cache.publish(lease, tokens(3, 6), written=True)
+    assert lease.page_table.tolist() == own
+    cache.check()
 
 
 def test_the_longest_ago_goes_first_and_of_one_request_its_end():
