@@ -109,5 +109,5 @@ function choose(index) {
   }
 }
 
-const tell = (request) => `${count(request.prompt_tokens, "prompt token")}, ${percent(hitRate(request))} cached, `
-  + `first token after ${milliseconds(request.ttft)}`;
+const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached, `
+  + `TTFT ${milliseconds(request.ttft)}`;
