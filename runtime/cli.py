@@ -201,8 +201,16 @@ def _serve(args: argparse.Namespace) -> int:
     # What is wrong with the port or the model is told before torch is imported, or a model loaded.
     with listen(settings.host, settings.port) as listener:
         check_model(settings.model)
+        if settings.replicas is not None and find_spec("ray") is None:
+            raise MissingDependency("--replicas needs ray: pip install '.[ray]' in a checkout")
         if settings.model is not None:
             print(f"Loading {settings.model} ...", file=sys.stderr, flush=True)
+        if settings.replicas is not None:
+            from radixcache.runtime.replicas import deploy
+
+            engine, grace = _given(settings, _ENGINE), settings.shutdown_timeout
+            deploy.run(engine, options, settings.replicas, listener, grace)
+            return 0
         from radixcache.runtime.server.app import create_app
         from radixcache.runtime.server.serve import serve
 

@@ -97,6 +97,16 @@ class Backend:
         return name or self.names[0]
 
     @property
+    def door(self) -> Jobs:
+        """What takes requests in; the same name at the ingress of several replicas."""
+        return self.jobs
+
+    @property
+    def placement(self) -> str:
+        """Whose layers run where, for whoever starts the server."""
+        return self.llm.engine.model.placement
+
+    @property
     def caches(self) -> bool:
         """Whether what is computed stays for others."""
         return self.llm.cache.granularity > 0

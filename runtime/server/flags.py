@@ -69,6 +69,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="an OpenTelemetry collector for traces, like http://127.0.0.1:4318",
     )
     group.add_argument(
+        "--replicas",
+        metavar="N",
+        help="run N servers of the model behind this address, or N..M as the load is; needs Ray",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         metavar="S",
         help="seconds for running requests to end on SIGTERM (30)",

@@ -126,11 +126,23 @@ def _collector(text: str) -> str:
     return text
 
 
+def _replicas(text: str) -> tuple[int, int]:
+    low, dots, high = str(text).partition("..")
+    try:
+        least, most = int(low), int(high if dots else low)
+    except ValueError:
+        least, most = 0, 0
+    if not 0 < least <= most:
+        raise ValueError("a number of replicas like 2, or the least and the most like 1..4")
+    return least, most
+
+
 _SPLIT = BeforeValidator(_split)
 _Name = Annotated[str, Field(min_length=1)]
 _HostName = Annotated[str, AfterValidator(_host_name)]
 _Memory = Annotated[int | str, AfterValidator(_memory)]
 _Origin = Annotated[str, AfterValidator(_origin)]
+_Replicas = Annotated[tuple[int, int], NoDecode, BeforeValidator(_replicas)]
 _Collector = Annotated[str, AfterValidator(_collector)]
 
 
@@ -168,6 +180,7 @@ class Settings(BaseSettings):
     hide_texts: bool | None = None
     access_log: bool | None = None
     otlp_endpoint: _Collector | None = None
+    replicas: _Replicas | None = None
     shutdown_timeout: Annotated[float, Field(ge=0)] = 30.0
 
     def options(self) -> Options:
