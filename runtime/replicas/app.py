@@ -50,6 +50,8 @@ class Running(BaseModel):
     replica: str
     kv_tokens: int
     placement: str
+    node: str
+    pid: int
     queued_tokens: int
     requests: int
 
@@ -115,6 +117,8 @@ async def _replicas(ingress: _Ingress) -> Replicas:
                 replica=str(s.replica),
                 kv_tokens=ingress.replicas[str(s.replica)].kv_tokens,
                 placement=ingress.replicas[str(s.replica)].placement,
+                node=ingress.replicas[str(s.replica)].node,
+                pid=ingress.replicas[str(s.replica)].pid,
                 queued_tokens=s.queued_tokens,
                 requests=s.requests,
             )

@@ -414,7 +414,7 @@ def portable(scope: Scope) -> Scope:
 def _with_salt(headers: list[tuple[bytes, bytes]], salt: Any) -> list[tuple[bytes, bytes]]:
     """For routes that have no body to say the salt in."""
     kept = [(name, value) for name, value in headers if name != b"cache-salt"]
-    return kept + [(b"cache-salt", salt.encode())] * isinstance(salt, str)
+    return [*kept, (b"cache-salt", salt.encode())] if isinstance(salt, str) else kept
 
 
 def _broken(path: str) -> bytes:

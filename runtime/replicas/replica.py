@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,12 +42,15 @@ class Description:
         kv_tokens: that fit its KV memory.
         names: of the model.
         placement: whose layers run where.
+        node: the name of its machine, where `pid` is its process.
     """
 
     name: str
     kv_tokens: int
     names: list[str]
     placement: str
+    node: str
+    pid: int
 
 
 class Replica:
@@ -91,7 +96,9 @@ class Replica:
         cache, model = self._llm.cache, self._llm.engine.model
         kv_tokens = cache.pool.num_pages * cache.page_size
         names = self._app.state.backend.names
-        return Description(self._name, kv_tokens, names, model.placement)
+        return Description(
+            self._name, kv_tokens, names, model.placement, platform.node(), os.getpid()
+        )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
         """The app's messages, all that are there at once; nothing to another replica's name.
