@@ -51,7 +51,7 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     print(f"Serving {names} at {where}\n{placement}", file=sys.stderr, flush=True)
     if (events := app.state.backend.llm.kv_events) is not None:
         places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
-        warning = f"KV events at {places}: whoever reaches that reads the tokens of all prompts"
+        warning = f"KV events at {places}: whoever reaches it reads all tokens and salts"
         print(warning, file=sys.stderr, flush=True)
     _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
 
