@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WORKLOAD",
         help=f"{', '.join(GENERATORS)}; with numbers of their own as in chat:turns=4,user=30; or "
         f"on public data, if at hand, {', '.join(PUBLIC)} "
-        f"({' '.join(DEFAULT)}, unless --file)",
+        f"({' '.join(DEFAULT)}, unless --file). Or: compare A.json B.json, two reports of --json",
     )
     parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
     parser.add_argument(
@@ -115,6 +115,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
+    parser.add_argument("--csv", type=Path, metavar="F", help="write the figures as CSV")
     parser.add_argument(
         "--report",
         type=Path,
@@ -124,7 +125,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that the flags ask for."""
+    """Run the benchmark that the flags ask for, or compare two that ran."""
+    if args.workloads[:1] == ["compare"]:
+        from radixcache.bench.report.compare import print_comparison
+
+        return print_comparison(args.workloads[1:])
     is_default = args.replicas is not None and args.schemes == ["default"]
     schemes = find_schemes([_REPLICA] if is_default else args.schemes)
     ways = find_rules(args.routing)
@@ -135,8 +140,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
     from radixcache.bench.comparison import Comparison, RoutingComparison
     from radixcache.bench.replay.replicas import Fleet
-    from radixcache.bench.report.pages import write, write_report
+    from radixcache.bench.report.files import write
+    from radixcache.bench.report.pages import write_report
     from radixcache.bench.report.results import Report
+    from radixcache.bench.report.saved import to_csv, to_json
     from radixcache.bench.report.terminal import print_report, print_verdict
     from radixcache.bench.tables import console
 
@@ -159,11 +166,13 @@ def run(args: argparse.Namespace) -> int:
     report.workloads.extend(comparison.run(choose(args, vocabulary)))
     if page is not None:
         write_report(report, page)
+    if args.csv is not None:
+        write(args.csv, to_csv(report))
     if str(args.json) == "-":
-        print(report.to_json())
+        print(to_json(report))
         return 0
     if args.json is not None:
-        write(args.json, report.to_json())
+        write(args.json, to_json(report))
     shown = console()
     print_report(report, shown)
     print_verdict(report, shown)
@@ -181,7 +190,7 @@ def _page(args: argparse.Namespace) -> Path | None:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what makes no sense before anything is loaded."""
-    from radixcache.bench.report.pages import check_page, check_writable
+    from radixcache.bench.report.files import check_page, check_writable
 
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
     positive += " hash_block token_bytes replicas prefill_rate speed"
@@ -205,6 +214,8 @@ def _check(args: argparse.Namespace) -> None:
         check_page(page)
     if args.json is not None and str(args.json) != "-":
         check_writable(args.json)
+    if args.csv is not None:
+        check_writable(args.csv)
 
 
 def _serving(args: argparse.Namespace) -> Serving:

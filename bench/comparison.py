@@ -14,6 +14,7 @@ from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.replay.replicas import Fleet, run_replicas
 from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.report.sharing import shared_tree
 from radixcache.bench.schemes.bounds import (
     Trie,
     build_trie,
@@ -156,6 +157,7 @@ def _describe(workload: Workload, trie: Trie) -> WorkloadReport:
         trie.footprint,
         unlimited_hits(trie),
         workload.longest,
+        shared=shared_tree(trie),
     )
 
 

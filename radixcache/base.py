@@ -37,7 +37,7 @@ from radixcache.errors import (
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
-from radixcache.snapshot import CachedNode
+from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
 
 Tokens = NDArray[np.int32]
 """Token ids, one-dimensional int32."""
@@ -154,6 +154,8 @@ class PrefixCache(ABC):
     _pins: dict[tuple[Hashable, str], Lease]
     _leases: dict[Any, None]
     """Those that live, pins included."""
+    _in_flight: dict[Any, Any]
+    """Those that stand on tokens that the step being scheduled writes."""
     _thread = 0
     """Who made the last change, or is making it."""
     _inside = False
@@ -312,12 +314,17 @@ class PrefixCache(ABC):
             if not namespaces or namespace in namespaces
         ]
 
-    @abstractmethod
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+    def outline(self) -> Outline[Any]:
+        """What pictures of the cache are drawn from, until the cache changes."""
+        raise NotImplementedError(f"of a {type(self).__name__} there are no pictures")
+
+    def snapshot(self, look: Look = EVERYTHING) -> dict[Hashable, CachedNode]:
         """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
 
         Changes nothing, and shares nothing with the cache: it may be read in another thread.
         """
+        picture = self.outline().draw(look)
+        return picture.roots if picture else {}
 
     @abstractmethod
     def reset(self) -> None:
@@ -332,6 +339,11 @@ class PrefixCache(ABC):
     def idle(self) -> bool:
         """Whether no lease lives, and nothing was cut off."""
         return not self._leases and not self._inside
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is being scheduled: what it writes may yet be un-published."""
+        return bool(self._in_flight)
 
     def recover(self) -> None:
         """A step was cut off by an exception: end every lease but those of pins.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -16,13 +16,21 @@ from radixcache.block_hash import (
     first_parent,
     hash_function,
 )
-from radixcache.blocks import Block, BlockMap, BlockRows, PromptHashes, Row
+from radixcache.blocks import (
+    Block,
+    BlockEvicted,
+    BlockMap,
+    BlockRows,
+    BlocksStored,
+    PromptHashes,
+    Row,
+)
 from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
-from radixcache.events import Cleared, Evicted, Listener, Stored
+from radixcache.events import Cleared, Listener
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
-from radixcache.snapshot import PREVIEW, CachedNode, draw
+from radixcache.snapshot import Ends, Outline
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
@@ -359,17 +367,19 @@ class HashBlockCache(PrefixCache):
         width = tokens.itemsize
         pages = lease._table[start // size : (start + len(ids)) // size].tolist()
         in_flight = lease in self._in_flight
+        blocks: list[Block] = []
         for at, page in zip(range(0, len(ids), size), pages, strict=True):
             extra = None if keys is None else keys.keys(start + at, start + at + size)
             parent = self._hash((parent, tuple(ids[at : at + size]), extra))
             block = Block(parent, block, data[at * width : (at + size) * width], namespace)
+            blocks.append(block)
             self._blocks[page] = block
             self._map.insert(parent, page)
             if in_flight:
                 self._published[page] = None
         lease.block = block
-        if self.events and block is not None:
-            self._emit(Stored(namespace, block.prefix(), start))
+        if self.events:
+            self._emit(BlocksStored(blocks, start))
 
     @mutation
     def commit(self) -> None:
@@ -438,8 +448,7 @@ class HashBlockCache(PrefixCache):
         self._blocks[page] = None
         self._map.remove(block.hash, page)
         if self.events:
-            tokens = block.prefix()
-            self._emit(Evicted(block.namespace, tokens, len(tokens) - self.page_size))
+            self._emit(BlockEvicted(block, is_gone=self._map.get(block.hash) is None))
 
     # -- pins ----------------------------------------------------------------------------------
 
@@ -469,8 +478,8 @@ class HashBlockCache(PrefixCache):
 
     # -- the whole -----------------------------------------------------------------------------
 
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
-        """What is cached, as `PrefixCache.snapshot` says. O(pages).
+    def outline(self) -> Outline[Row]:
+        """What pictures are drawn from, as `PrefixCache.outline` says. O(pages).
 
         Blocks in a row are one node; one whose predecessor was evicted hangs at the root.
         """
@@ -480,23 +489,26 @@ class HashBlockCache(PrefixCache):
         for (_, name), pin in self._pins.items():
             assert isinstance(pin, BlockLease) and pin.block is not None
             pins.setdefault(pin.block.hash, []).append(name)
-        running = self._leases.keys() - self._pins.values()
-        leases = Counter(lease.block.hash for lease in running if lease.block is not None)
+        leases: dict[bytes, list[int]] = {}
+        for lease in self._leases.keys() - self._pins.values():
+            if lease.block is not None:
+                leases.setdefault(lease.block.hash, []).append(lease.cached_tokens)
         rows = BlockRows(filter(None, self._blocks), ends=pins)
 
-        def describe(row: Row) -> CachedNode:
-            tokens = b"".join(block.tokens for block in row.blocks[:PREVIEW])
-            return CachedNode(
-                id=row.blocks[0].hash[:8].hex(),
-                start=row.num_before * self.page_size,
-                num_tokens=len(row.blocks) * self.page_size,
-                tokens=np.frombuffer(tokens, np.int32)[:PREVIEW].tolist(),
-                age=min(ages[block.hash] for block in row.blocks),
-                leases=sum(leases[block.hash] for block in row.blocks),
-                pins=sorted(pins.get(row.blocks[-1].hash, [])),
-            )
+        def ends(row: Row) -> Ends:
+            hits = [hit for block in row.blocks for hit in leases.get(block.hash, ())]
+            return Ends(hits, pins.get(row.blocks[-1].hash, ()))
 
-        return draw(rows.tops, describe, rows.below, max_nodes)
+        return Outline(
+            rows.tops,
+            below=rows.below,
+            sizes=lambda nodes: [len(row.blocks) * self.page_size for row in nodes],
+            ages=lambda nodes: [min(ages[block.hash] for block in row.blocks) for row in nodes],
+            ends=lambda nodes: {at: ends(row) for at, row in enumerate(nodes)},
+            name=lambda row: row.blocks[0].hash[:8].hex(),
+            start=lambda row: row.num_before * self.page_size,
+            tokens=lambda row: np.frombuffer(b"".join(b.tokens for b in row.blocks), np.int32),
+        )
 
     @mutation
     def reset(self) -> None:

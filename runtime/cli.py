@@ -46,6 +46,7 @@ _ENGINE = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "schedule",
+    "kv_events_config",
 )
 _RUNTIME = ("torch", "transformers", "tokenizers", "huggingface_hub", "rich", "tqdm")
 _SAMPLING = (
@@ -203,6 +204,8 @@ def _serve(args: argparse.Namespace) -> int:
         check_model(settings.model)
         if settings.replicas is not None and find_spec("ray") is None:
             raise MissingDependency("--replicas needs ray: pip install '.[ray]' in a checkout")
+        if settings.replicas is not None and settings.kv_events_config is not None:
+            raise InvalidRequest("--kv-events-config is for one server, not yet for --replicas")
         if settings.model is not None:
             print(f"Loading {settings.model} ...", file=sys.stderr, flush=True)
         if settings.replicas is not None:

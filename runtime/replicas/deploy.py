@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from radixcache.runtime.replicas.ingress import Ingress
 from radixcache.runtime.replicas.prompts import Prompts
 from radixcache.runtime.replicas.replica import Replica
 from radixcache.runtime.replicas.scaling import by_queued_tokens
+from radixcache.runtime.server import cache
 from radixcache.runtime.server.serve import serve as listen_and_serve
 from radixcache.runtime.server.settings import Options
 from radixcache.runtime.text.tokenizer import Tokenizer
@@ -76,7 +78,9 @@ def bind(
         graceful_shutdown_timeout_s=grace,
         **count,
     )(Replica)
-    return deployment.bind(dict(engine), replace(options, access_log=False))
+    key = secrets.token_bytes(32)
+    cache.share_key(key)  # the ingress names salts as they do
+    return deployment.bind(dict(engine), replace(options, access_log=False), key)
 
 
 @contextmanager
@@ -104,11 +108,11 @@ def deployed(
 
 
 def make_app(
-    handle: DeploymentHandle, engine: Mapping[str, Any], options: Options, placement: str
+    handle: DeploymentHandle, engine: Mapping[str, Any], options: Options, note: str
 ) -> FastAPI:
     """The ingress of running replicas."""
     tokenizer = Tokenizer.load(str(engine.get("model") or BUNDLED_MODEL))
-    return create_app(Ingress(handle, options, Prompts(tokenizer), placement))
+    return create_app(Ingress(handle, options, Prompts(tokenizer), note))
 
 
 def run(

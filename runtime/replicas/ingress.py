@@ -27,6 +27,7 @@ from radixcache.runtime.replicas.members import MEMBERS
 from radixcache.runtime.replicas.prompts import Body, Prompts, parse
 from radixcache.runtime.replicas.replica import END, STARTED, Computed, Description
 from radixcache.runtime.routing.policy import Router, Standing
+from radixcache.runtime.server.cache import name_of_salt
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import event
 from radixcache.runtime.server.settings import Options
@@ -94,17 +95,17 @@ class Ingress:
 
     Attributes:
         options: as the replicas have them.
-        placement: for whoever starts the server.
+        notes: for whoever starts the server.
         router: what it knows of the replicas.
         decisions: the last ones, for `GET /v1/replicas`.
         draining: nothing is taken any more.
     """
 
     def __init__(
-        self, handle: DeploymentHandle, options: Options, prompts: Prompts, placement: str = ""
+        self, handle: DeploymentHandle, options: Options, prompts: Prompts, note: str = ""
     ) -> None:
         self.options = options
-        self.placement = placement
+        self.notes = [note]
         self.router = Router()
         self.replicas: dict[str, Description] = {}
         self.decisions: deque[Decision] = deque(maxlen=100)
@@ -346,10 +347,18 @@ class Ingress:
         answers = await self.ask_all(scope, body)
         by_status = sorted(answers.items(), key=lambda item: item[1][0]["status"])
         name, messages = by_status[-1 if scope["path"] == "/v1/cache/flush" else 0]
-        if scope["path"].startswith("/v1/prefixes/") and messages[0]["status"] == 200:
-            salt = Headers(scope=scope).get("cache-salt")
-            self._pins.pop((salt, scope["path"].rpartition("/")[2]), None)
+        if messages[0]["status"] == 200:
+            self._unpin(scope)
         await send_all(messages, name, send)
+
+    def _unpin(self, scope: Scope) -> None:
+        """Whoever joins from now on need not know the prefix that was deleted, if one was."""
+        *_, place, name = scope["path"].split("/")
+        salt = Headers(scope=scope).get("cache-salt")
+        for key in [*self._pins]:
+            of_client = place == "prefixes" and key == (salt, name)
+            if of_client or (name_of_salt(key[0]), key[1]) == (place, name):
+                del self._pins[key]
 
     async def _pin(self, scope: Scope, fields: Body, body: bytes, send: Send) -> None:
         """On all replicas, or on none."""
@@ -372,6 +381,8 @@ class Ingress:
     async def _bound_to(self, scope: Scope, fields: Body) -> str | None:
         """The replica that must answer: that of `?replica=`, or of the response before."""
         named = QueryParams(scope["query_string"]).get("replica")
+        if named is None and scope["path"] == "/v1/cache":  # who looks again sees the same one
+            return min(self.replicas, default=None)
         if named is not None and named not in self.replicas:
             raise ApiError.not_found(f"no replica {named!r} is running", "replica")
         before = fields.get("previous_response_id")

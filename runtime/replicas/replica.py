@@ -59,14 +59,17 @@ class Replica:
     Args:
         engine: keyword arguments of `LLM`.
         options: those of the app.
+        key: by which all replicas name salts.
     """
 
-    async def __init__(self, engine: Mapping[str, Any], options: Options) -> None:  # type: ignore[misc]
+    async def __init__(self, engine: Mapping[str, Any], options: Options, key: bytes) -> None:  # type: ignore[misc]
         from ray import serve
 
         from radixcache import LLM
+        from radixcache.runtime.server import cache
         from radixcache.runtime.server.app import create_app
 
+        cache.share_key(key)
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._llm = LLM(**engine)
         self._app = create_app(self._llm, options)

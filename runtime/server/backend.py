@@ -102,9 +102,13 @@ class Backend:
         return self.jobs
 
     @property
-    def placement(self) -> str:
-        """Whose layers run where, for whoever starts the server."""
-        return self.llm.engine.model.placement
+    def notes(self) -> list[str]:
+        """For whoever starts the server: whose layers run where, and who may listen."""
+        notes = [self.llm.engine.model.placement]
+        if (events := self.llm.kv_events) is not None:
+            places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
+            notes.append(f"KV events at {places}: whoever reaches it reads all tokens and salts")
+        return notes
 
     @property
     def caches(self) -> bool:

@@ -74,6 +74,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="run N servers of the model behind this address, or N..M as the load is; needs Ray",
     )
     group.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="""as vLLM's, '{"enable_kv_cache_events": true}': tell routers what is cached""",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         metavar="S",
         help="seconds for running requests to end on SIGTERM (30)",

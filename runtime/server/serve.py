@@ -44,7 +44,7 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
         print(warning, file=sys.stderr)
     host = f"[{host}]" if ":" in host else host
     names, where = ", ".join(backend.names), f"http://{host}:{port}"
-    print(f"Serving {names} at {where}\n{backend.placement}", file=sys.stderr, flush=True)
+    print(f"Serving {names} at {where}", *backend.notes, sep="\n", file=sys.stderr, flush=True)
     _Server(config, backend.door, shutdown_timeout).run([listener])
 
 
