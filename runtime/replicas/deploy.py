@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
 
-APP = "radixcache"
+APP, REPLICA = "radixcache", "replica"
 
-_NO_LIMIT = 100_000
+NO_LIMIT = 100_000
 """Requests that Serve lets a replica have: its app has limits of its own, and tells clients."""
 
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
@@ -69,8 +69,8 @@ def bind(
         )
         del count["num_replicas"]
     deployment = serve.deployment(
-        name="replica",
-        max_ongoing_requests=_NO_LIMIT,
+        name=REPLICA,
+        max_ongoing_requests=NO_LIMIT,
         request_router_config=RequestRouterConfig(
             request_router_class=f"{sender.__name__}.{sender.Sender.__name__}"
         ),

@@ -65,15 +65,25 @@ class Deployment:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with listen("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """For a process that starts Ray: its workers must find this checkout."""
+    settings = {"PYTHONPATH": os.getcwd(), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **settings}
+
+
 @pytest.fixture(scope="session")
 def deployment() -> Iterator[Deployment]:
     pytest.importorskip("ray")
-    with listen("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "radixcache", "serve", "--replicas", "3", "--port", str(port)]
     command += ["--kv-memory", str(KV_TOKENS * 4096), "--api-key", KEY, "--admin-key", ADMIN]
-    settings = {"PYTHONPATH": os.getcwd(), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env={**os.environ, **settings})
+    process = subprocess.Popen(command, env=environment())
     try:
         found = Deployment(f"http://127.0.0.1:{port}")
         end = time.monotonic() + 120
@@ -85,7 +95,20 @@ def deployment() -> Iterator[Deployment]:
             except httpx.TransportError:
                 time.sleep(0.2)
         yield found
-        process.send_signal(signal.SIGTERM)
+        _drain(found, process)
         assert process.wait(60) == signal.SIGTERM  # Ray's handler exits with its number
     finally:
         process.kill()
+
+
+def _drain(deployment: Deployment, process: subprocess.Popen[bytes]) -> None:
+    """On SIGTERM what runs ends as if nothing had happened, and nothing more is taken."""
+    body = {"prompt": "A story.", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with deployment.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert deployment.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        *_, last, end = (line for line in lines if line)
+    assert end == "data: [DONE]" and '"finish_reason":"length"' in last, last
