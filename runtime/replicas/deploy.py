@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -80,6 +81,9 @@ def bind(
     )(Replica)
     key = secrets.token_bytes(32)
     cache.share_key(key)  # the ingress names salts as they do
+    model = engine.get("model")
+    if model is not None and Path(model).exists():  # replicas run elsewhere
+        engine = {**engine, "model": str(Path(model).resolve())}
     return deployment.bind(dict(engine), replace(options, access_log=False), key)
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 JOIN_SECONDS = 120.0
 """How long a request waits where no replica runs, because the last one has died."""
 
+_RETRY_SECONDS = 1.0
+
 REPLICA = "X-Radixcache-Replica"
 """A header of each answer: who gave it."""
 
@@ -168,30 +170,41 @@ class Ingress:
     async def _update(self) -> None:
         """Agree with what Serve says; who joins learns the named prefixes first."""
         async with self._lock:
+            self._died &= MEMBERS.names
             for name in self.replicas.keys() - MEMBERS.names:
                 self._forget(name)
             for name in MEMBERS.names - self.replicas.keys() - self._died:
-                with suppress(RayActorError, RayServeException):
+                try:
                     found = await self._handle.describe.remote(name)
-                    if found is None:
-                        continue
-                    await self._teach(name)
-                    self.replicas[name] = found
-                    self.router.add(name, found.kv_tokens)
-                    self._changed.set()
-            self._died &= MEMBERS.names
+                    if found is not None:
+                        await self._teach(name)
+                        self.replicas[name] = found
+                        self.router.add(name, found.kv_tokens)
+                        self._changed.set()
+                except ActorDiedError:
+                    self._died.add(name)
+                except (RayActorError, RayServeException, _Gone):
+                    pass  # it may come back
+        if MEMBERS.names - self.replicas.keys() - self._died:
+            await asyncio.sleep(_RETRY_SECONDS)
+            self._spawn(self._update())
 
     async def _teach(self, name: str) -> None:
         for salt_and_name, (until, scope, _, body) in [*self._pins.items()]:
             if until < time.monotonic():
                 del self._pins[salt_and_name]
             else:
-                with suppress(_Gone):
-                    await self._whole(name, scope, body)
+                await self._whole(name, scope, body)
 
     def _forget(self, name: str) -> None:
         self.replicas.pop(name, None)
         self.router.forget(name)
+
+    def _lose(self, name: str) -> None:
+        """It does not answer. If it still runs, it joins again, but what it has cached is unknown."""
+        if name in self.replicas:
+            self._forget(name)
+            self._spawn(self._update())
 
     async def _any_replica(self) -> None:
         """Wait until one runs; 503 if none does."""
@@ -231,6 +244,7 @@ class Ingress:
 
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         path, fields = scope["path"].removesuffix("/"), parse(body)
+        await self._any_replica()
         if path == "/v1/prefixes" and scope["method"] == "POST":
             await self._pin(scope, fields, body, send)
         elif scope["method"] == "DELETE" or path.startswith(_FOR_ALL):
@@ -309,13 +323,14 @@ class Ingress:
         except (RayActorError, RayServeException) as error:
             if isinstance(error, ActorDiedError):
                 self._died.add(name)
-            self._forget(name)
+            self._lose(name)
             raise _Gone from error
         finally:
             if not is_whole:
-                stream.cancel()
+                with suppress(Exception):  # as it ended
+                    stream.cancel()
         if not is_whole:  # nobody of that name runs any more
-            self._forget(name)
+            self._lose(name)
             raise _Gone
 
     # -- all replicas --------------------------------------------------------------------------
@@ -327,7 +342,6 @@ class Ingress:
 
     async def ask_all(self, scope: Scope, body: bytes) -> dict[str, list[Message]]:
         """What each replica answers, but for those that die over it."""
-        await self._any_replica()
         names = sorted(self.replicas)
         found = await asyncio.gather(
             *(self._whole(name, scope, body) for name in names), return_exceptions=True
