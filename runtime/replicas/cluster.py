@@ -44,10 +44,13 @@ def build(settings: dict[str, Any]) -> Application:
         name, app = deploy.REPLICA, serve.get_replica_context().app_name
         return deploy.make_app(serve.get_deployment_handle(name, app), engine, options, "")
 
-    @serve.deployment(name="ingress", num_replicas=1, max_ongoing_requests=deploy.NO_LIMIT)
-    @serve.ingress(make_app)
-    class Ingress:
-        def __init__(self, replicas: DeploymentHandle) -> None:
-            """The replicas are named so that they are deployed with it."""
+    ingress: Any = serve.ingress(make_app)(_Ingress)
+    deployment = serve.deployment(
+        name="ingress", num_replicas=1, max_ongoing_requests=deploy.NO_LIMIT
+    )
+    return deployment(ingress).bind(replicas)
 
-    return Ingress.bind(replicas)
+
+class _Ingress:
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        """The replicas are named so that they are deployed with it."""

@@ -201,7 +201,7 @@ class Ingress:
         self.router.forget(name)
 
     def _lose(self, name: str) -> None:
-        """It does not answer. If it still runs, it joins again, but what it has cached is unknown."""
+        """It does not answer. If it still runs, it joins again, as if nothing were cached there."""
         if name in self.replicas:
             self._forget(name)
             self._spawn(self._update())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from radixcache.errors import InvalidRequest
 from tests.replicas.conftest import KV_TOKENS, environment, free_port
