@@ -10,6 +10,7 @@ from io import StringIO
 from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
+from rich.text import Text
 
 
 def table(
@@ -26,8 +27,13 @@ def table(
         justify: JustifyMethod = "left" if said or number < left else "right"
         shown.add_column(name, justify=justify, no_wrap=not said)
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(plain, row))
     return shown
+
+
+def plain(said: str) -> Text:
+    """What is said as it stands: no markup, nothing that moves a cursor."""
+    return Text("".join(char if char.isprintable() else "\ufffd" for char in said))
 
 
 def console(width: int = 140) -> Console:
