@@ -35,6 +35,10 @@ class EngineStopped(RadixCacheError, RuntimeError):
     """The engine was closed, or its thread has ended."""
 
 
+class RanksLost(RadixCacheError, RuntimeError):
+    """A process of a tensor-parallel model has ended or failed: it can compute nothing more."""
+
+
 class PinError(RadixCacheError, ValueError):
     """A named prefix is unknown, exists already, is not cached in full, or exceeds the budget."""
 

@@ -42,6 +42,7 @@ _ENGINE = (
     "kv_memory",
     "dtype",
     "device",
+    "tensor_parallel",
     "exact",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -530,6 +531,13 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
         help="number format (auto)",
     )
     group.add_argument("--device", metavar="D", help="cpu, cuda or auto")
+    group.add_argument(
+        "--tensor-parallel",
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="devices that the model is shared out among (1)",
+    )
     group.add_argument(
         "--exact",
         action="store_true",
