@@ -523,6 +523,13 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
         group.add_argument(
             "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
         )
+        group.add_argument(  # the demo, which has two models, cannot
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            type=int,
+            metavar="N",
+            help="devices that the model is shared out among (1)",
+        )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")
     group.add_argument(
@@ -531,13 +538,6 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
         help="number format (auto)",
     )
     group.add_argument("--device", metavar="D", help="cpu, cuda or auto")
-    group.add_argument(
-        "--tensor-parallel",
-        "--tensor-parallel-size",
-        type=int,
-        metavar="N",
-        help="devices that the model is shared out among (1)",
-    )
     group.add_argument(
         "--exact",
         action="store_true",

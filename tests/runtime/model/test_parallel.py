@@ -13,9 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from radixcache import LLM, SamplingParams
-from radixcache.errors import EngineFailed, EngineStopped, InvalidRequest, ModelError, RanksLost
+from radixcache.errors import (
+    EngineFailed,
+    EngineStopped,
+    InvalidRequest,
+    MissingDependency,
+    ModelError,
+    RanksLost,
+)
+from radixcache.runtime.model import parallel
 from radixcache.runtime.model.packed_linear import PackedLinear
 from radixcache.runtime.model.ranks import Ranks
 from radixcache.runtime.model.stock_model import StockModel
@@ -203,6 +212,30 @@ def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
             os.kill(leader.pid, getattr(signal, ending))
         leader.wait(20)
     assert wait_until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "sentence"),
+    [
+        ("cuda", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
+        ("auto", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
+        ("cuda:1", 2, "the ranks take the first devices: say device='cuda'"),
+        ("cpu", 2, "runs on GPUs, or on a CPU where there are none"),
+    ],
+)
+def test_devices_that_do_not_suffice_are_named(
+    device: str, gpus: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(InvalidRequest, match=sentence):
+        parallel.load_parallel("no model is read", 2, "auto", device)
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"radixcache\[tensor-parallel\]"):
+        parallel.load_parallel("no model is read", 2, "auto", "cpu")
 
 
 @pytest.mark.parametrize(
