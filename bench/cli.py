@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from radixcache import __version__
 from radixcache.bench.machine import conditions
 from radixcache.bench.schemes.named import GROUPS, INDEX_ONLY, find_schemes, parse_memory
+from radixcache.bench.schemes.routing import RULES, find_rules
 from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
 from radixcache.bench.workloads.generators import GENERATORS
 from radixcache.bench.workloads.public_data import PUBLIC
@@ -24,6 +25,7 @@ SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 
 LEVELS = ("index", "engine", "both")
 DEFAULT_PAGE = Path("bench-report.html")
+_REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 
 
@@ -35,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WORKLOAD",
         help=f"{', '.join(GENERATORS)}; with numbers of their own as in chat:turns=4,user=30; or "
         f"on public data, if at hand, {', '.join(PUBLIC)} "
-        f"({' '.join(DEFAULT)}, unless --file)",
+        f"({' '.join(DEFAULT)}, unless --file). Or: compare A.json B.json, two reports of --json",
     )
     parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
     parser.add_argument(
@@ -83,6 +85,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     serving.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
     serving.add_argument("--schedule", choices=("fcfs", "longest-prefix"), default="fcfs")
+    replicas = parser.add_argument_group("several replicas, simulated")
+    replicas.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help=f"compare ways to route requests to N replicas, each with this --memory, whose cache "
+        f"is each of --schemes ({_REPLICA})",
+    )
+    replicas.add_argument(
+        "--routing", nargs="+", metavar="NAME", default=["all"], help=f"all, {', '.join(RULES)}"
+    )
+    replicas.add_argument(
+        "--prefill-rate",
+        type=float,
+        default=8192,
+        metavar="R",
+        help="prompt tokens that a replica computes in a second (8192)",
+    )
+    replicas.add_argument(
+        "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
+    )
     engine = parser.add_argument_group("engine level")
     engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
@@ -92,6 +115,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
+    parser.add_argument("--csv", type=Path, metavar="F", help="write the figures as CSV")
     parser.add_argument(
         "--report",
         type=Path,
@@ -101,35 +125,54 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that the flags ask for."""
-    schemes = find_schemes(args.schemes)
+    """Run the benchmark that the flags ask for, or compare two that ran."""
+    if args.workloads[:1] == ["compare"]:
+        from radixcache.bench.report.compare import print_comparison
+
+        return print_comparison(args.workloads[1:])
+    is_default = args.replicas is not None and args.schemes == ["default"]
+    schemes = find_schemes([_REPLICA] if is_default else args.schemes)
+    ways = find_rules(args.routing)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
-    from radixcache.bench.comparison import Comparison
-    from radixcache.bench.report.pages import write, write_report
+    from radixcache.bench.comparison import Comparison, RoutingComparison
+    from radixcache.bench.replay.replicas import Fleet
+    from radixcache.bench.report.files import write
+    from radixcache.bench.report.pages import write_report
     from radixcache.bench.report.results import Report
+    from radixcache.bench.report.saved import to_csv, to_json
     from radixcache.bench.report.terminal import print_report, print_verdict
     from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
-    comparison = Comparison(
-        schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
-    )
+    comparison: Comparison | RoutingComparison
+    if args.replicas is None:
+        comparison = Comparison(
+            schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
+        )
+    else:
+        fleet = Fleet(args.replicas, args.prefill_rate, args.step_time)
+        arrivals = _serving(args).arrivals
+        comparison = RoutingComparison(
+            ways, schemes, memories, fleet, arrivals, token_bytes, args.seed
+        )
     page = _page(args)
     report = Report(_settings(args, token_bytes, vocabulary, model))
     report.workloads.extend(comparison.run(choose(args, vocabulary)))
     if page is not None:
         write_report(report, page)
+    if args.csv is not None:
+        write(args.csv, to_csv(report))
     if str(args.json) == "-":
-        print(report.to_json())
+        print(to_json(report))
         return 0
     if args.json is not None:
-        write(args.json, report.to_json())
+        write(args.json, to_json(report))
     shown = console()
     print_report(report, shown)
     print_verdict(report, shown)
@@ -147,10 +190,11 @@ def _page(args: argparse.Namespace) -> Path | None:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what makes no sense before anything is loaded."""
-    from radixcache.bench.report.pages import check_page, check_writable
+    from radixcache.bench.report.files import check_page, check_writable
 
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
-    for name in (*positive.split(), "hash_block", "token_bytes"):
+    positive += " hash_block token_bytes replicas prefill_rate speed"
+    for name in positive.split():
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
@@ -158,6 +202,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
+    if args.replicas is not None and args.level != "index":
+        raise InvalidRequest("--replicas are simulated, without a model: --level index alone")
     if args.arrivals == "poisson" and args.rate is None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
     if args.arrivals == "trace" and (args.format not in TRACES or args.workloads):
@@ -168,6 +214,8 @@ def _check(args: argparse.Namespace) -> None:
         check_page(page)
     if args.json is not None and str(args.json) != "-":
         check_writable(args.json)
+    if args.csv is not None:
+        check_writable(args.csv)
 
 
 def _serving(args: argparse.Namespace) -> Serving:
@@ -177,7 +225,7 @@ def _serving(args: argparse.Namespace) -> Serving:
     arrivals = {
         "closed": Arrivals(concurrency=args.concurrency),
         "poisson": Arrivals(rate=args.rate, seed=args.seed),
-        "trace": Arrivals(as_recorded=True),
+        "trace": Arrivals(as_recorded=True, speed=args.speed),
     }[args.arrivals]
     return Serving(
         arrivals, args.max_num_batched_tokens, args.max_num_seqs, args.schedule, args.step_time
@@ -219,7 +267,7 @@ def _settings(
     arrivals = {
         "closed": f"closed loop of {args.concurrency}",
         "poisson": f"Poisson, {args.rate} a second",
-        "trace": "as recorded",
+        "trace": "as recorded" + (f", {args.speed:g} times as fast" if args.speed != 1 else ""),
     }[args.arrivals]
     settings = {
         "command": command(args),
@@ -233,6 +281,13 @@ def _settings(
         "bytes a token": token_bytes,
         "machine": conditions(),
     }
+    if args.replicas is not None:
+        del settings["schedule"], settings["tokens a step"]
+        settings |= {
+            "replicas": args.replicas,
+            "prefilled tokens a second": args.prefill_rate,
+            "seconds a decoded token": args.step_time,
+        }
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
     return settings

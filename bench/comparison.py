@@ -1,4 +1,4 @@
-"""All schemes on a workload, in every memory: bounds, replays, and one bar that says how far."""
+"""All schemes, or all ways to route, on a workload, in every memory; one bar says how far."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixcache.bench.replay.index_level import Serving, run_index
+from radixcache.bench.replay.play import Arrivals
+from radixcache.bench.replay.replicas import Fleet, run_replicas
 from radixcache.bench.report.results import WorkloadReport
-from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
+from radixcache.bench.report.sharing import shared_tree
+from radixcache.bench.schemes.bounds import (
+    Trie,
+    build_trie,
+    lru_curve,
+    optimal_hits,
+    unlimited_hits,
+)
 from radixcache.bench.schemes.named import Memory, Scheme
 from radixcache.bench.workloads.workload import Workload
 
@@ -56,18 +65,9 @@ class Comparison:
     def _run(
         self, workload: Workload, says: Callable[[str], object], tick: Callable[[], object]
     ) -> WorkloadReport:
-        says(f"{workload.name}: bounds")
+        says(f"bounds, {workload.name}")
         trie = build_trie(workload, progress=tick)
-        found = WorkloadReport(
-            workload.name,
-            workload.shape,
-            len(workload.arrivals),
-            workload.prompt_tokens,
-            workload.answer_tokens,
-            trie.footprint,
-            unlimited_hits(trie),
-            workload.longest,
-        )
+        found = _describe(workload, trie)
         most = max(trie.footprint, workload.longest)
         sizes = [int(size) for size in np.linspace(workload.longest, most, _SIZES)]
         found.optimal_hits = {size: optimal_hits(trie, size) for size in sizes}
@@ -82,14 +82,14 @@ class Comparison:
             tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
             found.optimal_hits[tokens] = optimal_hits(trie, tokens)
             for scheme in self.schemes if self.level != "engine" else ():
-                says(f"{workload.name}, {memory.text}: {scheme.name}")
+                says(f"{scheme.name}, {memory.text}, {workload.name}")
                 found.rows.append(
                     run_index(workload, scheme, tokens, self.serving, memory.text, tick)
                 )
             if self.model is not None:
                 from radixcache.bench.replay.engine_level import run_engine
 
-                says(f"{workload.name}, {memory.text}: engine")
+                says(f"engine, {memory.text}, {workload.name}")
                 found.rows += run_engine(
                     workload,
                     self.schemes,
@@ -101,6 +101,64 @@ class Comparison:
                     progress=tick,
                 )
         return found
+
+
+@dataclass(frozen=True)
+class RoutingComparison:
+    """Which ways to route are compared, on which replicas; the same for every workload.
+
+    Attributes:
+        ways: names of `radixcache.bench.schemes.routing.RULES`.
+        schemes, memories: the cache of each replica, and how much it holds.
+    """
+
+    ways: list[str]
+    schemes: list[Scheme]
+    memories: list[Memory]
+    fleet: Fleet
+    arrivals: Arrivals
+    token_bytes: int
+    seed: int = 0
+
+    def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
+        """Run all of it, workload by workload."""
+        runs = [(m, s, w) for m in self.memories for s in self.schemes for w in self.ways]
+        requests = sum(len(workload.arrivals) for workload in workloads)
+        with _progress(requests * (1 + len(runs))) as (says, tick):
+            for workload in workloads:
+                says(f"{workload.name}: bounds")
+                trie = build_trie(workload, progress=tick)
+                found = _describe(workload, trie)
+                for memory, scheme, way in runs:
+                    says(f"{workload.name}, {memory.text}: {way}")
+                    tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
+                    figures = run_replicas(
+                        workload,
+                        way,
+                        scheme,
+                        tokens,
+                        self.fleet,
+                        self.arrivals,
+                        memory=memory.text,
+                        seed=self.seed,
+                        progress=tick,
+                    )
+                    found.routing.append(figures)
+                yield found
+
+
+def _describe(workload: Workload, trie: Trie) -> WorkloadReport:
+    return WorkloadReport(
+        workload.name,
+        workload.shape,
+        len(workload.arrivals),
+        workload.prompt_tokens,
+        workload.answer_tokens,
+        trie.footprint,
+        unlimited_hits(trie),
+        workload.longest,
+        shared=shared_tree(trie),
+    )
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from radixcache.errors import (
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
-from radixcache.snapshot import CachedNode
+from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
 
 Tokens = NDArray[np.int32]
 """Token ids, one-dimensional int32."""
@@ -312,12 +312,17 @@ class PrefixCache(ABC):
             if not namespaces or namespace in namespaces
         ]
 
-    @abstractmethod
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
+    def outline(self) -> Outline[Any]:
+        """What pictures of the cache are drawn from, until the cache changes."""
+        raise NotImplementedError(f"of a {type(self).__name__} there are no pictures")
+
+    def snapshot(self, look: Look = EVERYTHING) -> dict[Hashable, CachedNode]:
         """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
 
         Changes nothing, and shares nothing with the cache: it may be read in another thread.
         """
+        picture = self.outline().draw(look)
+        return picture.roots if picture else {}
 
     @abstractmethod
     def reset(self) -> None:

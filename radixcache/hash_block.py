@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
-from radixcache.snapshot import PREVIEW, CachedNode, draw
+from radixcache.snapshot import Ends, Outline
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
@@ -469,8 +469,8 @@ class HashBlockCache(PrefixCache):
 
     # -- the whole -----------------------------------------------------------------------------
 
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
-        """What is cached, as `PrefixCache.snapshot` says. O(pages).
+    def outline(self) -> Outline[Row]:
+        """What pictures are drawn from, as `PrefixCache.outline` says. O(pages).
 
         Blocks in a row are one node; one whose predecessor was evicted hangs at the root.
         """
@@ -480,23 +480,26 @@ class HashBlockCache(PrefixCache):
         for (_, name), pin in self._pins.items():
             assert isinstance(pin, BlockLease) and pin.block is not None
             pins.setdefault(pin.block.hash, []).append(name)
-        running = self._leases.keys() - self._pins.values()
-        leases = Counter(lease.block.hash for lease in running if lease.block is not None)
+        leases: dict[bytes, list[int]] = {}
+        for lease in self._leases.keys() - self._pins.values():
+            if lease.block is not None:
+                leases.setdefault(lease.block.hash, []).append(lease.cached_tokens)
         rows = BlockRows(filter(None, self._blocks), ends=pins)
 
-        def describe(row: Row) -> CachedNode:
-            tokens = b"".join(block.tokens for block in row.blocks[:PREVIEW])
-            return CachedNode(
-                id=row.blocks[0].hash[:8].hex(),
-                start=row.num_before * self.page_size,
-                num_tokens=len(row.blocks) * self.page_size,
-                tokens=np.frombuffer(tokens, np.int32)[:PREVIEW].tolist(),
-                age=min(ages[block.hash] for block in row.blocks),
-                leases=sum(leases[block.hash] for block in row.blocks),
-                pins=sorted(pins.get(row.blocks[-1].hash, [])),
-            )
+        def ends(row: Row) -> Ends:
+            hits = [hit for block in row.blocks for hit in leases.get(block.hash, ())]
+            return Ends(hits, pins.get(row.blocks[-1].hash, ()))
 
-        return draw(rows.tops, describe, rows.below, max_nodes)
+        return Outline(
+            rows.tops,
+            below=rows.below,
+            sizes=lambda nodes: [len(row.blocks) * self.page_size for row in nodes],
+            ages=lambda nodes: [min(ages[block.hash] for block in row.blocks) for row in nodes],
+            ends=lambda nodes: {at: ends(row) for at, row in enumerate(nodes)},
+            name=lambda row: row.blocks[0].hash[:8].hex(),
+            start=lambda row: row.num_before * self.page_size,
+            tokens=lambda row: np.frombuffer(b"".join(b.tokens for b in row.blocks), np.int32),
+        )
 
     @mutation
     def reset(self) -> None:

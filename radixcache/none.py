@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from radixcache.errors import LeaseError, PinError
 from radixcache.events import Listener
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
-from radixcache.snapshot import CachedNode
+from radixcache.snapshot import Outline
 
 
 class NoCache(PrefixCache):
@@ -110,8 +111,9 @@ class NoCache(PrefixCache):
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
 
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
-        return {}
+    def outline(self) -> Outline[Any]:
+        never: Any = None  # asked about a node: there is none
+        return Outline({}, never, list, list, dict, never, never, never)
 
     @mutation
     def reset(self) -> None:

@@ -22,7 +22,7 @@ from radixcache.eviction import (
 from radixcache.lease import Lease, PageCopy
 from radixcache.nodes import NO_STEP, Node, Run
 from radixcache.pages import PagePool, Pages
-from radixcache.snapshot import PREVIEW, CachedNode, draw
+from radixcache.snapshot import Ends, Outline
 from radixcache.tree import RadixTree
 
 _LONG_AGO = 1 << 62
@@ -563,23 +563,29 @@ class RadixCache(PrefixCache):
 
     # -- the whole -----------------------------------------------------------------------------
 
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
-        pins: dict[object, str] = {lease: name for (_, name), lease in self._pins.items()}
+    def outline(self) -> Outline[Node]:
+        clock, pins = self._clock, dict[Node, list[str]]()
+        for (_, name), lease in self._pins.items():
+            assert isinstance(lease, RadixLease)
+            pins.setdefault(lease.node, []).append(name)
+        running: dict[Node, list[int]] = {}
+        for lease in self._leases.keys() - self._pins.values():
+            running.setdefault(lease.node, []).append(lease.cached_tokens)
 
-        def describe(node: Node) -> CachedNode:
-            ends = [pins[lease] for lease in node.leases if lease in pins]
-            return CachedNode(
-                id=str(node.serial),
-                start=node.start,
-                num_tokens=node.end - node.start,
-                tokens=node.tokens[:PREVIEW].tolist(),
-                age=self._clock - max(node.last_use, 0),
-                leases=len(node.leases) - len(ends),
-                pins=sorted(ends),
-            )
-
-        tops = {name: root.children.values() for name, root in self._tree.roots.items()}
-        return draw(tops, describe, lambda node: node.children.values(), max_nodes)
+        return Outline(
+            {name: root.children.values() for name, root in self._tree.roots.items()},
+            below=lambda node: node.children.values(),
+            sizes=lambda nodes: [node.end - node.start for node in nodes],
+            ages=lambda nodes: [clock - max(node.last_use, 0) for node in nodes],
+            ends=lambda nodes: {
+                at: Ends(running.get(node, ()), pins.get(node, ()))
+                for at, node in enumerate(nodes)
+                if node.leases
+            },
+            name=lambda node: str(node.serial),
+            start=lambda node: node.start,
+            tokens=lambda node: node.tokens,
+        )
 
     @mutation
     def reset(self) -> None:

@@ -187,6 +187,7 @@ DISTRIBUTION = {
     "flashinfer": "flashinfer-python",
     "opentelemetry": "opentelemetry-sdk",  # one of three, whose modules are below one name
     "triton": "torch",  # which brings it
+    "vl_convert": "vl-convert-python",
 }
 
 
@@ -224,7 +225,7 @@ def test_every_requirement_has_one_exact_pin_that_satisfies_it(
     pinned = pins(python)
     for pin in pinned.values():
         assert re.fullmatch(
-            r"==\d+(\.\d+)*(b\d+)?", str(pin.specifier)
+            r"==\d+(\.\d+)*(b\d+|\.post\d+)?", str(pin.specifier)
         )  # no +cpu: other builds pass
     for requirement in requirements(installed, "cuda"):  # that one follows the GPU's driver
         if requirement.name == "radixcache":  # an extra that includes another

@@ -27,6 +27,7 @@ class Figures:
         peak_used_pages: most pages that running requests used; sampled, index level only.
         empty_share: of the slots in held pages, how many held no token; mean of the samples.
         cache_us: processor time in the cache per request, µs; index level only.
+        cold: requests that hit nothing.
     """
 
     level: str
@@ -48,6 +49,7 @@ class Figures:
     peak_used_pages: int | None = None
     empty_share: float | None = None
     cache_us: float | None = None
+    cold: int = 0
     engine: EngineFigures | None = None
     hits: list[int] = field(default_factory=list, repr=False)
     """Tokens hit by each request."""
@@ -115,6 +117,7 @@ def summarise(
         computed_tokens=sum(outcome.computed_tokens for outcome in outcomes),
         preemptions=sum(outcome.preemptions for outcome in outcomes),
         computed_by_turn=[float(np.mean(computed)) for computed in by_turn if computed],
+        cold=sum(not outcome.hit_tokens for outcome in outcomes),
         hits=[outcome.hit_tokens for outcome in outcomes],
         **more,
     )

@@ -87,18 +87,19 @@ class Arrivals:
         concurrency: closed loop: a request comes as soon as fewer than this many are in flight, in
             the workload's order, but for those that wait for one before.
         rate: Poisson: this many requests, or bursts, a second, in the workload's order.
-        as_recorded: at the times that the workload has.
+        as_recorded: at the times that the workload has, `speed` times as fast.
     """
 
     concurrency: int | None = None
     rate: float | None = None
     as_recorded: bool = False
     seed: int = 0
+    speed: float = 1.0
 
     def due(self, workload: Workload) -> list[float]:
         """The moment at which each request is due, if it waits for no other."""
         if self.as_recorded:
-            return [arrival.at for arrival in workload.arrivals]
+            return [arrival.at / self.speed for arrival in workload.arrivals]
         if self.rate is None:
             return [0.0] * len(workload.arrivals)
         rng = np.random.default_rng(self.seed)

@@ -25,7 +25,7 @@ def story(rows: list[Figures]) -> list[str]:
     before = 0.0
     for row in steps:
         never = _NEVER[parse_scheme(row.scheme).kind].format(size=row.page_size)
-        nothing = f"{sum(not hit for hit in row.hits):,} of {row.requests:,} prompts nothing"
+        nothing = f"{row.cold:,} of {row.requests:,} prompts nothing"
         lines.append(
             f"{row.workload}, {row.memory}: {row.scheme} hits {row.hit_rate:.1%} "
             f"({100 * (row.hit_rate - before):+.1f} points), {nothing}; never finds {never}"

@@ -1,92 +1,190 @@
-"""A report as a page of HTML or of Markdown, with the terminal's tables."""
+"""A report as one page of HTML, or as Markdown with its plots beside it."""
 
 from __future__ import annotations
 
-import base64
-import html
-import os
-from importlib.util import find_spec
-from io import StringIO
+import json
+import re
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-
-from radixcache.bench.report.charts import Chart, charts
-from radixcache.bench.report.results import Report
-from radixcache.bench.report.terminal import print_report, sections
-from radixcache.bench.tables import as_markdown
-from radixcache.errors import InvalidRequest, MissingDependency
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.columns import ENGINE, INDEX, ROUTING, Column
+from radixcache.bench.report.files import write
+from radixcache.bench.report.headline import headline
+from radixcache.bench.report.plots import few, plots, spoiled, still, styles
+from radixcache.bench.report.results import Report, WorkloadReport, verdicts
+from radixcache.bench.report.terminal import remarks
 
 TITLE = "Prefix caching: radix against hash-block"
+_HERE = Path(__file__).parent
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'"
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write one page: .html with the charts inside, .md with PNG files beside it.
+    """Write one page: .html with all it needs inside, .md with SVG files beside it.
 
     Raises:
         InvalidRequest: it cannot be written.
     """
-    drawn = list(charts(report))
     if path.suffix == ".html":
-        write(path, _html(report, drawn))
+        write(path, as_html(report))
         return
-    write(path, _markdown(report, drawn, path.stem))
-    for number, chart in enumerate(drawn, 1):
-        write(path.with_name(f"{path.stem}-{number}.png"), chart.png)
+    images = [(plot.title, still(plot)) for w in report.workloads for plot in plots(w)]
+    write(path, _markdown(report, path.stem))
+    for number, (_, image) in enumerate(images, 1):
+        write(path.with_name(f"{path.stem}-{number}.svg"), image)
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Write a file. Raises InvalidRequest if it cannot be written."""
-    try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
+def as_html(report: Report) -> str:
+    """The page. It loads nothing, and its policy lets it load nothing."""
+    import vl_convert
+
+    specs: list[object] = []
+    body = [f"<header><h1>{escape(TITLE)}</h1><ol>"]
+    for number, workload in enumerate(report.workloads):
+        name = f'<a href="#w{number}">{escape(workload.name)}</a>'
+        body.append(f"<li>{name} {_headline(workload)}</li>")
+    body.append("</ol></header><main>")
+    for number, workload in enumerate(report.workloads):
+        body += [f'<section id="w{number}">', *_section(workload, specs), "</section>"]
+    body += ["</main><footer>", *_settings(report), "</footer>"]
+    data = json.dumps(specs, separators=(",", ":")).replace("<", "\\u003c")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    head += '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f"<title>{escape(TITLE)}</title><style>{(_HERE / 'page.css').read_text()}</style>"
+    scripts = [
+        f'<script type="application/json" id="plots">{data}</script>',
+        f"<script>{vl_convert.javascript_bundle('window.vegaEmbed = vegaEmbed')}</script>",
+        f"<script>{(_HERE / 'page.js').read_text()}</script>",
+    ]
+    page = [f'<!doctype html><html lang="en"><head>{head}</head><body>', *body, *scripts]
+    return "\n".join([*page, "</body></html>\n"])
 
 
-def check_page(path: Path) -> None:
-    """Refuse what `write_report` could not do, before anything is measured. Touches nothing.
-
-    Raises:
-        InvalidRequest: another ending, or a place that cannot be written.
-        MissingDependency: matplotlib is not installed.
-    """
-    if path.suffix not in (".html", ".md"):
-        raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
-    if find_spec("matplotlib") is None:
-        raise MissingDependency("a report needs matplotlib: pip install '.[bench]' in a checkout")
-    check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    """Raises InvalidRequest where nothing could be written, and leaves the place as it is."""
-    reason = None
-    if path.is_dir():
-        reason = "Is a directory"
-    elif not path.parent.is_dir():
-        reason = "No such file or directory"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "Permission denied"
-    if reason is not None:
-        raise InvalidRequest(f"cannot write {path}: {reason}")
+def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
+    """One workload; its plots go to the end of `specs`."""
+    yield f'<h2>{escape(workload.name)}</h2><p class="headline">{_headline(workload)}</p>'
+    yield f'<p class="note">{escape(summary(workload))}</p>'
+    if workload.rows:
+        yield from _legend(workload)
+    yield '<div class="plots">'
+    for plot in plots(workload):
+        yield f"<figure><figcaption><h3>{escape(plot.title)}</h3></figcaption>"
+        yield f'<div class="plot" data-plot="{len(specs)}"></div>'
+        yield f'<p class="note">{escape(plot.note)}</p></figure>'
+        specs.append(plot.spec)
+    yield "</div>"
+    for level, columns, rows in _tables(workload):
+        yield from _table(level, columns, workload, rows)
+    for title, said in (("Remarks", remarks(workload)), ("Verdicts", verdicts(workload))):
+        if said:
+            lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+            yield f"<details><summary>{title}</summary><ul>{lines}</ul></details>"
 
 
-def _markdown(report: Report, drawn: list[Chart], stem: str) -> str:
-    parts = [f"# {TITLE}", report.conditions]
-    for title, notes, tables in sections(report):
-        parts += [f"## {title}", *notes, *map(as_markdown, tables)]
-    parts += [f"![{chart.title}]({stem}-{number}.png)" for number, chart in enumerate(drawn, 1)]
-    return "\n\n".join(parts) + "\n"
+def _headline(workload: WorkloadReport) -> str:
+    """Its figures in bold."""
+    return re.sub(r"(\d+(?: to \d+)? %) fewer", r"<b>\1 fewer</b>", escape(headline(workload)))
 
 
-def _html(report: Report, drawn: list[Chart]) -> str:
-    console = Console(file=StringIO(), record=True, width=150, highlight=False)
-    print_report(report, console, whole=True)
-    page = '<!doctype html><html lang="en"><meta charset="utf-8"><title>TITLE</title>'
-    page += "<style>{stylesheet}</style><h1>TITLE</h1><pre>{code}</pre>\n"
-    tables = console.export_html(code_format=page.replace("TITLE", TITLE))
-    images = (
-        f'<img alt="{html.escape(chart.title)}" '
-        f'src="data:image/png;base64,{base64.b64encode(chart.png).decode()}">\n'
-        for chart in drawn
-    )
-    return tables + "".join(images) + "</html>\n"
+def summary(workload: WorkloadReport) -> str:
+    """What the workload is, in one paragraph."""
+    said = f"{workload.shape}: {workload.requests:,} requests, {workload.prompt_tokens:,} prompt "
+    said += f"and {workload.answer_tokens:,} generated tokens, {workload.footprint:,} of them "
+    said += "distinct."
+    if (differ := workload.disagreements) is not None:
+        said += (
+            f" Index and engine level DIFFER in the hits of {differ:,} requests."
+            if differ
+            else " Index and engine level hit the same tokens, request by request."
+        )
+    return said
+
+
+def _legend(workload: WorkloadReport) -> Iterator[str]:
+    memories = list(dict.fromkeys(row.memory for row in workload.rows))
+    shown = few(workload)
+    yield '<form class="legend" autocomplete="off">'
+    for name, style in styles(workload).items():
+        dash = ",".join(map(str, style.dash))
+        line = f'<path d="M0 6h28" stroke="{style.colour}" stroke-dasharray="{dash}"/>'
+        checked = " checked" if name in shown else ""
+        yield f'<label><input type="checkbox" value="{escape(name)}"{checked}>'
+        yield f'<svg viewBox="0 0 28 12" aria-hidden="true">{line}</svg>{escape(name)}</label>'
+    if len(memories) > 1:
+        most = max(workload.rows, key=lambda row: row.memory_tokens).memory
+        options = (
+            f"<option{' selected' if name == most else ''}>{escape(name)}</option>"
+            for name in memories
+        )
+        yield f"<label>memory of the other plots <select>{''.join(options)}</select></label>"
+    yield '<button type="button">all schemes</button></form>'
+
+
+def _tables(workload: WorkloadReport) -> Iterator[tuple[str, list[Column], list[Any]]]:
+    for level, columns in (("index", INDEX), ("engine", ENGINE)):
+        if rows := workload.level(level):
+            yield level, columns, rows
+    if workload.routing:
+        yield "routing", ROUTING, workload.routing
+
+
+def _table(
+    level: str, columns: list[Column], workload: WorkloadReport, rows: list[Any]
+) -> Iterator[str]:
+    yield f'<div class="table"><table data-level="{level}"><thead><tr>'
+    for column in columns:
+        title = f'<abbr title="{escape(column.note)}">{escape(column.title)}</abbr>'
+        yield f'<th scope="col">{title}<small>{escape(column.unit)}</small></th>'
+    yield "</tr></thead><tbody>"
+    for above, row in zip([None, *rows], rows, strict=False):
+        first = above is None or above.memory != row.memory
+        css = ' class="first"' if first else ""
+        listed = "" if level == "routing" else f' data-scheme="{escape(row.scheme)}"'
+        yield f"<tr{css}{listed}>"
+        for column in columns:
+            text = escape(column.text(workload, row))
+            if column.title == "hit":
+                said = "" if level == "routing" else spoiled(row)
+                mark = f"<em>{escape(said)}</em> " if said else ""
+                yield f'<td style="--share:{row.hit_rate:.4f}">{mark}{text}</td>'
+            else:
+                yield f"<td>{text}</td>"
+        yield "</tr>"
+    yield "</tbody></table></div><details><summary>What the columns say</summary><dl>"
+    yield from (f"<dt>{escape(c.title)}</dt><dd>{escape(c.note)}</dd>" for c in columns)
+    yield "</dl></details>"
+
+
+def _settings(report: Report) -> Iterator[str]:
+    yield "<h2>How it was measured</h2>"
+    settings = dict(report.settings)
+    if command := settings.pop("command", None):
+        yield f"<p>To run it again:</p><pre>{escape(str(command))}</pre>"
+    yield "<dl>"
+    for key, value in settings.items():
+        yield f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>"
+    yield "</dl>"
+
+
+def _markdown(report: Report, stem: str) -> str:
+    parts, number = [f"# {TITLE}"], 0
+    for workload in report.workloads:
+        parts += [f"## {workload.name}", f"**{headline(workload)}**", summary(workload)]
+        for plot in plots(workload):
+            number += 1
+            parts += [f"![{workload.name}: {plot.title}]({stem}-{number}.svg)", plot.note]
+        for _, columns, rows in _tables(workload):
+            lines = [[column.title for column in columns], ["---"] * len(columns)]
+            for row in rows:
+                cells = [column.text(workload, row) for column in columns]
+                if isinstance(row, Figures) and (said := spoiled(row)):
+                    cells[2] += f" ({said})"
+                lines.append(cells)
+            parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+        parts += [f"- {line}" for line in (*remarks(workload), *verdicts(workload))]
+    if command := report.settings.get("command"):
+        parts.append(f"To run it again: `{command}`")
+    return "\n\n".join([*parts, report.conditions]) + "\n"

@@ -1,14 +1,15 @@
-"""What a benchmark has found: workload by workload, its verdicts, and all of it as JSON."""
+"""What a benchmark has found, workload by workload, and its verdicts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.family import story
+from radixcache.bench.report.sharing import Segment
 
 TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
@@ -24,7 +25,10 @@ class WorkloadReport:
         longest: the most tokens that one request holds.
         optimal_hits: by amount of memory, what eviction that knows the future hits.
         curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
+        shared: which tokens how many requests have in common.
         rows: one for each level, memory and scheme.
+        routing: with several replicas, one for each memory, scheme and way to route.
+        differing: `disagreements`, if this was read from a file: that has no hits of requests.
     """
 
     name: str
@@ -37,7 +41,10 @@ class WorkloadReport:
     longest: int = 0
     optimal_hits: dict[int, int] = field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    shared: list[Segment] = field(default_factory=list)
     rows: list[Figures] = field(default_factory=list)
+    routing: list[RoutingFigures] = field(default_factory=list)
+    differing: int | None = None
 
     def level(self, level: str) -> list[Figures]:
         """The rows of one level."""
@@ -51,14 +58,14 @@ class WorkloadReport:
     @property
     def disagreements(self) -> int | None:
         """Requests whose hits differ between the levels; None if only one level ran."""
-        index = {(row.scheme, row.memory): row.hits for row in self.level("index")}
+        index = {(row.scheme, row.memory): row.hits for row in self.level("index") if row.hits}
         pairs = [
             (index[row.scheme, row.memory], row.hits)
             for row in self.level("engine")
             if (row.scheme, row.memory) in index
         ]
         if not pairs:
-            return None
+            return self.differing
         return sum(a != b for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
@@ -77,24 +84,6 @@ class Report:
     def conditions(self) -> str:
         """The settings but for the command, in one line."""
         return ", ".join(f"{k} {v}" for k, v in self.settings.items() if k != "command")
-
-    def to_json(self) -> str:
-        """Everything but the hits of single requests."""
-        return json.dumps(
-            {
-                "settings": self.settings,
-                "workloads": [
-                    {
-                        **{k: v for k, v in vars(workload).items() if k != "rows"},
-                        "disagreements": workload.disagreements,
-                        "verdicts": verdicts(workload),
-                        "rows": [row.to_json() for row in workload.rows],
-                    }
-                    for workload in self.workloads
-                ],
-            },
-            indent=2,
-        )
 
 
 def duels(workload: WorkloadReport) -> Iterator[tuple[Figures, Figures]]:

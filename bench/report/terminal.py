@@ -15,7 +15,9 @@ from radixcache.bench.tables import table
 
 def index_table(workload: WorkloadReport) -> Table:
     """Hits and work at index level, with what spoils a figure beside it."""
-    header = ["memory", "scheme", "hit", "of optimum", "prefilled", "cache µs", "remark"]
+    found = workload.level("index")
+    said = any(map(_remark, found))
+    header = ["memory", "scheme", "hit", "of optimum", "prefilled", "cache µs"]
     rows = [
         [
             row.memory,
@@ -24,11 +26,11 @@ def index_table(workload: WorkloadReport) -> Table:
             _share(row.hit_tokens, workload.optimal_hits.get(row.memory_tokens, 0)),
             f"{row.computed_tokens:,}",
             f"{row.cache_us or 0:,.0f}",
-            _remark(row),
+            *([_remark(row)] if said else []),
         ]
-        for row in workload.level("index")
+        for row in found
     ]
-    return table(header, rows, left=2, words=1)
+    return table([*header, "remark"] if said else header, rows, left=2, words=said)
 
 
 def memory_table(workload: WorkloadReport) -> Table:
@@ -64,6 +66,29 @@ def engine_table(workload: WorkloadReport) -> Table:
     return table(header, rows, left=2)
 
 
+def routing_table(workload: WorkloadReport) -> Table:
+    """Hits, mean and late times to first token, and balance of each way to route."""
+    header = ["memory", "cache", "routing", "hit", "TTFT", "p99", "busiest", "refused"]
+    rows = [
+        [
+            row.memory,
+            row.scheme,
+            row.routing,
+            f"{row.hit_rate:.1%}",
+            _time(row.ttft_mean),
+            _time(row.ttft_p99),
+            f"{row.imbalance:.2f}",
+            f"{row.refused:,}",
+        ]
+        for row in workload.routing
+    ]
+    return table(header, rows, left=3)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.0f} ms"
+
+
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
@@ -74,47 +99,42 @@ def _remark(row: Figures) -> str:
 
 
 def remarks(workload: WorkloadReport) -> list[str]:
-    """What spoils figures, in a sentence for each memory and reason."""
-    found = []
+    """What spoils figures: a sentence for each reason, and in which memories it holds."""
+    found: dict[str, list[str]] = {}
     for memory in dict.fromkeys(row.memory for row in workload.main_rows):
         rows = [row for row in workload.main_rows if row.memory == memory]
-        for row in rows:
-            if row.refused:
-                found.append(
-                    f"{memory}: {row.refused:,} of {row.requests:,} requests do not fit into "
-                    f"{row.memory_tokens:,} tokens and are refused (the longest needs "
-                    f"{workload.longest:,}); the figures are of the others."
-                )
-                break
-        found += (f"{memory}: {reason}" for reason in _nothing_hit(workload, rows))
-        if preempted := [row.scheme for row in rows if row.preemptions]:
-            found.append(
-                f"{memory}: too little for the requests in flight ({', '.join(preempted)}); "
-                f"preempted ones compute again, so prompts are prefilled more than once."
-            )
-        best = workload.optimal_hits.get(rows[0].memory_tokens, 0)
-        if above := [row.scheme for row in rows if row.hit_tokens > best]:
-            found.append(
-                f"{memory}: {', '.join(above)} above the optimum, which serves one request after "
-                f"the other in order of arrival: in flight together, some overtake others, and an "
-                f"answer takes memory only as it grows."
-            )
-    return found
+        for reason in _reasons(workload, rows):
+            found.setdefault(reason, []).append(memory)
+    return [f"{', '.join(memories)}: {reason}" for reason, memories in found.items()]
 
 
-def _nothing_hit(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
-    """Why schemes that cache hit nothing at all."""
-    caching = [row for row in rows if row.scheme != "none" and row.refused < row.requests]
+def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
+    """What spoils the figures of one memory."""
+    if any(row.refused for row in rows):
+        yield (
+            f"refused requests do not fit into {rows[0].memory_tokens:,} tokens less a page (the "
+            f"longest needs {workload.longest:,}); they are in no other figure."
+        )
+    caching = [row for row in rows if row.scheme != "none" and not row.refused]
     cold = [row.scheme for row in caching if not row.hit_tokens]
-    if not cold:
-        return
-    if not workload.unlimited_hits:
+    if cold and not workload.unlimited_hits:
         yield "nothing is hit, because no two prompts begin alike."
-    elif len(cold) == len(caching):
-        yield "nothing is hit: requests in flight fill the memory, and nothing is kept for later."
-    else:
-        names = ", ".join(cold)
-        yield f"{names} hit nothing: what prompts share is less than a block, or gone by then."
+    elif cold and len(cold) == len(caching):
+        yield "nothing is hit: the requests in flight fill the memory, and nothing else is kept."
+    elif cold:
+        yield f"{', '.join(cold)} hit nothing: less than a block is shared, or it is gone by then."
+    if preempted := [row.scheme for row in rows if row.preemptions]:
+        yield (
+            f"too little for the requests in flight ({', '.join(preempted)}): preempted ones "
+            f"compute again, and prompts are prefilled more than once."
+        )
+    best = workload.optimal_hits.get(rows[0].memory_tokens, 0)
+    if above := [row.scheme for row in rows if row.hit_tokens > best]:
+        yield (
+            f"{', '.join(above)} above the optimum, which serves one request after the other in "
+            f"order of arrival: in flight together, some overtake others, and an answer takes "
+            f"memory only as it grows."
+        )
 
 
 def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[str], list[Table]]]:
@@ -136,7 +156,7 @@ def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[
                 if not differ
                 else f"Index and engine level DIFFER in {differ} requests."
             )
-        tables = [index_table(workload), engine_table(workload)]
+        tables = [index_table(workload), engine_table(workload), routing_table(workload)]
         tables[1:1] = [memory_table(workload)] if whole else []
         notes += [*remarks(workload), *verdicts(workload)]
         yield workload.name, notes, [t for t in tables if t.row_count]

@@ -1,8 +1,10 @@
 """What no scheme can beat, and what LRU gives at every size of memory, without a replay.
 
 All of it is computed on the trie of the workload, with one request after the other in their order
-of arrival. A replay has many in flight and takes memory in pages, so it is near these figures
-rather than on them, and may even be a little better where it orders requests otherwise.
+of arrival. So served, no scheme is above the optimum, unless its pages refuse a request for which
+the optimum clears the memory. With many in flight one can be: where some overtake others, and where
+an answer takes its memory only as it grows, while another request already hits what has to go for
+it. A report says so where it happens.
 """
 
 from __future__ import annotations
@@ -126,21 +128,23 @@ def optimal_hits(trie: Trie, memory: int) -> int:
     """Tokens hit in `memory` tokens if eviction knows the future (Belady's rule).
 
     Whenever room is short, the token that is asked for again last goes, of equal ones the deepest.
-    Requests that do not fit at all are left out. O(segments of all paths x log segments).
+    Requests that the runtime refuses at page size 1, where a page is kept to spare, are left out.
+    O(segments of all paths x log segments).
     """
     uses: list[list[int]] = [[] for _ in trie.lengths]
+    served = [sum(trie.lengths[segment] for segment in path) < memory for path in trie.paths]
     for number in reversed(range(len(trie.paths))):  # so that the next use stands last
-        for segment in trie.paths[number][: trie.hittable[number]]:
+        for segment in trie.paths[number][: trie.hittable[number]] if served[number] else ():
             uses[segment].append(number)
     resident = [0] * len(trie.lengths)
     next_use = [_NEVER] * len(trie.lengths)
     farthest: list[tuple[int, int, int]] = []  # the heap's first is used last, and deepest
     held = hits = 0
     for number, path in enumerate(trie.paths):
+        if not served[number]:
+            continue
         for segment in path[: trie.hittable[number]]:
             uses[segment].pop()
-        if sum(trie.lengths[segment] for segment in path) > memory:
-            continue
         for segment in path[: trie.hittable[number]]:
             hits += resident[segment]
             if resident[segment] < trie.lengths[segment]:

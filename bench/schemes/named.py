@@ -43,7 +43,7 @@ NAMING_KINDS: dict[str, Callable[[PagePool, Workload], PrefixCache]] = {
 INDEX_ONLY = ("template", "prefix", "cow")
 """Kinds that are rules without a memory: they run at index level only."""
 
-_DEFAULT = "none hash-16 hash-32 hash-64 hash-128 hash-256 radix-1 radix-16 aligned-16".split()
+_DEFAULT = "none hash-16 hash-64 hash-256 radix-1 radix-16".split()
 
 FAMILY = "none template-16 prefix-16 cow-16 hash-16 aligned-16 radix-16 radix-1".split()
 """From the systems that led here to ours, the oldest first."""
@@ -51,7 +51,7 @@ FAMILY = "none template-16 prefix-16 cow-16 hash-16 aligned-16 radix-16 radix-1"
 GROUPS = {
     "default": _DEFAULT,
     "family": FAMILY,
-    "all": list(dict.fromkeys([*_DEFAULT, *FAMILY, "whole-16"])),
+    "all": list(dict.fromkeys([*_DEFAULT, "hash-32", "hash-128", *FAMILY, "whole-16"])),
 }
 """Names that stand for several schemes."""
 

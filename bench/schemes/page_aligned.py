@@ -12,7 +12,6 @@ from radixcache.errors import LeaseError
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache, RadixLease
-from radixcache.snapshot import CachedNode
 
 _NOTHING: Tokens = np.empty(0, np.int32)
 
@@ -81,9 +80,6 @@ class PageAlignedRadixCache(PrefixCache):
 
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.tree.cached_length(self._symbols(as_tokens(tokens)), namespace) * self.page_size
-
-    def snapshot(self, max_nodes: int = 1000) -> dict[Hashable, CachedNode]:
-        raise NotImplementedError("its tree has hashes of pages, not tokens")
 
     def acquire(
         self,

@@ -24,6 +24,9 @@ TEXTS = {
 }
 FORMATS = (*TRACES, *TEXTS)
 
+_TRAINED_ON = 1 << 23
+"""Characters of a file from which a tokenizer is trained, in pieces: a word without end is slow."""
+
 
 def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
     """The workloads that the flags of the command name.
@@ -49,7 +52,8 @@ def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
 def _encoder(args: argparse.Namespace) -> Encode:
     """The model's tokenizer if one is named or needed, else one trained on the file itself."""
     if args.model is None and args.level == "index":
-        return train_encoder([read_text(args.file)])
+        text = read_text(args.file)[:_TRAINED_ON]
+        return train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))
     from radixcache.runtime.llm import BUNDLED_MODEL
     from radixcache.runtime.text.tokenizer import Tokenizer
 

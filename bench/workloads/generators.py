@@ -31,6 +31,11 @@ class Writer:
         """From half to three halves of `length` random tokens, at least one."""
         return self.text(max(1, int(self.rng.integers(length // 2, length * 3 // 2 + 1))))
 
+    def zipf(self, kinds: int, count: int) -> list[int]:
+        """`count` of the numbers from 0 to `kinds`, by Zipf's law: the k-th with weight 1/k."""
+        weights = 1 / np.arange(1, kinds + 1)
+        return [int(k) for k in self.rng.choice(kinds, count, p=weights / weights.sum())]
+
 
 def chat(
     write: Writer,
@@ -38,18 +43,21 @@ def chat(
     conversations: int = 60,
     turns: int = 8,
     system: int = 200,
+    systems: int = 1,
     user: int = 60,
     answer: int = 120,
 ) -> Workload:
     """Multi-turn chat: every turn's prompt is the whole conversation so far.
 
-    `conversations` over one system prompt of `system` tokens, `turns` each; a turn adds about
-    `user` tokens and an answer of about `answer`. The turns of all conversations come in a random
-    order, those of one conversation one after the other.
+    `conversations` over one system prompt of `system` tokens, or over one of `systems`, drawn by
+    Zipf's law, `turns` each; a turn adds about `user` tokens and an answer of about `answer`. The
+    turns of all conversations come in a random order, those of one conversation one after the
+    other.
     """
     workload = Workload("chat", f"{conversations} conversations of {turns} turns")
-    common = write.text(system)
-    parts = [[common] for _ in range(conversations)]
+    texts = [write.text(system) for _ in range(systems)]
+    drawn = write.zipf(systems, conversations) if systems > 1 else [0] * conversations
+    parts = [[texts[index]] for index in drawn]
     last: list[int | None] = [None] * conversations
     order = np.repeat(np.arange(conversations), turns)
     write.rng.shuffle(order)
@@ -157,8 +165,7 @@ def documents(
     """
     workload = Workload("documents", f"{questions} questions about {documents} documents")
     texts = [write.about(document) for _ in range(documents)]
-    weights = 1 / np.arange(1, documents + 1)
-    for index in write.rng.choice(documents, questions, p=weights / weights.sum()).tolist():
+    for index in write.zipf(documents, questions):
         workload.add([texts[index], write.about(question)], write.about(answer), template=1)
     return workload
 

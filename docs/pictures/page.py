@@ -7,7 +7,7 @@ from pathlib import Path
 
 from docs.pictures.camera import shoot_looks, window
 from radixcache import LLM, SamplingParams
-from radixcache.snapshot import CachedNode
+from radixcache.snapshot import EVERYTHING
 from tests.runtime.server.live import live
 from training.tables import STANDARD_COLUMNS, Style, Table, ask, draw_table
 
@@ -54,11 +54,8 @@ def chat_until(llm: LLM, nodes: int, tables: int) -> None:
 
 def count_nodes(llm: LLM) -> int:
     """Nodes of the tree, without its root."""
-
-    def below(node: CachedNode) -> int:
-        return sum(1 + below(child) for child in node.children)
-
-    return sum(map(below, llm.call(lambda: llm.cache.snapshot(10_000)).values()))
+    picture = llm.call(lambda: llm.cache.outline().draw(EVERYTHING))
+    return picture.num_nodes if picture else 0
 
 
 def message(role: str, content: str) -> dict[str, str]:

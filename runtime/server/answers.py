@@ -233,6 +233,16 @@ class DeletedPrefix(Body):
     deleted: Literal[True] = True
 
 
+class CacheFolded(Body):
+    """Branches that a view leaves out; see `radixcache.snapshot.Folded`."""
+
+    branches: int
+    nodes: int
+    tokens: int
+    leases: int
+    age: int
+
+
 class CacheNode(Body):
     """A node of the tree; see `radixcache.snapshot.CachedNode`."""
 
@@ -242,10 +252,11 @@ class CacheNode(Body):
     text: str
     age: int
     leases: int
+    computed_from: int | None
     pins: list[str]
     pinned: bool
-    num_hidden: int
     children: list[CacheNode]
+    more: CacheFolded | None
 
 
 class CacheNamespace(Body):
@@ -266,6 +277,8 @@ class CacheStatistics(Body):
     evicted_tokens: int
     evicted_pages: int
     copied_pages: int
+    cached_nodes: int
+    cached_tokens: int
     pages: int
     free_pages: int
     pinned_pages: int
@@ -283,12 +296,28 @@ class RecentRequest(Body):
 
 
 class CacheView(Body):
-    """The answer of GET /v1/cache; `recent` has the last requests, oldest first."""
+    """The answer of GET /v1/cache; `above` has the nodes from the root to the one it is about,
+    `more` the salts that it leaves out, `recent` the last requests, oldest first."""
 
     kind: str
     stats: CacheStatistics
+    above: list[CacheNode]
     namespaces: list[CacheNamespace]
+    more: CacheFolded | None
     recent: list[RecentRequest]
+
+
+class CacheHit(Body):
+    """The ids of the nodes from the root to the one in which a text was found."""
+
+    path: list[str]
+
+
+class CacheHits(Body):
+    """The answer of GET /v1/cache/search; `total` counts those that it leaves out, too."""
+
+    total: int
+    data: list[CacheHit]
 
 
 class Flushed(Body):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header, Query, Response
 
 from radixcache.errors import LeaseError
 from radixcache.runtime.server.access import ADMINISTRATOR
 from radixcache.runtime.server.answers import (
+    CacheFolded,
+    CacheHit,
+    CacheHits,
     CacheNamespace,
     CacheNode,
     CachePrefix,
@@ -23,15 +26,18 @@ from radixcache.runtime.server.answers import (
     Flushed,
     RecentRequest,
 )
-from radixcache.runtime.server.backend import BackendDep
+from radixcache.runtime.server.backend import Backend, BackendDep
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.fields import PrefixName
 from radixcache.runtime.server.metrics import EngineState, Started
 from radixcache.runtime.server.prefixes import describe
+from radixcache.runtime.server.search import search
 from radixcache.runtime.text.tokenizer import Tokenizer
-from radixcache.snapshot import ROOT, CachedNode
+from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Folded, Look, Picture
 
 router = APIRouter(dependencies=[ADMINISTRATOR])
+
+T = TypeVar("T")
 
 _KEY = secrets.token_bytes(32)
 """So that nobody who sees a digest finds what it is of by trying."""
@@ -48,38 +54,52 @@ _KEY = secrets.token_bytes(32)
 async def view_cache(
     backend: BackendDep,
     response: Response,
-    max_nodes: Annotated[int, Query(ge=0, le=10_000)] = 500,
+    rows: Annotated[int, Query(ge=1, le=10_000)] = 500,
+    levels: Annotated[int, Query(ge=1, le=MAX_DEPTH)] = MAX_DEPTH,
+    under: str | None = None,
+    reveal: str | None = None,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Any:
-    """What is cached, as a tree for each salt, and what the cache has been good for."""
-    engine = backend.llm.engine
+    """What is cached, as a tree for each salt, and what the cache has been good for.
 
-    def look() -> tuple[str, EngineState, list[Started], dict[Hashable, CachedNode] | None]:
+    `rows` leaves and `levels` nodes one after the other have room; what has none is folded, what
+    was used last not. `under` and `reveal` are ids of nodes: the one to begin with (404 if it has
+    gone), and one that does not fold.
+    """
+    engine = backend.llm.engine
+    wanted = Look(rows, levels, under and _told.get(under, under), reveal and _told.get(reveal))
+
+    def look() -> tuple[str, EngineState, list[Started], Picture | None]:
         state = EngineState.of(backend.llm)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
-        seen = (backend.created, backend.llm.worker.num_steps, state, engine.cache.pins)
+        seen = (backend.created, backend.llm.worker.num_steps, state, engine.cache.pins, wanted)
         tag = f'"{_digest(seen)}"'
-        roots = None if tag == if_none_match else engine.cache.snapshot(max_nodes)
-        return tag, state, [*backend.metrics.recent], roots
+        picture = None if tag == if_none_match else engine.cache.outline().draw(wanted)
+        return tag, state, [*backend.metrics.recent], picture
 
-    tag, state, recent, roots = await backend.jobs.call(look)
-    if roots is None:
+    tag, state, recent, picture = await backend.jobs.call(look)
+    if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
+    if picture is None:
+        raise ApiError.not_found(f"no node {under!r} is cached")
     response.headers["ETag"] = tag
     response.headers["Cache-Control"] = "no-cache"
 
-    def draw(tokenizer: Tokenizer | None) -> list[CacheNamespace]:
-        return [
+    def tell(tokenizer: Tokenizer | None) -> Any:
+        namespaces = [
             CacheNamespace(namespace=_namespace(salt), tree=_node(root, tokenizer))
-            for salt, root in roots.items()
+            for salt, root in picture.roots.items()
         ]
+        return namespaces, [_node(node, tokenizer) for node in picture.above]
 
-    has_text = backend.llm.tokenizer is not None and not backend.options.hide_texts
+    namespaces, above = await _with_tokenizer(backend, tell)
     return CacheView(
         kind=type(engine.cache).__name__,
         stats=CacheStatistics(
             **asdict(state.stats),
             hit_rate=state.stats.hit_rate,
+            cached_nodes=picture.num_nodes,
+            cached_tokens=picture.num_tokens,
             pages=state.num_pages,
             free_pages=state.num_free,
             pinned_pages=state.num_pinned,
@@ -87,9 +107,24 @@ async def view_cache(
             running=state.num_running,
             waiting=state.num_waiting,
         ),
-        namespaces=await backend.tokenize(draw) if has_text else draw(None),
+        above=above,
+        namespaces=namespaces,
+        more=_folded(picture.more),
         recent=[RecentRequest(**asdict(request)) for request in recent],
     )
+
+
+@router.get("/v1/cache/search")
+async def search_cache(
+    backend: BackendDep, text: Annotated[str, Query(min_length=1, max_length=1000)]
+) -> CacheHits:
+    """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
+    if backend.options.hide_texts:
+        raise ApiError.forbidden("this server hides what prompts say")
+    nodes = await backend.jobs.call(lambda: backend.llm.engine.cache.outline().spell())
+    paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
+    hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
+    return CacheHits(total=total, data=hits)
 
 
 @router.post("/v1/cache/flush")
@@ -110,19 +145,46 @@ async def flush_cache(backend: BackendDep) -> Flushed:
     return Flushed()
 
 
+async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T]) -> T:
+    """What `tell` says, with a tokenizer if prompts may be shown and there is one."""
+    if backend.llm.tokenizer is None or backend.options.hide_texts:
+        return tell(None)
+    return await backend.tokenize(tell)
+
+
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
     return CacheNode(
-        id=node.id if node.id == ROOT else _digest(node.id),  # some are hashes of the text
+        id=node.id if node.id == ROOT else _name(node.id),
         start=node.start,
         num_tokens=node.num_tokens,
         text=tokenizer.decode(node.tokens, special=True) if tokenizer else "",
         age=node.age,
         leases=node.leases,
+        computed_from=node.computed_from,
         pins=node.pins,
         pinned=node.pinned,
-        num_hidden=node.num_hidden,
         children=[_node(child, tokenizer) for child in node.children],
+        more=_folded(node.more),
     )
+
+
+def _folded(more: Folded | None) -> CacheFolded | None:
+    return None if more is None else CacheFolded(**asdict(more))
+
+
+_told: dict[str, str] = {}
+"""The ids of the nodes that were told last, by what they are called outside."""
+_MAX_TOLD = 50_000
+
+
+def _name(node: str) -> str:
+    """What a node is called outside: some ids are hashes of the text."""
+    name = _digest(node)
+    _told.pop(name, None)
+    _told[name] = node
+    while len(_told) > _MAX_TOLD:
+        del _told[next(iter(_told))]
+    return name
 
 
 def _namespace(salt: Hashable) -> str | None:

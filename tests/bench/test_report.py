@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.columns import INDEX
+from radixcache.bench.report.headline import headline
+from radixcache.bench.report.pages import as_html
 from radixcache.bench.report.results import Report, WorkloadReport, verdicts
+from radixcache.bench.report.saved import read_json, to_csv, to_json
+from radixcache.bench.report.sharing import Segment, shared_tree
+from radixcache.bench.schemes.bounds import build_trie
+from radixcache.bench.workloads.generators import generate
 from radixcache.runtime.cli import main
+from tests.runtime.server.browser import INSTALLED, browser
 
 SMALL = ["bench", "best-of-n:questions=4,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
 
@@ -100,25 +112,22 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
         row["scheme"] == "radix-1"
         and row["hit_tokens"] + row["computed_tokens"] == (found["workloads"][0]["prompt_tokens"])
     )
-    html = page.read_text()
-    assert html.count("data:image/png;base64,") == 3  # two hit rates, one by turn
-    assert "prefill tokens by turn" in html
-    assert "<script" not in html and 'src="http' not in html
-    assert all(line.strip() in html for line in said.splitlines() if "radix-1 " in line)
-    assert html.count("radix wins") == said.count("radix wins") > 0
+    assert 'data-scheme="radix-1"' in page.read_text()
 
 
-def test_a_markdown_page_has_the_tables_and_its_charts_beside_it(tmp_path, capsys):
+def test_a_markdown_page_has_the_tables_and_its_plots_beside_it(tmp_path, capsys):
     page = tmp_path / "r.md"
     assert main([SMALL[0], SMALL[1], "--schemes", "radix-1", "--report", str(page)]) == 0
     capsys.readouterr()
     lines = page.read_text().splitlines()
     assert "## best-of-n:questions=4,n=3" in lines
-    tables = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
+    tables = [[cell.strip() for cell in line.split("|")] for line in lines if line[:1] == "|"]
     assert tables[0][1:4] == ["memory", "scheme", "hit"] and set("".join(tables[1])) == {"-"}
     assert tables[2][1:3] == ["30%", "radix-1"] and tables[3][1:3] == ["100%", "radix-1"]
-    assert "![best-of-n:questions=4,n=3: hit rate over memory](r-1.png)" in lines
-    assert (tmp_path / "r-1.png").read_bytes().startswith(b"\x89PNG")
+    assert "![best-of-n:questions=4,n=3: Hit rate over memory](r-1.svg)" in lines
+    assert "![best-of-n:questions=4,n=3: What is shared](r-2.svg)" in lines
+    for name in ("r-1.svg", "r-2.svg"):
+        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
 
 
 def test_both_levels_agree_in_the_command(capsys):
@@ -159,6 +168,9 @@ def test_a_file_is_replayed(tmp_path, capsys):
         (["--report", "x.pdf"], "a report ends in .html or .md"),
         (["--report", "/nowhere/x.html"], "cannot write /nowhere/x.html: No such file"),
         (["--json", "/"], "cannot write /: Is a directory"),
+        (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such file"),
+        (["compare", "a.json"], "compare takes two reports, A.json and B.json, not 1"),
+        (["compare", "/nowhere", "b.json"], "cannot read /nowhere: No such file"),
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--step-time", "nan"], "--step-time must be more than 0, not nan"),
         (["nothing"], "no workload 'nothing'"),
@@ -178,7 +190,7 @@ def test_nothing_can_be_written_where_there_is_no_folder(tmp_path, capsys):
 
 
 def test_a_report_without_workloads_is_empty_but_whole():
-    assert json.loads(Report({"seed": 0}).to_json())["workloads"] == []
+    assert json.loads(to_json(Report({"seed": 0})))["workloads"] == []
 
 
 def test_a_run_that_is_refused_leaves_the_files_as_they_were(tmp_path, capsys):
@@ -189,8 +201,256 @@ def test_a_run_that_is_refused_leaves_the_files_as_they_were(tmp_path, capsys):
     assert there.read_text() == "of yesterday" and not fresh.exists()
 
 
-def test_a_report_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("radixcache.bench.report.pages.find_spec", lambda name: None)
+def test_a_report_without_vl_convert_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("radixcache.bench.report.files.find_spec", lambda name: None)
     assert main(["bench", *SMALL[1:], "--report", str(tmp_path / "r.md")]) == 2
-    assert "a report needs matplotlib" in capsys.readouterr().err
+    assert "a report needs vl-convert" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# The headline.
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [("hash-16", 1000, "30%"), ("radix-1", 620, "30%")],
+            "Radix computes 38 % fewer prompt tokens than blocks of 16 in memory for 30 % of its "
+            "distinct tokens.",
+        ),
+        (
+            [("hash-16", 900, "30%"), ("radix-1", 1000, "30%")],
+            "Blocks of 16 compute 10 % fewer prompt tokens than radix in memory for 30 % of its "
+            "distinct tokens.",
+        ),
+        (
+            [("hash-16", 990, "2GB"), ("radix-1", 1000, "2GB")],
+            "Radix and blocks of 16 tie, within 2 % in 2GB of memory.",
+        ),
+        (
+            [(s, c, m) for m in ("9%", "20%", "50%") for s, c in (("hash-16", 9), ("radix-1", 3))],
+            "Radix computes 67 % fewer prompt tokens than blocks of 16 in every size of memory, "
+            "for 9 % to 50 % of its distinct tokens.",
+        ),
+        (
+            [("hash-16", 900, "500"), ("radix-1", 300, "500"), ("none", 9000, "60")],
+            "Radix computes 67 % fewer prompt tokens than blocks of 16 in 500 tokens of memory.",
+        ),
+        (
+            [("radix-1", 2500, "30%")],
+            "The best scheme here, radix-1, hits 75 % of the prompt tokens in memory for 30 % of "
+            "its distinct tokens; unlimited memory would hit 90 %.",
+        ),
+    ],
+)
+def test_the_headline_says_who_computes_less_and_how_much(rows, said):
+    rows = [figures(scheme, computed, memory=memory) for scheme, computed, memory in rows]
+    assert headline(workload(*rows)) == said
+
+
+def test_the_headline_says_where_requests_are_refused_and_where_nothing_is_shared():
+    rows = [figures("hash-16", 1000), figures("radix-1", 500)]
+    rows += [figures("hash-16", 9, memory="6%", refused=1), figures("radix-1", 9, memory="6%")]
+    assert headline(workload(*rows)).endswith(
+        "; requests are refused in memory for 6 % of its distinct tokens."
+    )
+    alone = workload(*rows)
+    alone.unlimited_hits = 0
+    assert headline(alone) == "No prompt begins as one before it does: no scheme can hit anything."
+
+
+# Files.
+
+
+class Tags(HTMLParser):
+    """The attributes of every element, and the cells of every row of a table."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.rows, self.text = [], [], []
+        self.cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.cell = self.cell or tag in ("td", "th")
+
+    def handle_endtag(self, tag):
+        self.cell = self.cell and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.cell:
+            self.rows[-1][-1] += data
+
+
+HOSTILE = "</script><script>alert('1')</script> & \"quoted\""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A report of two small workloads in six schemes, one of them with a hostile name."""
+    path = tmp_path_factory.mktemp("report") / "whole.json"
+    flags = ["--schemes", "none", "hash-16", "hash-32", "hash-64", "radix-1", "aligned-16"]
+    assert main([*SMALL, *flags, "--memory", "40%", "100%", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    found["workloads"][1]["name"] = HOSTILE
+    found["settings"]["command"] = f"radixcache bench {HOSTILE}"
+    path.write_text(json.dumps(found))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(whole):
+    return as_html(read_json(whole))
+
+
+def test_the_page_shows_the_figures_of_the_json(whole, page):
+    rows = [row for row in Tags(page).rows if row[0] != "memoryfor KV"]
+    found = [row for w in json.loads(whole.read_text())["workloads"] for row in w["rows"]]
+    assert len(rows) == len(found) == 24
+    for cells, row in zip(rows, found, strict=True):
+        assert cells[:2] == [row["memory"], row["scheme"]]
+        assert cells[2].endswith(f"{row['hit_rate']:.1%}")
+        assert (f"{row['preemptions']:,} preempted" in cells[2]) == (row["preemptions"] > 0)
+        assert cells[5:8] == [
+            f"{row[name]:,}" for name in ("computed_tokens", "doubled_tokens", "evicted_tokens")
+        ]
+        assert cells[8] == f"{row['peak_used_pages']:,}" and cells[10] == f"{row['cache_us']:,.0f}"
+
+
+def test_the_page_explains_its_columns_and_loads_nothing(page):
+    tags = Tags(page)
+    titles = [attrs["title"] for tag, attrs in tags.found if tag == "abbr"]
+    assert titles == [column.note for column in INDEX] * 2
+    assert not [attrs for _, attrs in tags.found if attrs.keys() & {"src", "srcset", "action"}]
+    assert all(a["href"].startswith("#") for _, a in tags.found if "href" in a)
+    (policy,) = [a["content"] for _, a in tags.found if "http-equiv" in a]
+    assert policy.startswith("default-src 'none';") and "http" not in policy
+
+
+def test_hostile_names_are_text(page):
+    tags = Tags(page)
+    assert [tag for tag, _ in tags.found].count("script") == 3
+    assert tags.text.count(HOSTILE) >= 2 and f"radixcache bench {HOSTILE}" in tags.text
+
+
+def test_a_report_comes_back_from_its_json(whole, page):
+    report = read_json(whole)
+    again = whole.with_name("again.json")
+    again.write_text(to_json(report))
+    assert read_json(again) == report and as_html(read_json(again)) == page
+    assert to_json(read_json(again)) == to_json(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is no report of radixcache bench"),
+        ("[]", "is no report of radixcache bench"),
+        ('{"settings": {}}', "is no report of radixcache bench"),
+        ('{"format": 1, "settings": {}, "workloads": [{"name": 5}]}', "is no report"),
+        ('{"format": 1, "settings": [], "workloads": []}', "is no report"),
+        ('{"format": 99}', "is a report of format 99, and this reads 1"),
+        ("[" * 100_000, "is no report of radixcache bench"),
+    ],
+)
+def test_what_is_no_report_is_not_compared(text, complaint, whole, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert main(["bench", "compare", str(whole), str(path)]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and said.count("\n") == 1
+
+
+def test_two_reports_are_compared_row_by_row(whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = json.loads(whole.read_text())
+    found["settings"]["seed"] = 7
+    first, second = found["workloads"]
+    changed = first["rows"][1]
+    assert changed["scheme"] == "hash-16"
+    was, changed["computed_tokens"] = changed["computed_tokens"], 3
+    first["rows"] = first["rows"][:4]
+    second["name"] = "another"
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps(found))
+    assert main(["bench", "compare", str(whole), str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Not measured alike" in lines[0] and lines[2].split() == ["seed", "0", "7"]
+    (line,) = [line for line in lines if "hash-16" in line and "→ 3 " in line]
+    assert f"{was:,} → 3" in line and f"{3 / was - 1:+.1%}" in line
+    assert f"  {SMALL[1]}, index, 40%: radix-1, aligned-16" in [line.rstrip() for line in lines]
+    assert any(line.startswith("  another, index, 40%: none, hash-16") for line in lines)
+
+
+def test_the_csv_has_a_line_for_each_row(whole):
+    report = read_json(whole)
+    lines = list(csv.DictReader(to_csv(report).splitlines()))
+    rows = [(w, row) for w in report.workloads for row in w.rows]
+    assert len(lines) == len(rows) == 24
+    for line, (w, row) in zip(lines, rows, strict=True):
+        assert (line["workload"], line["level"], line["scheme"]) == (w.name, "index", row.scheme)
+        assert line["memory"] == row.memory and line["seed"] == "0"
+        assert int(line["computed_tokens"]) == row.computed_tokens
+        assert float(line["hit_rate"]) == row.hit_rate and line["ttft_p50"] == ""
+        assert int(line["optimal_hits"]) == w.optimal_hits[row.memory_tokens]
+
+
+# What is shared.
+
+
+@pytest.mark.parametrize("most", [1, 5, 40, 10_000])
+def test_the_tree_of_what_is_shared_has_every_token_of_every_request(most):
+    requests = generate("tree-search:problems=3", 1, 500)
+    trie = build_trie(requests)
+    found = shared_tree(trie, most)
+    assert sum(s.folded == 1 for s in found) >= min(most, len(trie.lengths))
+    assert sum(s.folded for s in found) == len(trie.lengths)
+    total = sum(arrival.kv_tokens for arrival in requests.arrivals)
+    assert sum(s.tokens * s.requests for s in found) == pytest.approx(total)
+    for segment in found:
+        if segment.parent >= 0:
+            above: Segment = found[segment.parent]
+            assert segment.start == above.start + above.tokens
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
+def test_the_plots_are_drawn_and_the_legend_shows_what_is_hidden(page, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page)
+    with browser(tmp_path / "profile") as seen:
+        seen.resize(390, 800)
+        seen.driver.get(path.as_uri())
+        count = len(re.findall("data-plot=", page))
+        seen.until(lambda: len(seen.all(".plot svg.marks")) == count == 5)
+        lines = "section .plot .mark-line path[aria-label*='hash-64']"
+        points = "#w0 .plot .mark-symbol path[aria-label*='hash-64']"
+        row = "return document.querySelector('#w1 [data-scheme=hash-64]').hidden"
+        assert not seen.all(points) and not seen.all(lines) and seen.run(row)
+        seen.one("#w1 input[value=hash-64]").click()
+        seen.until(lambda: len(seen.all(points)) >= 2)
+        assert not seen.run(row) and seen.one("#w0 input[value=hash-64]").is_selected()
+        assert seen.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert not seen.driver.get_log("browser")
+
+
+def test_a_report_of_replicas_has_their_table_and_comes_back(tmp_path, capsys):
+    data, page = tmp_path / "r.json", tmp_path / "r.html"
+    flags = ["--replicas", "2", "--memory", "100%", "--json", str(data), "--report", str(page)]
+    assert main([*SMALL[:2], *flags]) == 0
+    report = read_json(data)
+    found = report.workloads[0].routing
+    rows = Tags(page.read_text()).rows[1:]
+    assert [cells[3] for cells in rows] == [row.routing for row in found] and found
+    for cells, row in zip(rows, found, strict=True):
+        assert cells[2] == f"{row.hit_rate:.1%}" and cells[4] == f"{row.computed_tokens:,}"
+        assert cells[5] == f"{1000 * row.ttft_mean:,.0f}" and row.ttft_mean > 0
+    best = min(found, key=lambda row: row.ttft_mean)
+    assert headline(report.workloads[0]).startswith(f"Routed by {best.routing}, ")
+    assert as_html(report) == page.read_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
-from radixcache.snapshot import MAX_DEPTH, PREVIEW, CachedNode
+from radixcache.snapshot import MAX_DEPTH, PREVIEW, CachedNode, Look
 
 SEED = 20_261_120
 MODES = {"radix": RadixCache, "hash-block": HashBlockCache}
@@ -52,7 +52,7 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
         for namespace, root in drawn.items():
             assert namespace is None or namespace == "salt"
             ids = [path[-1].id for path in paths(root)]
-            assert len(ids) == len(set(ids)) and root.num_hidden == 0
+            assert len(ids) == len(set(ids)) and root.more is None
             for path in paths(root):
                 tokens = spelled(path)
                 assert path[-1].start + path[-1].num_tokens == len(tokens)
@@ -118,13 +118,102 @@ def test_a_large_tree_is_cut_to_the_newest_and_says_so(mode: str) -> None:
     cache = MODES[mode](PagePool(200, 2))
     for number in range(20):
         fill(cache, [number, 1, 2, 3])
-    root = cache.snapshot(max_nodes=5)[None]
+    root = cache.snapshot(Look(rows=6))[None]
     assert [node.tokens[0] for node in root.children] == [15, 16, 17, 18, 19]
-    assert root.num_hidden == 15
+    assert root.more is not None
+    assert (root.more.branches, root.more.nodes, root.more.tokens) == (15, 15, 60)
     long = list(range(50, 50 + 2 * PREVIEW))
     fill(cache, long)
-    node = cache.snapshot(max_nodes=1)[None].children[0]
+    node = cache.snapshot(Look(rows=2))[None].children[0]
     assert node.num_tokens == len(long) and node.tokens == long[:PREVIEW]
+
+
+def rows_of(node: CachedNode) -> int:
+    """Leaves that are drawn, and folds."""
+    return sum(map(rows_of, node.children)) + bool(node.more) or 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_picture_of_any_size_accounts_for_every_node(mode: str) -> None:
+    """What is drawn fits, is the part used last, and with what is folded it is the whole cache."""
+    rng = random.Random(SEED)
+    cache = MODES[mode](PagePool(3000, 1))
+    prompts: list[list[int]] = [[0]]
+    for _ in range(150):
+        stem = rng.choice(prompts)
+        prompts.append(stem[: rng.randrange(len(stem) + 1)] + rng.choices(range(9), k=5))
+        fill(cache, prompts[-1], rng.choice([None, "salt"]))
+    cache.check()
+    outline = cache.outline()
+    whole = {path[-1].id: path for root in cache.snapshot().values() for path in paths(root)}
+    sizes = {name: path[-1].num_tokens for name, path in whole.items()}
+    for name, path in rng.sample([*whole.items()], 40):
+        look = Look(rng.randrange(1, 40), rng.randrange(1, 8), rng.choice([None, name]))
+        picture = outline.draw(look)
+        assert picture is not None and picture.num_nodes == len(whole), f"seed {SEED}: {look}"
+        drawn = [*picture.roots.values()]
+        nodes = [path[-1] for root in drawn for path in paths(root)]
+        folds = [node.more for node in [*drawn, *nodes] if node.more]
+        folds += [picture.more] if picture.more else []
+        assert all(len(path) <= look.levels for root in drawn for path in paths(root)), look
+        assert sum(map(rows_of, drawn)) + bool(picture.more) <= max(look.rows, 2), look
+        inside = [
+            other for other, path in whole.items()
+            if look.under is None or look.under in [node.id for node in path]
+        ]  # fmt: skip
+        assert len(nodes) + sum(fold.nodes for fold in folds) == len(inside), look
+        tokens = sum(node.num_tokens for node in nodes) + sum(fold.tokens for fold in folds)
+        assert tokens == sum(sizes[other] for other in inside), look
+        for node in [*drawn, *nodes]:
+            if node.more:
+                assert all(child.age <= node.more.age for child in node.children), look
+        if look.under:
+            assert [node.id for node in picture.above] == [node.id for node in path[:-1]]
+            (root,) = drawn
+            assert [node.id for node in root.children] == [name]
+        revealed = outline.draw(Look(rows=2, reveal=name))
+        assert revealed is not None and name in [
+            path[-1].id for root in revealed.roots.values() for path in paths(root)
+        ], f"seed {SEED}: {name}"
+    assert outline.draw(Look(under="nowhere")) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_node_is_spelled_with_its_parent(mode: str) -> None:
+    cache = MODES[mode](PagePool(100, 2))
+    for tail in ([5, 5], [6, 6], [6, 6, 7, 7], [6, 6, 8, 8]):
+        fill(cache, [1, 2, 3, 4, *tail], "salt")
+    spelled = cache.outline().spell()
+    whole: list[list[int]] = []
+    for at, (_, parent, tokens) in enumerate(spelled):
+        assert parent < at
+        whole.append([*(whole[parent] if parent >= 0 else []), *tokens])
+    stem, six = [1, 2, 3, 4], [1, 2, 3, 4, 6, 6]
+    assert sorted(whole) == [stem, [*stem, 5, 5], six, [*six, 7, 7], [*six, 8, 8]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_path_in_use_says_what_was_hit_and_what_is_computed(mode: str) -> None:
+    cache = MODES[mode](PagePool(100, 2))
+    fill(cache, [1, 2, 3, 4])
+    for number in range(10, 20):
+        fill(cache, [1, 2, 3, 4, number, number])
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    lease = cache.acquire(prompt)
+    cache.reserve(lease, len(prompt))
+    cache.publish(lease, prompt[lease.num_tokens :])
+    cache.commit()
+    (stem,) = cache.snapshot(Look(rows=3))[None].children
+    *_, mine = stem.children
+    assert (stem.leases, stem.computed_from) == (1, None)
+    assert (mine.start, mine.tokens, mine.computed_from) == (4, [5, 6, 7, 8], 4)
+    assert stem.more is not None and stem.more.leases == 0
+    (stem,) = cache.snapshot(Look(rows=1))[None].children  # what is in use is never folded alone
+    assert [child.id for child in stem.children] == [mine.id]
+    cache.release(lease)
+    (stem,) = cache.snapshot(Look(rows=1))[None].children
+    assert not stem.children and stem.more is not None and stem.more.branches == 11
+    cache.check()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -134,7 +223,7 @@ def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
     for depth in range(MAX_DEPTH + 20):
         path.append(0)
         fill(cache, [*path, 1 + depth])
-    depths = [len(path) for path in paths(cache.snapshot(max_nodes=10_000)[None])]
+    depths = [len(path) for path in paths(cache.snapshot()[None])]
     assert max(depths) == MAX_DEPTH
 
 

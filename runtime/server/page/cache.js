@@ -3,6 +3,8 @@
 import { $ } from "./dom.js";
 import { call, tell } from "./server.js";
 
+const look = new URLSearchParams(); // what of it is looked at: rows, levels, under, reveal
+let above = []; // ids of the nodes above `under`
 let etag = "";
 let timer = 0;
 let pause = 1000; // milliseconds between two looks
@@ -13,6 +15,19 @@ const viewers = []; // called with each answer of /v1/cache that differs from th
 
 /** Call `viewer` with all that is known of the cache whenever that has changed. */
 export const onView = (viewer) => viewers.push(viewer);
+
+/** Look at another part of the cache: parameters of /v1/cache, null for none. */
+export function lookAt(changes) {
+  const before = String(look);
+  for (const [name, value] of Object.entries(changes)) {
+    if (value === null) look.delete(name);
+    else look.set(name, value);
+  }
+  if (String(look) !== before && etag) refresh();
+}
+
+/** A parameter of what is looked at, or null. */
+export const looksAt = (name) => look.get(name);
 
 /** Look five times a second instead of once, while an answer is coming. */
 export function hurry(on) {
@@ -34,11 +49,7 @@ export async function refresh() {
   try {
     while (stale) {
       stale = false;
-      const response = await call("v1/cache", { headers: { "If-None-Match": etag } });
-      if (response.status === 304) continue;
-      etag = response.headers.get("ETag");
-      const view = await response.json();
-      viewers.forEach((viewer) => viewer(view));
+      await load();
     }
     $("trouble").textContent = "";
   } catch (error) {
@@ -47,6 +58,24 @@ export async function refresh() {
   }
   loading = false;
   if (!document.hidden && !closed && $("key").hidden) timer = setTimeout(refresh, pause);
+}
+
+async function load() {
+  const under = look.get("under");
+  const asked = String(look);
+  try {
+    const response = await call(`v1/cache?${asked}`, { headers: { "If-None-Match": etag } });
+    if (response.status === 304) return;
+    etag = response.headers.get("ETag");
+    const view = { ...(await response.json()), under };
+    if (String(look) !== asked) return; // something else is wanted meanwhile
+    above = view.above.map((node) => node.id);
+    viewers.forEach((viewer) => viewer(view));
+  } catch (error) {
+    if (error.status !== 404 || !under) throw error;
+    if (look.get("under") === under) lookAt({ under: above.pop() ?? null }); // it has gone
+    stale = true;
+  }
 }
 
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : refresh()));

@@ -2,20 +2,30 @@
 
 import { $, count, format, make, milliseconds } from "./dom.js";
 
-/** Show what the last request took; the elements that say so below its answer. */
-export function showUsage({ usage, ttft, explanation }) {
+/** Show what the last request took. */
+export function showUsage(reply) {
+  const { numbers, misses, parts } = read(reply);
+  $("last-usage").textContent = numbers;
+  $("strip").replaceChildren(parts);
+  $("reasons").replaceChildren(...misses.map(describeMiss));
+}
+
+/** The elements below an answer that say what it took. */
+export function usageOf(reply) {
+  const { numbers, parts } = read(reply);
+  const first = Number.isFinite(reply.ttft) ? `, TTFT ${milliseconds(reply.ttft)}` : "";
+  return [parts, make("p", { className: "usage" }, numbers + first)];
+}
+
+function read({ usage, explanation }) {
   const prompt = usage.prompt_tokens;
   const cached = usage.prompt_tokens_details.cached_tokens;
   const computed = prompt - cached;
   const numbers = [count(prompt, "prompt token"), `${format.format(cached)} cached`, `${format.format(computed)} computed`].join(", ");
-  const first = ttft === undefined ? "" : `, TTFT ${milliseconds(ttft)}`;
   const unexplained = { start: cached, end: prompt, text: `${count(computed, "token")} computed` };
   const last = { start: prompt - 1, end: prompt, text: "the last token is computed for its logits" };
   const misses = computed ? (explanation ? [...explanation, last] : [unexplained]) : [];
-  $("last-usage").textContent = numbers;
-  $("strip").replaceChildren(strip(misses, prompt));
-  $("reasons").replaceChildren(...misses.map(describeMiss));
-  return [strip(misses, prompt), make("p", { className: "usage" }, numbers + first)];
+  return { numbers, misses, parts: strip(misses, prompt) };
 }
 
 /** A prompt from its first token to its last; what is in none of `misses` was cached. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -50,6 +51,12 @@ def test_a_turn_begins_with_the_turn_before_and_its_answer(name):
         assert arrival.turn == before.turn + 1
         said = np.concatenate((before.prompt(), before.answer()))
         assert common(arrival.prompt(), said) == len(said)
+
+
+def test_chats_share_system_prompts_if_told_how_many_the_first_most_often():
+    arrivals = generate("chat:conversations=60,turns=1,system=9,systems=4", 0, 5000).arrivals
+    counts = Counter(arrival.prompt()[:9].tobytes() for arrival in arrivals)
+    assert len(counts) == 4 and max(counts.values()) > 60 / 4
 
 
 def test_a_thought_expands_the_one_it_waits_for():

@@ -251,3 +251,25 @@ def test_a_prompt_that_begins_with_a_bracket_is_a_prompt(tmp_path):
     lines = ["[INST] one", "{name} asks"]
     workload = loaders.load_prompts(write(tmp_path, *lines), encode)
     assert [bytes(a.prompt().tolist()).decode() for a in workload.arrivals] == lines
+
+
+HOSTILE = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "packed.gz": gzip.compress(b'{"messages": []}' * 99)[:-9],
+    "line": b"[" + b"x" * 1_000_000,
+    "types": b'{"messages": 5, "requests": 7, "hash_ids": {}}\n{}',
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("kind", ["mooncake", "sessions", "sharegpt", "messages"])
+def test_a_hostile_file_ends_the_command_in_one_sentence(tmp_path, capsys, what, kind):
+    from radixcache.runtime.cli import main
+
+    path = tmp_path / what
+    path.write_bytes(HOSTILE[what])
+    assert main(["bench", "--file", str(path), "--format", kind, "--json", "-"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("radixcache: error: ") and str(path) in said.err
+    assert said.err.count("\n") == 1 and len(said.err) < 400 and not said.out

@@ -80,9 +80,51 @@ def test_a_node_keeps_its_id(fresh: LiveServer):
 def test_the_tree_is_bounded(fresh: LiveServer):
     for number in range(5):
         fresh.post(COMPLETIONS, {"prompt": f"{number} " * 20, "max_tokens": 1})
-    tree = fresh.get("/v1/cache?max_nodes=2").json()["namespaces"][0]["tree"]
-    assert len(tree["children"]) == 2 and tree["num_hidden"] == 3
-    assert_error(fresh.get("/v1/cache?max_nodes=-1"), 400, "max_nodes")
+    view = fresh.get("/v1/cache?rows=3").json()
+    tree = view["namespaces"][0]["tree"]
+    assert len(tree["children"]) == 2
+    assert (tree["more"]["branches"], tree["more"]["nodes"]) == (3, 3)
+    assert view["stats"]["cached_nodes"] == 5
+    shown = sum(child["num_tokens"] for child in tree["children"])
+    assert view["stats"]["cached_tokens"] == shown + tree["more"]["tokens"]
+    assert_error(fresh.get("/v1/cache?rows=0"), 400, "rows")
+
+
+def test_a_branch_is_shown_by_itself_until_it_has_gone(fresh: LiveServer):
+    for question in ("How old is Nora Holm?", "How old is Nora Lund?"):
+        fresh.post(CHAT, {"messages": ask(question)})
+    whole = fresh.get("/v1/cache").json()
+    (stem,) = whole["namespaces"][0]["tree"]["children"]
+    leaf = stem["children"][1]
+    branch = fresh.get(f"/v1/cache?under={leaf['id']}")
+    view = branch.json()
+    assert view["namespaces"][0]["tree"]["children"] == [leaf]
+    assert view["above"] == [{**stem, "children": []}] and view["stats"] == whole["stats"]
+    again = {"If-None-Match": branch.headers["etag"]}
+    assert fresh.get(f"/v1/cache?under={leaf['id']}", headers=again).status_code == 304
+    assert fresh.get("/v1/cache", headers=again).status_code == 200
+    fresh.post("/v1/cache/flush")
+    assert_error(fresh.get(f"/v1/cache?under={leaf['id']}"), 404, "is cached")
+    assert fresh.get(f"/v1/cache?reveal={leaf['id']}").status_code == 200
+
+
+def test_text_is_found_wherever_a_path_has_it(fresh: LiveServer):
+    for question in ("How old is Nora Holm?", "How old is Nora Lund?"):
+        fresh.post(CHAT, {"messages": ask(question), "cache_salt": "x"})
+    view = fresh.get("/v1/cache").json()
+    (stem,) = view["namespaces"][0]["tree"]["children"]
+    one, other = (child["id"] for child in stem["children"])
+
+    def search(text: str) -> list[list[str]]:
+        found = fresh.get("/v1/cache/search", params={"text": text}).json()
+        assert found["total"] == len(found["data"])
+        return [hit["path"] for hit in found["data"]]
+
+    assert search("the members of a SAILING club") == [[stem["id"]]]
+    assert search("How old is Nora lund") == [[stem["id"], other]]  # which begins in the stem
+    assert sorted(search("the age of Nora")) == sorted([[stem["id"], one], [stem["id"], other]])
+    assert search("nobody says this") == []
+    assert_error(fresh.get("/v1/cache/search?text="), 400, "text")
 
 
 def test_a_flush_forgets_everything(fresh: LiveServer):

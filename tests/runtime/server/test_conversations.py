@@ -118,6 +118,8 @@ def test_texts_of_others_can_be_hidden(llm: LLM):
         assert miss["reason"] == "diverged" and "Bob" in miss["text"]
         assert "Alice" not in miss["text"]
         assert "secret" not in server.get("/v1/cache").text
+        found = server.get("/v1/cache/search?text=secret")  # or whoever asks learns by guessing
+        assert found.status_code == 403 and "total" not in found.text
         server.assert_idle()
 
 

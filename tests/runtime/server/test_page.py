@@ -18,6 +18,7 @@ from tests.runtime.server import http
 from tests.runtime.server.browser import INSTALLED, Page, browser
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import forked
+from tests.runtime.server.trees import fill
 
 needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 
@@ -289,7 +290,6 @@ def test_an_answer_can_be_stopped_and_the_chat_goes_on(page: Page):
     page.run("window.stall = true")
     page.one("#question").send_keys(QUESTION, Keys.ENTER)
     page.until(lambda: page.one("#stop").is_displayed() and page.texts(".assistant .text") != [""])
-    assert not page.one("#new").is_enabled()
     page.one("#stop").click()
     page.until(lambda: page.texts(".usage") == ["stopped"])
     assert page.one("#send").is_displayed() and page.texts("#refused") == [""]
@@ -307,6 +307,220 @@ def test_a_refused_message_can_be_sent_again(page: Page):
     page.one("#question").clear()
     numbers(page.ask(QUESTION))
     assert page.texts("#refused") == [""]
+
+
+def titles(page: Page) -> list[str]:
+    return page.texts("#conversations .pick span")
+
+
+def choose(page: Page, index: int, button: str = ".pick") -> None:
+    """Open the list and press what is beside, or is, the name of one conversation."""
+    if not page.one("#conversations").get_attribute("open"):
+        page.one("#conversations summary").click()
+    page.all(f"#conversations li {button}")[index].click()
+
+
+@needs_browser
+def test_conversations_are_kept_shown_renamed_and_deleted(page: Page, url: str):
+    """An answer goes on while another conversation is shown, and a reload loses nothing."""
+    kept = "return localStorage.getItem('radixcache.conversations.1')"
+    page.run("localStorage.setItem('radixcache.conversations.1', '[{\"id\": 1}, null, 7')")
+    page.open(url)
+    assert titles(page) == []
+    usage = page.ask(QUESTION)
+    page.one("#new").click()
+    page.one("#system-text").send_keys(Keys.END, " Be brief.")
+    page.run("window.stall = true")
+    page.one("#question").send_keys("How old is Nora Holm?", Keys.ENTER)
+    page.until(lambda: page.texts(".assistant .text") != [""] and len(titles(page)) == 2)
+    choose(page, titles(page).index(QUESTION))
+    assert page.texts("article .text") == [QUESTION, ANSWER]
+    assert page.one("#send").is_displayed() and not page.one("#flush").is_enabled()
+    assert sum("answering" in note for note in page.texts("#conversations small")) == 1
+    choose(page, titles(page).index("How old is Nora Holm?"))
+    assert "Be brief." in str(page.one("#system-text").get_attribute("value"))
+    page.until(lambda: page.one("#stop").is_displayed())
+    page.one("#stop").click()
+    page.until(lambda: page.texts(".usage") == ["stopped"])
+    choose(page, titles(page).index(QUESTION))
+
+    page.driver.refresh()
+    page.until(lambda: page.texts("article .text") == [QUESTION, ANSWER])
+    assert page.texts(".assistant .usage") == [usage] and page.all(".assistant .strip i")
+    assert set(titles(page)) == {QUESTION, "How old is Nora Holm?"}
+    choose(page, titles(page).index(QUESTION), "[aria-label^=Rename]")
+    page.press("Nora", Keys.ENTER)
+    page.until(lambda: titles(page)[0] == "Nora" and page.text("#conversations summary") == "Nora")
+    assert '"title":"Nora"' in page.run(kept)
+
+    # What another tab has written is neither lost nor overwritten.
+    page.run(
+        "const name = 'radixcache.conversations.1', all = JSON.parse(localStorage.getItem(name));"
+        "const mine = all.find((one) => one.title === 'Nora');"
+        "mine.changed += 1; mine.turns[1].content = 'from the other tab';"
+        "all.push({id: 'other', title: 'Other', system: '', changed: 5, turns: []});"
+        "all.push({id: 'foreign', title: 7, changed: 5, turns: [{}]});"
+        "localStorage.setItem(name, JSON.stringify(all))"
+    )
+    page.ask("And the email?")
+    stored = page.run(kept)
+    assert titles(page).count("Nora") == 2 and "Other" in titles(page)
+    assert "from the other tab" in stored and "And the email?" in stored
+    assert "foreign" not in stored
+    for left in (3, 2, 1, 0):
+        choose(page, 0, "[aria-label^=Delete]")
+        assert len(titles(page)) == left + 1  # a second click is needed
+        choose(page, 0, "[aria-label^=Delete]")
+        page.until(lambda left=left: len(titles(page)) == left)
+    assert not page.all("article") and page.run(kept) == "[]"
+
+
+@needs_browser
+def test_a_browser_without_room_says_so_and_chats(page: Page):
+    page.run(
+        "Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError'); }"
+    )
+    numbers(page.ask(QUESTION))
+    assert page.text("#refused") == "the browser has no room to keep this conversation"
+
+
+@needs_browser
+def test_an_answer_is_computed_anew_with_the_sampling_that_is_asked_for(page: Page, url: str):
+    prompt, _, _ = numbers(page.ask(QUESTION))
+    page.all(".assistant .again")[-1].click()
+    hit = f"{prompt:,} prompt tokens, {prompt:,} cached, 0 computed, TTFT"
+    page.until(lambda: [line[: len(hit)] for line in page.texts(".assistant .usage")] == [hit])
+    assert page.texts("article .text") == [QUESTION, ANSWER]
+    page.run(
+        "window.sent = []; const before = window.fetch; window.fetch = (path, options) => {"
+        "if (options.body) sent.push(JSON.parse(options.body)); return before(path, options); }"
+    )
+    page.one("#sampling summary").click()
+    for name, value in {"temperature": "0.5", "max_tokens": "2", "seed": "x1"}.items():
+        page.one(f"#sampling [name={name}]").send_keys(value)
+    assert page.text("#sampling summary") == "Sampling: temperature 0.5, max_tokens 2, seed x1"
+    page.all(".assistant .again")[-1].click()
+    page.until(lambda: "seed" in page.text("#refused"))
+    assert page.texts("article .text") == [QUESTION, ANSWER]  # the old answer is still there
+    page.one("#sampling [name=seed]").clear()
+    page.all(".assistant .again")[-1].click()
+    page.until(lambda: page.texts("article .text")[-1:] not in ([ANSWER], [""]))
+    page.until(lambda: page.one("#send").is_displayed())
+    assert ANSWER.startswith(page.texts("article .text")[-1].strip() or "?")
+    asked = [{k: body[k] for k in ("temperature", "top_p", "max_tokens", "seed") if k in body}
+             for body in page.run("return sent")]  # fmt: skip
+    assert asked == [
+        {"temperature": 0.5, "max_tokens": 2, "seed": "x1"},
+        {"temperature": 0.5, "max_tokens": 2},
+    ]
+
+
+MARKDOWN = {
+    "# A\n###### B": "<h3>A</h3><h6>B</h6>",
+    "one\ntwo\n\nthree": "<p>one\ntwo</p><p>three</p>",
+    "**a *b*** ***c** d* __e__ ~~f~~": "<p><strong>a <em>b</em></strong> <em><strong>c</strong> d"
+    "</em> <strong>e</strong> <del>f</del></p>",
+    "snake_case_name 2 * 3 * 4 \\*x\\* **open": "<p>snake_case_name 2 * 3 * 4 *x* **open</p>",
+    "`a*b*` ``c`d`` `open": "<p><code>a*b*</code> <code>c`d</code> `open</p>",
+    "- a\n  - b\n    - c\n- d": "<ul><li><p>a</p><ul><li><p>b</p><ul><li><p>c</p></li></ul></li>"
+    "</ul></li><li><p>d</p></li></ul>",
+    "3. a\n   > q\n4. b\n\nend": '<ol start="3"><li><p>a</p><blockquote><p>q</p></blockquote></li>'
+    "<li><p>b</p></li></ol><p>end</p>",
+    "x\n- a\n***\ny\n-z": "<p>x</p><ul><li><p>a</p></li></ul><hr><p>y\n-z</p>",
+    "```py\n\ta\n\n  *b*\n```\nc": '<div class="code"><small>py</small><button type="button">Copy'
+    "</button><pre><code>\ta\n\n  *b*</code></pre></div><p>c</p>",
+    "~~~\n<b>never closed": '<div class="code"><small></small><button type="button">Copy</button>'
+    "<pre><code>&lt;b&gt;never closed</code></pre></div>",
+    "|a|b|\n|:-|-:|\n|`x`|1|2|\n|y|": '<table><thead><tr><th style="text-align: left;">a</th>'
+    '<th style="text-align: right;">b</th></tr></thead><tbody><tr><td style="text-align: left;">'
+    '<code>x</code></td><td style="text-align: right;">1</td></tr><tr>'
+    '<td style="text-align: left;">y</td></tr></tbody></table>',
+    '[**a**](https://b.org/c_(d) "t") [m](mailto:a@b.org)': '<p><a href="https://b.org/c_(d)" '
+    'title="https://b.org/c_(d)" target="_blank" rel="noopener"><strong>a</strong></a> '
+    '<a href="mailto:a@b.org" title="mailto:a@b.org" target="_blank" rel="noopener">m</a></p>',
+    "**https://a.org/b.**": '<p><strong><a href="https://a.org/b" title="https://a.org/b" '
+    'target="_blank" rel="noopener">https://a.org/b</a>.</strong></p>',
+    "<script>alert(1)</script>\n<img src=x onerror=alert(1)>\n&lt;b&gt;": "<p>&lt;script&gt;"
+    "alert(1)&lt;/script&gt;\n&lt;img src=x onerror=alert(1)&gt;\n&amp;lt;b&amp;gt;</p>",
+    "# <b>x</b>\n- <i>y</i>": "<h3>&lt;b&gt;x&lt;/b&gt;</h3><ul><li><p>"
+    "&lt;i&gt;y&lt;/i&gt;</p></li></ul>",
+    **{
+        f"[x]({address})": f"<p>[x]({address.replace('&', '&amp;')})</p>"
+        for address in (
+            "javascript:alert(1)", "JaVaScRiPt:alert(1)", "java\tscript:alert(1)", "/v1/cache",
+            "javascript&#58;alert(1)", "data:text/html,x", "vbscript:x", "//evil.org", "",
+            "\x01javascript:alert(1)", "file:///etc/passwd",
+        )
+    },
+}  # fmt: skip
+"""What becomes of a text. No markup of its own ever becomes an element or a dangerous address."""
+
+HOSTILE = ("> ", "- ", "* a ", "*a ", "**a** ", "_a", "a_ ", "[", "[a](", "](b", "`", "``` ",
+           "`` ` ", "|", "|a", "a|b\n-|-\n", "- a\n", "  - a\n ", "~", "\\", "#", "# ", "* ",
+           "1. ", "](https://a)", "[[a]](b ", "](x (y) ", "https://", "https://.", "\t", " ", "\n",
+           "***", "a\n> ", "```\n", "![a](b)", "<a href=")  # fmt: skip
+"""Repeated to a hundred thousand characters, each is shown at once."""
+
+RENDER = """
+const [cases, hostile, done] = arguments;
+const { markdown } = await import("/markdown.js");
+const html = (text, step) => {
+  const parent = document.createElement("div");
+  const show = markdown(parent);
+  for (let end = step; end < text.length; end += step) show(text.slice(0, end));
+  show(text);
+  return parent.innerHTML;
+};
+const slow = [];
+for (const piece of hostile) {
+  const start = performance.now();
+  html(piece.repeat(100000 / piece.length), 1e9);
+  if (performance.now() - start > 3000) slow.push([piece, performance.now() - start]);
+}
+const shown = (step) => cases.map((text) => html(text, step));
+done({ whole: shown(1e9), grown: shown(1), slow });
+"""
+
+
+@needs_browser
+def test_markdown_is_shown_and_what_is_hostile_is_text(page: Page):
+    """Letter by letter or at once, the same comes of it."""
+    script = RENDER.replace("const [cases, hostile, done] = arguments;", "", 1)
+    run = f"const [cases, hostile, done] = arguments; (async () => {{{script}}})()"
+    found = page.driver.execute_async_script(run, list(MARKDOWN), HOSTILE)
+    assert dict(zip(MARKDOWN, found["whole"], strict=True)) == MARKDOWN
+    assert dict(zip(MARKDOWN, found["grown"], strict=True)) == MARKDOWN
+    assert found["slow"] == []
+
+
+@needs_browser
+def test_one_cold_start_does_not_flatten_the_chart_and_a_request_tells_its_figures(page: Page):
+    recent = [
+        {"prompt_tokens": 1000, "cached_tokens": 900 if ttft < 1 else 0, "ttft": ttft}
+        for ttft in (8.0, 0.004, 0.040, 0.012)
+    ]
+    page.driver.execute_async_script(
+        "const [view, done] = arguments;"
+        "import('/charts.js').then((charts) => { charts.showCharts(view); done(); })",
+        {"recent": recent, "stats": {"requests": 4, "hit_rate": 0.675}},
+    )
+    tops = [float(bar.get_attribute("y") or 1) for bar in page.all("#ttft rect")]
+    assert tops[0] < tops[2] < tops[3] < tops[1]
+    assert tops[1] - tops[2] > 0.2  # a decade is a fifth of the height
+    assert page.texts("#ttft .axis span") == ["10 s", "1 s", "100 ms", "10 ms", "1 ms"]
+    page.run("document.querySelector('#ttft svg').focus()")
+    page.press(Keys.ARROW_LEFT, Keys.HOME)
+    said = "1,000 prompt tokens, 0.0 % cached, first token after 8000 ms"
+    assert page.texts("#hits small") == page.texts("#ttft small") == [said]
+    page.press(Keys.END)
+    assert "90.0 % cached, first token after 12 ms" in page.text("#ttft small")
+    box = page.one("#hits svg").rect
+    page.run(
+        "document.querySelector('#hits svg').dispatchEvent(new PointerEvent('pointerdown',"
+        "{clientX: arguments[0], clientY: arguments[1], pointerType: 'touch'}))",
+        box["x"] + box["width"] * 22.5 / 24, box["y"] + 5,
+    )  # fmt: skip
+    assert "40 ms" in page.text("#hits small") and len(page.all("rect.chosen")) == 2
 
 
 @needs_browser
@@ -333,7 +547,121 @@ def test_the_tree_is_read_with_the_keyboard(page: Page):
         name = page.driver.switch_to.active_element.accessible_name
         assert " page" in name and " ".join(start.split()) in name
     page.press(Keys.SHIFT + Keys.TAB)  # the tree is one stop
-    assert page.run("return document.activeElement.id") == "flush"
+    assert page.run("return document.activeElement.id") == "find-text"
+
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+CLIPPED = """
+// Boxes whose label is not there, or has no room for four letters.
+return [...document.querySelectorAll('.node')].filter((box) => {
+  const [inside, text] = [box, box.firstChild].map((element) => element.getBoundingClientRect());
+  const room = Math.min(box.firstChild.textContent.length, 4) * 5;
+  const below = text.bottom > inside.bottom + 1;
+  return !box.textContent || text.width < room || text.height < 12 || below;
+}).map((box) => box.outerHTML)"""
+
+
+def branch(url: str, stem: str, tails: list[str]) -> None:
+    body = {"prompt": [f"{stem} {tail}" for tail in tails], "max_tokens": 1}
+    http.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
+@needs_browser
+def test_what_has_no_room_folds_and_opens_and_a_node_can_fill_the_tree(page: Page, url: str):
+    branch(url, f"One {HOSTILE} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    branch(url, "Two", [f"{c} end" for c in "abcdef"])
+    page.until(lambda: page.texts(".node.fold"))
+    total = http.get(f"{url}/v1/cache").json()["stats"]["cached_nodes"]
+
+    def counted() -> int:
+        folds = [int(text.split()[0].replace(",", "")) for text in page.texts(".node.fold span")]
+        return len(page.all(".node:not(.fold)")) + sum(folds)
+
+    page.until(lambda: counted() == total)
+    assert not page.run(CLIPPED) and not page.all(".node img, #crumbs img, #detail img")
+    (one,) = [node for node in page.all(".node") if HOSTILE in node.accessible_name]
+    one.click()
+    page.until(lambda: len(page.texts("#crumbs button")) == 2)
+    assert page.texts("#crumbs button")[0] == "Everything"
+    assert HOSTILE in page.texts("#crumbs button")[1]
+    assert not any("end" in text for text in page.texts(".node span"))
+    assert page.run("return document.activeElement.ariaLabel").find(HOSTILE) > 0
+    folded = len(page.all(".node:not(.fold)"))
+    page.press(Keys.END)
+    assert re.search(r"\d+ branches folded, \d+ nodes, ", page.text("#detail"))
+    page.press(Keys.ENTER)
+    page.until(lambda: len(page.all(".node:not(.fold)")) > folded and not page.all(".fold"))
+    assert {f"{c} a tail" for c in "ABYZ"} <= {name[:8] for name in page.texts(".node span")}
+    page.one(".node").click()  # it fills the tree already
+    page.press(Keys.ESCAPE)
+    page.until(lambda: page.texts("#crumbs button") == ["Everything"] and page.all(".fold"))
+    page.until(lambda: counted() == total)
+
+
+@needs_browser
+def test_text_is_found_and_its_way_is_lit(page: Page, url: str):
+    branch(url, f"One {HOSTILE} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    page.until(lambda: page.all(".node.fold"))
+    page.one("#find-text").send_keys("A A TAIL", Keys.ENTER)  # the oldest, which is folded
+    page.until(lambda: page.texts("#found") == ["1 of 1"] and page.texts(".node.here"))
+    way = page.all(".node.way:not(.fold)")
+    assert HOSTILE in way[0].accessible_name and not page.one("#next").is_displayed()
+    page.one("#find-text").clear()
+    page.one("#find-text").send_keys("a tail", Keys.ENTER)
+    page.until(lambda: page.texts("#found") == ["1 of 26"])
+    first = page.until(lambda: page.texts(".node.here span"))
+    page.one("#next").click()
+    page.until(lambda: page.texts("#found") == ["2 of 26"] and page.all(".node.here"))
+    page.until(lambda: page.texts(".node.here span") not in ([], first))
+    page.one("#before").click()
+    page.until(lambda: page.texts(".node.here span") == first)
+    assert page.all(".node.fold.way"), "there are more in the fold"
+    page.one("#find-text").send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.all(".searched, .here") and page.texts("#found") == [""])
+    page.one("#find-text").send_keys("nobody says this", Keys.ENTER)
+    page.until(lambda: page.texts("#found") == ["not found"])
+    page.open(url)
+    page.until(lambda: page.all(".node.fold"))
+    assert page.texts("#found") == [""] and page.texts("#crumbs button") == ["Everything"]
+
+
+@needs_browser
+def test_a_branch_that_has_gone_is_left(page: Page, url: str):
+    branch(url, "One stem", ["A tail", "B tail"])
+    page.until(lambda: len(page.all(".node.idle")) == 3)
+    page.one(".node").click()
+    page.until(lambda: len(page.texts("#crumbs button")) == 2)
+    http.post(f"{url}/v1/cache/flush")
+    page.until(lambda: page.texts("#crumbs button") == ["Everything"] and not page.all(".idle"))
+    page.driver.get_log("browser")  # 404, once
+
+
+@needs_browser
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_hundreds_of_nodes_can_be_read(
+    window: Page, tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int]
+):
+    with forked(tmp_path_factory.mktemp("large"), "--kv-memory", "96MiB") as (_, url):
+        assert fill(url, 500) >= 500
+        window.resize(*size)
+        window.open(url)
+        window.until(lambda: window.all(".node.fold"))
+        while folds := window.all(".node.fold"):  # and on the way down
+            window.until(lambda: not window.run(CLIPPED))
+            wide, inner = window.run("return [document.documentElement.scrollWidth, innerWidth]")
+            assert wide <= inner == size[0]
+            least = window.run(
+                "return Math.min(...[...document.querySelectorAll('.node')]"
+                ".map((box) => box.getBoundingClientRect().height))"
+            )
+            assert least >= (28 if size[0] < 820 else 17)
+            before = window.texts("#crumbs button")
+            folds[0].click()
+            window.until(lambda before=before: window.texts("#crumbs button") != before)
+        window.driver.get("about:blank")
+    window.resize(1280, 800)
 
 
 @needs_browser

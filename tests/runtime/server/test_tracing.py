@@ -175,7 +175,7 @@ def test_a_refusal_and_what_nobody_waits_for_are_seen(traced: Traced):
 
 
 def test_probes_and_the_page_leave_no_spans(traced: Traced):
-    for path in ("/health", "/metrics", "/v1/cache?max_nodes=3", "/", "/main.js"):
+    for path in ("/health", "/metrics", "/v1/cache?rows=3", "/", "/main.js"):
         assert traced.server.get(path).status_code == 200
     traced.server.get("/v1/models")
     (span,) = traced.spans(1)

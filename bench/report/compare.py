@@ -1,0 +1,107 @@
+"""Two reports beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.results import Report
+from radixcache.bench.report.saved import read_json
+from radixcache.bench.tables import console, table
+from radixcache.errors import InvalidRequest
+
+Key = tuple[str, str, str, str]
+"""Workload, level, memory and scheme of a row."""
+
+
+def print_comparison(paths: Sequence[str]) -> int:
+    """Show what differs between two files of `--json`: the settings first, then every figure of
+    the rows that both have, then what only one has.
+
+    Raises:
+        InvalidRequest: there are not two, or one is no report.
+    """
+    if len(paths) != 2:
+        raise InvalidRequest(f"compare takes two reports, A.json and B.json, not {len(paths)}")
+    first, second = (read_json(Path(path)) for path in paths)
+    compare(first, second, console())
+    return 0
+
+
+def compare(first: Report, second: Report, shown: Console) -> None:
+    """Show what differs between two reports, a -> b."""
+    settings = _changed_settings(first, second)
+    if settings.row_count:
+        shown.print("Not measured alike, so differences may come from that:", markup=False)
+        shown.print(settings)
+    a, b = _rows(first), _rows(second)
+    both = [key for key in a if key in b]
+    for (workload, level), keys in groupby(both, key=lambda key: key[:2]):
+        shown.rule(f"{workload}, {level} level", align="left")
+        shown.print(_table([(a[key], b[key]) for key in keys]))
+    if not both:
+        shown.print("The two have no workload, memory and scheme in common.", markup=False)
+    for name, rows, others in (("first", a, b), ("second", b, a)):
+        if missing := [key for key in rows if key not in others]:
+            shown.print(f"Only in the {name}:", markup=False)
+            for place, keys in groupby(missing, key=lambda key: key[:3]):
+                schemes = ", ".join(key[3] for key in keys)
+                shown.print(f"  {', '.join(place)}: {schemes}", markup=False)
+
+
+def _rows(report: Report) -> dict[Key, Figures]:
+    return {
+        (workload.name, row.level, row.memory, row.scheme): row
+        for workload in report.workloads
+        for row in sorted(workload.rows, key=lambda row: row.level)
+    }
+
+
+def _changed_settings(first: Report, second: Report) -> Table:
+    names = dict.fromkeys([*first.settings, *second.settings])
+    told = [[str(side.settings.get(name, "–")) for side in (first, second)] for name in names]
+    changed = [[name, *both] for name, both in zip(names, told, strict=True) if both[0] != both[1]]
+    shown = table(["setting", "a", "b"], changed, left=3)
+    for column in shown.columns[1:]:
+        column.no_wrap, column.overflow = False, "fold"
+    return shown
+
+
+def _table(pairs: list[tuple[Figures, Figures]]) -> Table:
+    """a -> b; the TTFT is the median of the engine, the cache's time that of the index level."""
+    engine = pairs[0][0].engine is not None
+    header = ["memory", "scheme", "hit %", "prefilled", "change"]
+    header.append("TTFT p50, ms" if engine else "cache, µs")
+    rows = [
+        [
+            a.memory,
+            a.scheme,
+            _arrow(a, b, lambda row: 100 * row.hit_rate, 1),
+            _arrow(a, b, lambda row: row.computed_tokens, 0),
+            _change(a.computed_tokens, b.computed_tokens),
+            _arrow(a, b, _ttft if engine else lambda row: row.cache_us, 1 if engine else 0),
+        ]
+        for a, b in pairs
+    ]
+    return table(header, rows, left=2)
+
+
+def _ttft(row: Figures) -> float | None:
+    return None if row.engine is None else 1000 * row.engine.ttft_p50.median
+
+
+def _arrow(a: Figures, b: Figures, figure: Callable[[Figures], float | None], digits: int) -> str:
+    """Both figures, or the one that they share."""
+    said = ["–" if x is None else f"{x:,.{digits}f}" for x in (figure(a), figure(b))]
+    return " → ".join(dict.fromkeys(said))
+
+
+def _change(a: float, b: float) -> str:
+    if a == b:
+        return "="
+    return f"{b / a - 1:+.1%}" if a else "new"

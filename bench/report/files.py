@@ -1,0 +1,44 @@
+"""Writing files, and knowing beforehand that they can be written."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from radixcache.errors import InvalidRequest, MissingDependency
+
+
+def write(path: Path, content: str) -> None:
+    """Write a file. Raises InvalidRequest if it cannot be written."""
+    try:
+        path.write_text(content, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_page(path: Path) -> None:
+    """Refuse what `write_report` could not do, before anything is measured. Touches nothing.
+
+    Raises:
+        InvalidRequest: another ending, or a place that cannot be written.
+        MissingDependency: vl-convert is not installed.
+    """
+    if path.suffix not in (".html", ".md"):
+        raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
+    if find_spec("vl_convert") is None:
+        raise MissingDependency("a report needs vl-convert: pip install '.[bench]' in a checkout")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raises InvalidRequest where nothing could be written, and leaves the place as it is."""
+    reason = None
+    if path.is_dir():
+        reason = "Is a directory"
+    elif not path.parent.is_dir():
+        reason = "No such file or directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "Permission denied"
+    if reason is not None:
+        raise InvalidRequest(f"cannot write {path}: {reason}")

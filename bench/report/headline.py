@@ -1,0 +1,82 @@
+"""What a workload shows, in one sentence."""
+
+from __future__ import annotations
+
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.results import TIE, WorkloadReport, duels
+
+
+def headline(workload: WorkloadReport) -> str:
+    """One sentence over all sizes of memory: which side computes less, and how much less."""
+    if not workload.unlimited_hits:
+        return "No prompt begins as one before it does: no scheme can hit anything."
+    wins: dict[str, list[tuple[float, Figures, Figures]]] = {}
+    for block, tree in duels(workload):
+        ratio = block.computed_tokens / tree.computed_tokens
+        if block.hit_tokens == tree.hit_tokens == 0:
+            wins.setdefault("nothing", []).append((0, block, tree))
+        elif abs(ratio - 1) <= TIE:
+            wins.setdefault("tie", []).append((0, block, tree))
+        elif ratio > 1:
+            wins.setdefault("radix", []).append((1 - 1 / ratio, block, tree))
+        else:
+            wins.setdefault("blocks", []).append((1 - ratio, block, tree))
+    if not wins:
+        return _best(workload)
+    clauses = []
+    names = list(dict.fromkeys(row.memory for row in workload.main_rows))
+    for winner, rounds in sorted(wins.items(), key=lambda item: -max(r[0] for r in item[1])):
+        less = sorted({f"{100 * saved:.0f}" for saved, _, _ in rounds}, key=int)
+        fewer = f"{' to '.join(dict.fromkeys((less[0], less[-1])))} % fewer prompt tokens"
+        sizes = sorted({block.page_size for _, block, _ in rounds})
+        blocks = f"blocks of {_listed([str(size) for size in sizes])}"
+        words = {
+            "radix": f"radix computes {fewer} than {blocks}",
+            "blocks": f"{blocks} compute {fewer} than radix",
+            "tie": f"radix and {blocks} tie, within {TIE:.0%}".replace("%", " %"),
+            "nothing": "nothing is hit",
+        }[winner]
+        clauses.append(f"{words} in {_memories([block.memory for _, block, _ in rounds], names)}")
+    compared = {block.memory for rounds in wins.values() for _, block, _ in rounds}
+    refusing = {row.memory for row in workload.main_rows if row.refused}
+    if unfit := [name for name in names if name in refusing - compared]:
+        clauses.append(f"requests are refused in {_memories(unfit, names)}")
+    sentence = "; ".join(clauses)
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _best(workload: WorkloadReport) -> str:
+    """The headline where one of the sides is missing."""
+    if workload.routing:
+        fastest = min(workload.routing, key=lambda row: row.ttft_mean)
+        return (
+            f"Routed by {fastest.routing}, requests have their first token earliest, after "
+            f"{1000 * fastest.ttft_mean:,.0f} ms in the mean, and hit "
+            f"{100 * fastest.hit_rate:.0f} % of the prompt tokens."
+        )
+    served = [row for row in workload.main_rows if not row.refused]
+    if not served:
+        return "Requests were refused under every scheme: the memory is too small for them."
+    best = max(served, key=lambda row: row.hit_tokens)
+    most = workload.unlimited_hits / workload.prompt_tokens
+    return (
+        f"The best scheme here, {best.scheme}, hits {100 * best.hit_rate:.0f} % of the prompt "
+        f"tokens in {_memories([best.memory], [])}; unlimited memory would hit {100 * most:.0f} %."
+    )
+
+
+def _memories(names: list[str], measured: list[str]) -> str:
+    """Such as "memory for 10 % and 30 % of its distinct tokens", of what was `measured`."""
+    shares = all(name.endswith("%") for name in names)
+    said = [f"{name} tokens" if name.isdigit() else name.replace("%", " %") for name in names]
+    first = measured.index(names[0]) if measured else 0
+    if len(names) > 2 and names == measured[first : first + len(names)]:
+        words = f"{said[0]} to {said[-1]}"
+    else:
+        words = _listed(said)
+    every = "every size of memory, " if len(names) > 2 and names == measured else "memory "
+    return f"{every}for {words} of its distinct tokens" if shares else f"{words} of memory"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,0 +1,349 @@
+"""The plots of a report, as Vega-Lite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.report.sharing import Segment
+
+Spec = dict[str, Any]
+
+OPTIMUM, UNLIMITED, CURVES = "offline optimum", "unlimited memory", "LRU, one pass"
+_FEW = ("hash-16", "radix-1", "radix-16", OPTIMUM, UNLIMITED)
+_GREY = "#8a8a8a"
+_COLOURS = {  # of Okabe and Ito: told apart by the colour-blind too
+    "none": _GREY,
+    OPTIMUM: "currentColor",
+    UNLIMITED: _GREY,
+    CURVES: _GREY,
+    "hash-16": "#0072b2",
+    "hash": "#56b4e9",
+    "radix-1": "#d55e00",
+    "radix": "#e69f00",
+    "aligned": "#009e73",
+}
+_OTHERS = "#cc79a7"
+_DASHES: tuple[list[int], ...] = ([], [6, 2], [2, 2], [8, 2, 2, 2], [5, 3], [12, 3])
+_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+_CONFIG = {
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridOpacity": 0.12, "domainOpacity": 0.4, "tickOpacity": 0.4, "titleFontWeight": 400}
+    | {f"{part}Color": "currentColor" for part in ("label", "title", "grid", "domain", "tick")}
+    | {"labelFontSize": 11, "titleFontSize": 12},
+    "legend": {"orient": "bottom", "title": None, "columns": 4, "labelColor": "currentColor"},
+}
+
+
+class Style(NamedTuple):
+    """How a scheme or a bound is drawn, in every plot of a report."""
+
+    colour: str
+    dash: list[int]
+    shape: str
+
+
+class Plot(NamedTuple):
+    """One plot.
+
+    Attributes:
+        note: what it shows, in a sentence.
+        spec: Vega-Lite. The signal `shown` lists what of `styles` is drawn, `memory` names the
+            amount of memory where a plot is of one.
+    """
+
+    title: str
+    note: str
+    spec: Spec
+
+
+def styles(workload: WorkloadReport) -> dict[str, Style]:
+    """Every scheme of a workload, then the bounds. A scheme looks the same in all workloads."""
+    found = {}
+    for name in dict.fromkeys(row.scheme for row in workload.rows):
+        kind, _, size = name.partition("-")
+        colour = _COLOURS.get(name) or _COLOURS.get(kind, _OTHERS)
+        sizes = int(math.log2(int(size))) if size.isdecimal() and int(size) else len(name)
+        nth = 0 if name in _COLOURS else sizes % len(_DASHES)
+        found[name] = Style(colour, _DASHES[nth], _SHAPES[nth])
+    if workload.optimal_hits:
+        found[OPTIMUM] = Style("currentColor", [6, 3], "")
+    found[UNLIMITED] = Style(_GREY, [], "")
+    if workload.curves:
+        found[CURVES] = Style(_GREY, [1, 3], "")
+    return found
+
+
+def few(workload: WorkloadReport) -> list[str]:
+    """What is drawn before anybody has asked for more."""
+    names = list(styles(workload))
+    schemes = dict.fromkeys(row.scheme for row in workload.rows)
+    if len(schemes) > 5 and any(scheme in _FEW for scheme in schemes):
+        return [name for name in names if name in _FEW]
+    return [name for name in names if name != CURVES]
+
+
+def plots(workload: WorkloadReport) -> Iterator[Plot]:
+    """Of one workload: its hit rates, what each turn prefills, its times, and what is shared."""
+    timed = workload.level("engine")
+    rows = workload.main_rows
+    if rows:
+        yield _hit_rates(workload, rows)
+    if any(len(row.computed_by_turn) > 1 for row in rows):
+        yield _by_turn(workload, rows)
+    if timed:
+        yield _ttfts(workload, timed)
+    if workload.shared:
+        yield _sharing(workload)
+
+
+def spoiled(row: Figures) -> str:
+    """What happened to requests besides being served; empty if nothing did."""
+    refused = f"{row.refused:,} of {row.requests:,} refused" if row.refused else ""
+    preempted = f"{row.preemptions:,} preempted" if row.preemptions else ""
+    return ", ".join(filter(None, (refused, preempted)))
+
+
+def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
+    total = workload.prompt_tokens
+    points = [
+        {
+            "scheme": row.scheme,
+            "memory": row.memory_tokens,
+            "asked": row.memory,
+            "share": row.hit_rate,
+            "spoiled": spoiled(row) or "no",
+        }
+        for row in rows
+    ]
+    curves = [
+        {"scheme": name, "memory": memory, "share": share}
+        for name, at in workload.curves.items()
+        for memory, share in at
+    ]
+    best = [
+        {"scheme": OPTIMUM, "memory": memory, "share": hits / total}
+        for memory, hits in sorted(workload.optimal_hits.items())
+    ]
+    limit = [{"scheme": UNLIMITED, "share": workload.unlimited_hits / total}]
+    x = {**_axis("memory", "KV memory, tokens", "~s"), "scale": {"zero": False}}
+    y = {**_axis("share", "share of prompt tokens hit", ".0%"), "scale": {"domainMin": 0}}
+    tips = [_tip("scheme"), _tip("asked", "memory"), _tip("memory", "tokens", ","), _tip("spoiled")]
+    tips[2:2] = [_tip("share", "hit", ".1%")]
+    bound = [_tip("scheme", "bound"), _tip("share", "hit", ".1%")]
+    looks = _looks(workload)
+    colour, shape = looks["color"], looks["shape"]
+    line = {"x": x, "y": y, "color": colour, "strokeDash": looks["strokeDash"]}
+    dots = {"x": x, "y": y, "color": colour, "tooltip": tips}
+    dotted = {"type": "line", "strokeWidth": 1.5, "opacity": 0.7, "strokeDash": [1, 3]}
+    marred = f"{_SHOWN} && datum.spoiled !== 'no'"
+    with_curves = f"{_SHOWN} && indexof(shown, '{CURVES}') >= 0"
+    layers = [
+        _layer("curves", dotted, {"x": x, "y": y, "color": colour}, with_curves),
+        _layer("limit", _LINE | {"type": "rule"}, {"y": y, "color": colour, "tooltip": bound}),
+        _layer("best", _LINE, line),
+        _layer("best", _POINT | {"opacity": 0}, dots | {"tooltip": [*bound, tips[3]]}),
+        _layer("points", _LINE, line),
+        _layer("points", _POINT, dots | {"shape": shape}),
+        _layer("points", {"type": "point", "size": 180}, dots, marred),
+    ]
+    note = "Every point is a replay."
+    if workload.curves:
+        note += " Dotted: LRU at every size, from one pass over one request after the other."
+    if any(row.refused or row.preemptions for row in rows):
+        note += " A ring: requests were refused or preempted, which spoils the figure."
+    data = {"points": points, "curves": curves, "best": best, "limit": limit}
+    return Plot("Hit rate over memory", note, _spec(workload, layers, **data))
+
+
+def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
+    points = [
+        {"scheme": row.scheme, "memory": row.memory, "turn": turn, "tokens": tokens}
+        for row in rows
+        for turn, tokens in enumerate(row.computed_by_turn, 1)
+    ]
+    turns = max(len(row.computed_by_turn) for row in rows)
+    step = max(1, math.ceil(turns / 12))
+    x = _axis("turn", "turn of the conversation", "d")
+    x["axis"]["values"] = list(range(1, turns + 1, step))
+    x["scale"] = {"domain": [1, turns], "nice": False, "padding": 8}
+    looks = _looks(workload)
+    dots = {"x": x, "y": _axis("tokens", "tokens prefilled a request", "~s")}
+    dots["color"] = looks["color"]
+    tips = [_tip("scheme"), _tip("turn"), _tip("tokens", "prefilled a request", ",.1f")]
+    layers = [
+        _layer("points", _LINE, dots | {"strokeDash": looks["strokeDash"]}, _HERE),
+        _layer("points", _POINT, dots | {"shape": looks["shape"], "tooltip": tips}, _HERE),
+    ]
+    note = "Prompt tokens computed for a request, mean over the conversations: lower is better."
+    return Plot("Prefilled tokens by turn", note, _spec(workload, layers, points=points))
+
+
+def _ttfts(workload: WorkloadReport, rows: list[Figures]) -> Plot:
+    shares = np.linspace(0, 1, 101)
+    points = [
+        {"scheme": row.scheme, "memory": row.memory, "share": float(share), "ms": float(time)}
+        for row in rows
+        if row.engine is not None
+        for share, time in zip(
+            shares, 1000 * np.quantile(row.engine.ttfts, shares, method="higher"), strict=True
+        )
+    ]
+    x = {**_axis("ms", "time to first token, ms", "~g"), "scale": {"type": "log", "nice": False}}
+    y = _axis("share", "share of requests", ".0%")
+    tips = [_tip("scheme"), _tip("share", "share of requests", ".0%"), _tip("ms", "ms", ",.1f")]
+    looks = _looks(workload)
+    line = {"x": x, "y": y, "color": looks["color"], "strokeDash": looks["strokeDash"]}
+    line["order"] = {"field": "share", "type": "quantitative"}
+    near = {"x": x, "y": y, "detail": {"field": "scheme"}, "tooltip": tips}
+    layers = [
+        _layer("points", _LINE | {"interpolate": "step-after"}, line, _HERE),
+        _layer("points", _POINT | {"opacity": 0}, near, _HERE),
+    ]
+    note = "How many requests had their first token by then: further left is better."
+    return Plot("Time to first token", note, _spec(workload, layers, points=points))
+
+
+def _sharing(workload: WorkloadReport) -> Plot:
+    tops = _stack(workload.shared)
+    end = max(segment.start + segment.tokens for segment in workload.shared)
+    cells = [
+        {
+            "start": segment.start,
+            "end": segment.start + segment.tokens,
+            "top": top,
+            "middle": top + segment.requests / 2,
+            "bottom": top + segment.requests,
+            "requests": segment.requests,
+            "tokens": round(segment.tokens, 1),
+            "label": f"{segment.tokens:,.0f} × {segment.requests:,}",
+            "shared": segment.folded == 1 and segment.requests > 1,
+            "what": "one segment" if segment.folded == 1 else f"+{segment.folded:,} small ones",
+        }
+        for segment, top in zip(workload.shared, tops, strict=True)
+    ]
+    x = {**_axis("start", "position in the sequence, tokens", "~s"), "scale": {"domain": [0, end]}}
+    y = {**_axis("top", "requests", "~s"), "scale": {"domain": [0, workload.requests]}}
+    y["scale"] |= {"reverse": True, "nice": False}
+    x["scale"]["nice"] = False
+    place = {"x": x, "x2": {"field": "end"}, "y": y, "y2": {"field": "bottom"}}
+    degree = {
+        "condition": {
+            "test": "datum.shared",
+            "field": "requests",
+            "type": "quantitative",
+            "scale": {"type": "log", "range": [0.3, 0.95]},
+            "legend": None,
+        },
+        "value": 0.08,
+    }
+    tips = [_tip("what", "what"), _tip("tokens", "tokens", ","), _tip("requests", "requests", ",")]
+    roomy = f"(datum.end - datum.start) / {end} * width > 70"
+    roomy += f" && datum.requests / {workload.requests} * height > 13"
+    label = {"x": x, "y": {**y, "field": "middle"}, "text": {"field": "label"}}
+    label["opacity"] = {"condition": {"test": roomy, "value": 1}, "value": 0}
+    rect = {"type": "rect", "color": "#0072b2", "stroke": _GREY, "strokeWidth": 0.5}
+    text = {"type": "text", "align": "left", "dx": 4, "color": "currentColor", "fontSize": 11}
+    layers = [
+        _layer("cells", rect, {**place, "fillOpacity": degree, "tooltip": tips}, ""),
+        _layer("cells", text, label, ""),
+    ]
+    shared = workload.unlimited_hits / workload.prompt_tokens
+    note = "Tokens × requests of each part of the tree that all sequences form: as wide as it has "
+    note += "tokens, as high as requests have it; the stronger the colour, the more. Pale: had by "
+    note += f"one. Of all prompt tokens {shared:.1%} were in a sequence before."
+    return Plot("What is shared", note, _spec(workload, layers, cells=cells) | {"height": 300})
+
+
+def _stack(segments: list[Segment]) -> list[int]:
+    """At which request each segment begins: children one under the other, the larger first."""
+    children: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        children.setdefault(segment.parent, []).append(number)
+    tops = [0] * len(segments)
+    todo = [(-1, 0)]
+    while todo:
+        parent, top = todo.pop()
+        below = children.get(parent, [])
+        for child in sorted(below, key=lambda n: (segments[n].folded > 1, -segments[n].requests)):
+            tops[child] = top
+            todo.append((child, top))
+            top += segments[child].requests
+    return tops
+
+
+_SHOWN = "indexof(shown, datum.scheme) >= 0"
+_HERE = f"{_SHOWN} && datum.memory === memory"
+_LINE = {"type": "line", "strokeWidth": 2}
+_POINT = {"type": "point", "filled": True, "size": 55, "opacity": 1}
+
+
+def _layer(data: str, mark: Spec, encoding: Spec, only: str = _SHOWN) -> Spec:
+    """One layer, of the data of this name for which the expression `only` holds."""
+    transform = [{"filter": only}] if only else []
+    return {"data": {"name": data}, "mark": mark, "encoding": encoding, "transform": transform}
+
+
+def _axis(name: str, title: str, pattern: str) -> Spec:
+    axis = {"title": title, "labelExpr": f"format(datum.value, '{pattern}')", "tickCount": 5}
+    return {"field": name, "type": "quantitative", "axis": axis}
+
+
+def _tip(name: str, title: str | None = None, pattern: str = "") -> Spec:
+    kind = {"type": "quantitative", "format": pattern} if pattern else {"type": "nominal"}
+    return {"field": name, "title": title or name, **kind}
+
+
+def _looks(workload: WorkloadReport) -> dict[str, Spec]:
+    """Colour, dash and shape by scheme."""
+    drawn = styles(workload)
+    field = {"field": "scheme", "type": "nominal", "legend": None}
+    return {
+        name: {**field, "scale": {"domain": list(drawn), "range": values}}
+        for name, values in (
+            ("color", [style.colour for style in drawn.values()]),
+            ("strokeDash", [style.dash or [1, 0] for style in drawn.values()]),
+            ("shape", [style.shape or "circle" for style in drawn.values()]),
+        )
+    }
+
+
+def _spec(workload: WorkloadReport, layers: list[Spec], **data: list[dict[str, Any]]) -> Spec:
+    """A whole plot of this data; one of a single amount of memory shows the largest at first."""
+    rows = [*workload.rows, *workload.routing]
+    most = max(rows, key=lambda row: row.memory_tokens)
+    params = [
+        {"name": "shown", "value": few(workload)},
+        {"name": "memory", "value": most.memory},
+    ]
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "width": "container",
+        "height": 240,
+        "config": _CONFIG,
+        "datasets": data,
+        "params": params,
+        "layer": layers,
+    }
+
+
+def still(plot: Plot, width: int = 640) -> str:
+    """The plot as SVG, with its legend below, for where no script runs."""
+    import vl_convert
+
+    spec = json.loads(json.dumps(plot.spec))
+    shown = spec["params"][0]["value"]
+    for layer in spec["layer"]:
+        if "field" in layer["encoding"].get("color", {}):
+            for name in layer["encoding"].keys() & {"color", "strokeDash", "shape"}:
+                layer["encoding"][name]["legend"] = {"values": shown}
+    spec["config"]["background"] = "white"
+    return vl_convert.vegalite_to_svg(spec | {"width": width})

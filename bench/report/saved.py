@@ -1,0 +1,100 @@
+"""A report as JSON, which can be read again, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.headline import headline
+from radixcache.bench.report.results import Report, WorkloadReport, verdicts
+from radixcache.errors import InvalidRequest
+
+FORMAT = 1
+"""Of the JSON; another number whenever what was written before could not be read any more."""
+
+
+def to_json(report: Report) -> str:
+    """Everything but the hits of single requests."""
+    workloads = [
+        {
+            **{k: v for k, v in vars(workload).items() if k not in ("shared", "rows", "routing")},
+            "differing": workload.disagreements,
+            "disagreements": workload.disagreements,
+            "headline": headline(workload),
+            "verdicts": verdicts(workload),
+            "shared": [asdict(segment) for segment in workload.shared],
+            "rows": [row.to_json() for row in workload.rows],
+            "routing": [{**row.to_json(), "ttfts": row.ttfts} for row in workload.routing],
+        }
+        for workload in report.workloads
+    ]
+    found = {"format": FORMAT, "settings": report.settings, "workloads": workloads}
+    return json.dumps(found, indent=2)
+
+
+def read_json(path: Path) -> Report:
+    """The report in a file that `to_json` gave.
+
+    Raises:
+        InvalidRequest: it cannot be read, is no report, or one of another format.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        written = found["format"]
+        if written == FORMAT:
+            return _as(Report, found)
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise InvalidRequest(f"{path} is no report of radixcache bench --json") from None
+    raise InvalidRequest(f"{path} is a report of format {written!r}, and this reads {FORMAT}")
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """A value out of JSON as the annotation `kind` says. Raises TypeError, ValueError."""
+    origin, args = get_origin(kind), get_args(kind)
+    make: Any = kind
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        known = [f.name for f in fields(kind) if f.name in value]
+        return make(**{name: _as(hints[name], value[name]) for name in known})
+    if origin is list:
+        return [_as(args[0], one) for one in _as(list, value)]
+    if origin is tuple:
+        return tuple(_as(each, one) for each, one in zip(args, value, strict=True))
+    if origin is dict:
+        return {args[0](key): _as(args[1], one) for key, one in _as(dict, value).items()}
+    if NoneType in args:
+        return None if value is None else _as(args[0], value)
+    accepted: Any = {float: (int, float), Any: object}.get(kind, kind)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not Any):
+        raise TypeError(f"{value!r} is no {kind}")
+    return value
+
+
+def to_csv(report: Report) -> str:
+    """One line for each workload, level, memory and scheme. Times in seconds but `cache_us`."""
+    lines = [dict(_cells(workload, row)) for workload in report.workloads for row in workload.rows]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [*(lines[0] if lines else ()), "seed"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**line, "seed": report.settings.get("seed")} for line in lines)
+    return out.getvalue()
+
+
+def _cells(workload: WorkloadReport, row: Figures) -> Iterator[tuple[str, object]]:
+    yield "workload", workload.name
+    for name, value in row.to_json().items():
+        if name not in ("workload", "computed_by_turn", "engine"):
+            yield name, value
+    yield "unlimited_hits", workload.unlimited_hits
+    yield "optimal_hits", workload.optimal_hits.get(row.memory_tokens)
+    for name in ("ttft_p50", "ttft_p90", "ttft_p99", "throughput"):
+        yield name, None if row.engine is None else getattr(row.engine, name).median

@@ -1,0 +1,237 @@
+"""Which replica a request goes to: where its first token comes soonest, as far as one can tell.
+
+What a replica has to do before that is counted in tokens: those of the prompt that it must compute,
+and, a little less, those that were sent there before and are not computed yet. The least sum wins.
+There is no threshold between affinity and load, as both are in one unit: a cached prefix attracts
+requests until the queue there is longer than computing the prefix elsewhere.
+
+What a replica has cached is not asked but remembered, in a tree for each: a `RadixCache` of as many
+pages of one token as the replica's KV holds, which evicts as the replica does. A prompt is
+remembered when its replica is chosen, before it is computed, so that those that come right after
+know where their prefix will be; an answer when its request ends.
+
+One `Router` decides for all requests of a deployment. Several that do not know of each other spread
+each prefix over as many replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from radixcache.base import Tokens, TokensLike, as_tokens
+from radixcache.errors import InvalidRequest
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+
+QUEUED = 0.9
+"""What a queued token weighs. At 1 the second of two requests with one stem leaves for an idle
+replica, to save the few tokens of the first that are not stem, and computes the stem again; and a
+part of the queue is computed by now. From 0.5 down load counts too little."""
+
+
+class Standing(NamedTuple):
+    """What speaks for and against sending a prompt to one replica.
+
+    Attributes:
+        num_tokens: length of the prompt.
+        cached_tokens: of these, how many the replica should have cached when its turn comes.
+        queued_tokens: of other requests, that it has yet to compute.
+        requests: sent there and not ended.
+        last: when a request was sent there last, in requests; 0 if never.
+    """
+
+    replica: Hashable
+    num_tokens: int
+    cached_tokens: int
+    queued_tokens: int
+    requests: int
+    last: int
+
+    @property
+    def cost(self) -> float:
+        """Tokens to compute before the first token of the answer, as far as that matters."""
+        return self.num_tokens - self.cached_tokens + QUEUED * self.queued_tokens
+
+
+def preference(standing: Standing) -> tuple[float, int, int]:
+    """The key by which the best replica is least.
+
+    Those of equal cost take turns: the one with fewest requests, then the one asked longest ago.
+    """
+    return standing.cost, standing.requests, standing.last
+
+
+@dataclass(eq=False)
+class _Replica:
+    """What the router knows of one replica; no KV is behind its `ghost`."""
+
+    name: Hashable
+    ghost: RadixCache
+    queued_tokens: int = 0
+    requests: int = 0
+    last: int = 0
+
+    def standing(self, tokens: Tokens, salt: Hashable) -> Standing:
+        """How it stands for a prompt. O(len(tokens))."""
+        count, cached = len(tokens), self.ghost.match(tokens, salt)
+        return Standing(self.name, count, cached, self.queued_tokens, self.requests, self.last)
+
+    def remember(self, tokens: Tokens, salt: Hashable) -> None:
+        """All of `tokens` is cached there, or about to be. O(len(tokens)), amortised."""
+        tokens = tokens[: self.ghost.pool.num_pages]
+        if not len(tokens):
+            return
+        if not self.ghost.idle:  # a call was cut off
+            self.ghost.recover()
+        lease = self.ghost.acquire(tokens, salt)
+        self.ghost.reserve(lease, len(tokens))
+        self.ghost.publish(lease, tokens[lease.num_tokens :], written=True)
+        self.ghost.release(lease)
+
+
+@dataclass
+class _Booking:
+    """A request on its replica."""
+
+    replica: Hashable
+    tokens: Tokens
+    salt: Hashable
+    to_compute: int
+    """Tokens that it adds to the replica's queue; 0 from its first token on."""
+
+
+class Router:
+    """Chooses replicas, and keeps the books about what is cached and queued on each.
+
+    For one event loop, or one thread: nothing here waits, and nothing is locked. Tokens are best
+    given as int32 arrays, since lists are converted in each call; they are kept, not copied.
+    A salt (`cache_salt`) is a namespace: prefixes are found only under the one they came with.
+    Keys of requests are the caller's, one for each request in flight.
+
+    >>> router = Router()
+    >>> router.add("a", kv_tokens=100)
+    >>> router.add("b", kv_tokens=100)
+    >>> router.choose("first", [1, 2, 3, 4, 5]).replica
+    'a'
+    >>> router.choose("second", [6, 7, 8]).replica
+    'b'
+    >>> router.started("first")
+    >>> router.release("first", [10, 11])
+    >>> router.release("second")
+    >>> router.order([1, 2, 3, 4, 5, 10, 12])
+    ['a', 'b']
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[Hashable, _Replica] = {}
+        self._bookings: dict[Hashable, _Booking] = {}
+        self._count = 0
+
+    def add(self, replica: Hashable, kv_tokens: int) -> None:
+        """A replica has joined, or forgotten all it had cached; `kv_tokens` fit its KV memory.
+
+        If that is not known, guess high: too large a tree routes better than one too small.
+        """
+        self.forget(replica)
+        self._replicas[replica] = _Replica(replica, RadixCache(PagePool(kv_tokens, page_size=1)))
+
+    def forget(self, replica: Hashable) -> None:
+        """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
+        if self._replicas.pop(replica, None) is not None:
+            for key in [k for k, b in self._bookings.items() if b.replica == replica]:
+                del self._bookings[key]
+
+    def standings(self, tokens: TokensLike, salt: Hashable = None) -> list[Standing]:
+        """What each replica would have to do for a prompt. Changes nothing. O(replicas · len)."""
+        tokens = as_tokens(tokens)
+        return [r.standing(tokens, salt) for r in self._replicas.values()]
+
+    def order(self, tokens: TokensLike, salt: Hashable = None) -> list[Hashable]:
+        """All replicas, the best first. Changes nothing."""
+        return [s.replica for s in sorted(self.standings(tokens, salt), key=preference)]
+
+    def choose(self, key: Hashable, tokens: TokensLike, salt: Hashable = None) -> Standing:
+        """Book request `key` on the best replica, anew if it is booked; returns how that stood.
+
+        Raises:
+            InvalidRequest: there is no replica.
+        """
+        self.release(key)
+        tokens = as_tokens(tokens)
+        best: Standing | None = None
+        for replica in sorted(self._replicas.values(), key=attrgetter("queued_tokens")):
+            if best is not None and QUEUED * replica.queued_tokens >= best.cost:
+                break  # the queue alone costs more, there and at those that follow
+            standing = replica.standing(tokens, salt)
+            if best is None or preference(standing) < preference(best):
+                best = standing
+        if best is None:
+            raise InvalidRequest("there is no replica to choose")
+        self._book(key, best, tokens, salt)
+        return best
+
+    def book(
+        self, key: Hashable, replica: Hashable, tokens: TokensLike, salt: Hashable = None
+    ) -> None:
+        """Request `key` goes to `replica`, whoever chose it; if it was booked before, it moves.
+
+        Raises:
+            InvalidRequest: there is no such replica.
+        """
+        if replica not in self._replicas:
+            raise InvalidRequest(f"there is no replica {replica!r}")
+        self.release(key)
+        tokens = as_tokens(tokens)
+        self._book(key, self._replicas[replica].standing(tokens, salt), tokens, salt)
+
+    def _book(self, key: Hashable, standing: Standing, tokens: Tokens, salt: Hashable) -> None:
+        to_compute = len(tokens) - standing.cached_tokens
+        self._bookings[key] = _Booking(standing.replica, tokens, salt, to_compute)
+        replica = self._replicas[standing.replica]
+        self._count += 1
+        replica.last = self._count
+        replica.requests += 1
+        replica.queued_tokens += to_compute
+        replica.remember(tokens, salt)
+
+    def started(self, key: Hashable) -> None:
+        """The first token has come: the prompt is computed. No error if `key` is not booked."""
+        booking = self._bookings.get(key)
+        if booking is not None:
+            self._replicas[booking.replica].queued_tokens -= booking.to_compute
+            booking.to_compute = 0
+
+    def release(self, key: Hashable, *answers: TokensLike) -> None:
+        """The request has ended, well or not; what it had computed stays cached on its replica.
+
+        No error if `key` is not booked: it may have ended before, or its replica with it.
+
+        Args:
+            answers: the tokens generated so far, one for each completion; a last one gets no KV.
+        """
+        self.started(key)
+        booking = self._bookings.pop(key, None)
+        if booking is None:
+            return
+        replica = self._replicas[booking.replica]
+        replica.requests -= 1
+        for answer in answers:
+            if len(answer) > 1:
+                text = np.concatenate((booking.tokens, as_tokens(answer)[:-1]))
+                replica.remember(text, booking.salt)
+
+    def check(self) -> None:
+        """Verify that bookings and sums agree, and each tree. O(everything)."""
+        for name, replica in self._replicas.items():
+            booked = [b for b in self._bookings.values() if b.replica == name]
+            assert replica.requests == len(booked), "requests are miscounted"
+            assert replica.queued_tokens == sum(b.to_compute for b in booked), "so are tokens"
+            assert replica.last <= self._count
+            assert replica.ghost.idle, "a lease was left"
+            replica.ghost.check()
+        assert {b.replica for b in self._bookings.values()} <= self._replicas.keys()

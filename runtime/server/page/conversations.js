@@ -1,0 +1,75 @@
+// The conversations that the browser keeps. Behind a key they are kept as long as the key is, until
+// the tab is closed: whoever comes to this browser without the key shall not read them.
+
+const NAME = "radixcache.conversations.1"; // another form of value will have another name
+const MOST = 50; // the latest; fewer, if the browser has no room for them
+
+const place = () => (sessionStorage.getItem("key") ? sessionStorage : localStorage);
+const areText = (...values) => values.every((value) => typeof value === "string");
+const areNumbers = (...values) => values.every(Number.isFinite);
+
+/** All that are kept, the latest first. What is none, whoever wrote it there, is passed over. */
+export function kept() {
+  try {
+    return JSON.parse(place().getItem(NAME)).filter(isConversation).sort((a, b) => b.changed - a.changed);
+  } catch {
+    return [];
+  }
+}
+
+/**
+ * Keep a conversation, {id, title, system, turns}, as it is now; whether there was room for it. If
+ * another tab has changed it since, both are kept: this one gets another `id`.
+ */
+export function keep(conversation) {
+  const others = kept();
+  const there = others.find(({ id }) => id === conversation.id);
+  if (there && there.changed !== conversation.changed) conversation.id = newId();
+  conversation.changed = Date.now();
+  const { id, title, system, changed } = conversation;
+  const turns = conversation.turns
+    .map(({ role, content, reasoning, calls, reply }) => ({ role, content, reasoning, calls, reply }))
+    .filter((turn) => turn.content || turn.reasoning || turn.calls || turn.reply); // else it has yet to come
+  return write([{ id, title, system, changed, turns }, ...others.filter((other) => other.id !== id)]);
+}
+
+export function forget(id) {
+  write(kept().filter((other) => other.id !== id));
+}
+
+export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+
+/** Call `viewer` when another tab has changed what is kept. */
+export function onKept(viewer) {
+  addEventListener("storage", ({ key }) => (key === NAME || key === null) && viewer());
+}
+
+/** Write as many as there is room for, the first ones first; whether that is any. */
+function write(conversations) {
+  for (let list = conversations.slice(0, MOST); ; list = list.slice(0, -1)) {
+    try {
+      place().setItem(NAME, JSON.stringify(list));
+      return list.length > 0 || !conversations.length;
+    } catch {
+      if (!list.length) return false;
+    }
+  }
+}
+
+function isConversation(value) {
+  return areText(value?.id, value?.title, value?.system) && areNumbers(value.changed)
+    && Array.isArray(value.turns) && value.turns.every(isTurn);
+}
+
+function isTurn(turn) {
+  return ["user", "assistant"].includes(turn?.role)
+    && areText(turn.content, turn.reasoning ?? "", turn.calls ?? "")
+    && (!turn.reply || isReply(turn.reply));
+}
+
+/** Whether it says what usage.js shows. */
+function isReply({ usage, ttft, explanation }) {
+  return areNumbers(usage?.prompt_tokens, usage?.prompt_tokens_details?.cached_tokens, ttft ?? 0)
+    && (!explanation || (Array.isArray(explanation) && explanation.every(
+      (miss) => areNumbers(miss?.start, miss?.end) && areText(miss.reason ?? "", miss.text ?? ""))));
+}

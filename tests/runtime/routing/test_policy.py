@@ -1,0 +1,191 @@
+"""The router against books kept the slow way: sets of prefixes, and a list of what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from random import Random
+
+import numpy as np
+import pytest
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.routing.policy import QUEUED, Router, preference
+
+Prefix = tuple[Hashable, tuple[int, ...]]
+
+
+class Books:
+    """What a router without limits of memory should know, by brute force."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[str, set[Prefix]] = {}
+        self.booked: dict[int, tuple[str, list[int], Hashable]] = {}
+        self.to_compute: dict[int, int] = {}
+        self.sent: list[str] = []
+
+    def remember(self, name: str, tokens: list[int], salt: Hashable) -> None:
+        self.prefixes[name] |= {(salt, tuple(tokens[:n])) for n in range(1, len(tokens) + 1)}
+
+    def cached(self, name: str, tokens: list[int], salt: Hashable) -> int:
+        known = self.prefixes[name]
+        return max(
+            (n for n in range(1, len(tokens)) if (salt, tuple(tokens[:n])) in known), default=0
+        )
+
+    def rank(self, name: str, tokens: list[int], salt: Hashable) -> tuple[float, int, int]:
+        here = [key for key, booking in self.booked.items() if booking[0] == name]
+        queued = sum(self.to_compute[key] for key in here)
+        last = max((n for n, sent in enumerate(self.sent, 1) if sent == name), default=0)
+        return len(tokens) - self.cached(name, tokens, salt) + QUEUED * queued, len(here), last
+
+    def book(self, key: int, name: str, tokens: list[int], salt: Hashable) -> None:
+        self.booked.pop(key, None)
+        self.to_compute[key] = len(tokens) - self.cached(name, tokens, salt)
+        self.booked[key] = (name, tokens, salt)
+        self.sent.append(name)
+        self.remember(name, tokens, salt)
+
+    def release(self, key: int, answers: list[list[int]]) -> None:
+        if key in self.booked:
+            name, tokens, salt = self.booked.pop(key)
+            for answer in answers:
+                self.remember(name, tokens + answer[:-1], salt)
+
+    def forget(self, name: str) -> None:
+        self.prefixes.pop(name, None)
+        self.booked = {key: b for key, b in self.booked.items() if b[0] != name}
+        self.sent = ["" if sent == name else sent for sent in self.sent]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_go_as_by_brute_force(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = Random(f"router {seed}")
+    router, books = Router(), Books()
+    words = rng.choice([2, 5, 1000])
+    say = lambda most: [rng.randrange(words) for _ in range(rng.randint(1, most))]  # noqa: E731
+    stems = [say(12) for _ in range(4)]
+
+    def prompt() -> list[int]:
+        known = [list(tokens) for prefixes in books.prefixes.values() for _, tokens in prefixes]
+        stem = rng.choice(sorted(known)) if known and rng.random() < 0.3 else rng.choice(stems)
+        return stem + say(6)
+
+    for key in range(150):
+        operation = rng.random()
+        names = [*books.prefixes]
+        tokens, salt = prompt(), rng.choice([None, "salt"])
+        some = rng.randrange(key + 1)
+        if len(names) < 2 or operation < 0.06:
+            name = rng.choice("abcd")
+            router.add(name, kv_tokens=100_000)
+            books.forget(name)
+            books.prefixes[name] = set()
+        elif operation < 0.10:
+            name = rng.choice("abcd")
+            router.forget(name)
+            books.forget(name)
+        elif operation < 0.55:
+            chosen = router.choose(key, tokens, salt)
+            ranks = {name: books.rank(name, tokens, salt) for name in names}
+            best = min(ranks.values())
+            assert preference(chosen) == ranks[str(chosen.replica)] == best
+            books.book(key, str(chosen.replica), tokens, salt)
+        elif operation < 0.65:
+            name = rng.choice(names)
+            router.book(some, name, np.array(tokens, np.int32), salt)
+            books.book(some, name, tokens, salt)
+        elif operation < 0.8:
+            router.started(some)
+            books.to_compute[some] = 0
+        else:
+            answers = [say(9) for _ in range(rng.randrange(3))]
+            router.release(some, *answers)
+            books.release(some, answers)
+        router.check()
+        tokens, salt = prompt(), rng.choice([None, "salt", "other"])
+        found = {str(s.replica): preference(s) for s in router.standings(tokens, salt)}
+        assert found == {name: books.rank(name, tokens, salt) for name in books.prefixes}
+        assert router.order(tokens, salt) == sorted(found, key=lambda name: found[name])
+    assert len(books.sent) > 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trees_stay_as_large_as_the_replicas_memory(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = Random(f"small {seed}")
+    router = Router()
+    sizes = {"a": 40, "b": 60, "c": 7}
+    for name, size in sizes.items():
+        router.add(name, size)
+    stems = [[rng.randrange(9) for _ in range(20)] for _ in range(5)]
+    for key in range(200):
+        tokens = rng.choice(stems)[: rng.randint(1, 20)] + [rng.randrange(9) for _ in range(8)]
+        best = router.order(tokens)[0]
+        assert router.choose(key, tokens).replica == best
+        router.check()
+        cached = {s.replica: s.cached_tokens for s in router.standings([*tokens, 0])}
+        assert cached[best] == min(len(tokens), sizes[str(best)])
+        router.release(rng.randrange(key + 1), tokens)
+        router.check()
+
+
+def test_equal_replicas_take_turns() -> None:
+    router = Router()
+    for name in "abc":
+        router.add(name, 1000)
+    chosen = []
+    for key in range(6):
+        chosen.append(router.choose(key, [key, 1, 2]).replica)
+        router.started(key)
+    assert chosen == ["a", "b", "c", "a", "b", "c"]
+    router.release(1)  # fewest requests go before longest ago
+    assert router.choose(6, [9, 9]).replica == "b"
+
+
+def test_a_burst_with_one_stem_stays_where_it_is_until_another_replica_is_quicker() -> None:
+    stem = list(range(1000))
+    for queue, own, copies in ((1, 1, 1), (1, 200, 8), (4000, 10, 1)):
+        router = Router()
+        for name in range(8):
+            router.add(name, 10_000)
+            if name:
+                router.book(("before", name), name, [5000 + name] * queue)
+        chosen = [router.choose(n, [*stem, *[2000 + n] * own]) for n in range(32)]
+        assert sum(standing.cached_tokens == 0 for standing in chosen) == copies
+        assert len({standing.replica for standing in chosen}) == copies
+        router.check()
+
+
+def test_what_was_computed_stays_when_a_request_fails_and_its_queue_goes() -> None:
+    router = Router()
+    router.add("a", 1000)
+    router.choose("k", [1, 2, 3, 4])
+    router.release("k")
+    router.release("k")
+    router.started("k")
+    (standing,) = router.standings([1, 2, 3, 4, 5])
+    assert (standing.cached_tokens, standing.queued_tokens, standing.requests) == (4, 0, 0)
+
+
+def test_a_request_that_moves_is_booked_once() -> None:
+    router = Router()
+    router.add("a", 1000)
+    router.add("b", 1000)
+    assert router.choose("k", [1, 2, 3]).replica == "a"
+    router.book("k", "b", [1, 2, 3])
+    router.check()
+    assert {s.replica: s.queued_tokens for s in router.standings([9])} == {"a": 0, "b": 3}
+    again = router.choose("k", [1, 2, 3])  # its own booking does not speak against "b"
+    assert (again.queued_tokens, again.requests, again.cached_tokens) == (0, 0, 2)
+    router.check()
+
+
+def test_without_replicas_there_is_a_sentence() -> None:
+    router = Router()
+    with pytest.raises(InvalidRequest, match="no replica to choose"):
+        router.choose("k", [1])
+    with pytest.raises(InvalidRequest, match="no replica 'a'"):
+        router.book("k", "a", [1])
+    assert router.order([1]) == []
+    router.forget("a")
