@@ -11,28 +11,20 @@ rank's; and the loop's advantages over modules, run-ahead and CUDA graphs, are o
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, cast
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from radixcache.errors import InvalidRequest, MissingDependency, ModelError, RanksLost
-from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.load import (
-    load_config,
-    load_stock,
-    resolve_device,
-    resolve_dtype,
-)
+from radixcache.runtime.model.load import load_config, load_stock, resolve_device, resolve_dtype
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.ranks import Ranks, join, meeting_place
+from radixcache.runtime.model.ranks import Ranks, join
 from radixcache.runtime.model.stock_model import StockModel
 
 
@@ -43,10 +35,6 @@ class LeadingModel(StockModel):
         super().__init__(*args)
         self.attention.max_fixed_rows = 0  # a CUDA graph would run here alone
 
-    @property
-    def placement(self) -> str:
-        return f"{super().placement}, by {self.ranks.count if self.ranks else 1} ranks"
-
     def allocate(self, num_pages: int, page_size: int) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
@@ -55,17 +43,11 @@ class LeadingModel(StockModel):
                 self.ranks, self.shapes, num_pages, page_size, self.dtype, self.device
             )
 
-    def forward(
-        self,
-        token_ids: NDArray[np.integer] | torch.Tensor,
-        batch: PagedBatch,
-        logit_rows: NDArray[np.integer],
-        pool: KVPool,
-    ) -> torch.Tensor:
+    def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool
         if self.ranks is None:
-            return super().forward(token_ids, batch, logit_rows, pool)
-        with self.ranks.together("forward", token_ids, batch, logit_rows):
-            logits = super().forward(token_ids, batch, logit_rows, pool)
+            return super().forward(*step)
+        with self.ranks.together("forward", *step[:-1]):
+            logits = super().forward(*step)
             if self.device.type == "cuda":  # whether all have done their part
                 torch.cuda.synchronize(self.device)
             return logits
@@ -99,19 +81,19 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
         )
     check_model(name_or_path)
     _check_cut(name_or_path, count)
-    ranks, meeting = Ranks(count, follow), meeting_place()
+    ranks = Ranks(count, follow)
     try:
-        ranks.tell(name_or_path, count, kind, place.type, meeting)
-        join(0, count, meeting, place)
-        model = load_stock(name_or_path, kind, place, ranks=count, make=LeadingModel)
+        with TemporaryDirectory(prefix="radixcache-") as folder:
+            ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks")
+            join(0, count, f"{folder}/ranks", place, ranks)
+            model = load_stock(name_or_path, kind, place, ranks=count, make=LeadingModel)
     except BaseException as error:
         ranks.close()
-        if isinstance(error, OSError | RuntimeError):  # of a collective
-            raise RanksLost(f"a rank ended as the model was loaded: {error}") from error
+        if isinstance(error, OSError | RuntimeError):  # of a pipe or a collective
+            raise RanksLost(f"the ranks could not load the model: {error}") from error
         raise
-    finally:
-        shutil.rmtree(meeting.parent, ignore_errors=True)
     weakref.finalize(model, ranks.close)
+    model.layers_by += f" on {count} ranks"
     model.ranks = ranks
     return model
 
@@ -123,17 +105,16 @@ def follow(rank: int, hear: Callable[[], Any]) -> None:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     join(rank, count, meeting, place)
-    model = load_stock(name_or_path, kind, place, ranks=count)
-    pool: KVPool | None = None
+    model: Any = load_stock(name_or_path, kind, place, ranks=count)
+    pool: Any = None
     while True:
         call, *given = hear()
         if call == "allocate":
             pool = model.allocate(*given)
         elif call == "copy":
-            cast(KVPool, pool).copy(*given)
+            pool.copy(*given)
         else:
-            token_ids, batch, logit_rows = given
-            model.forward(token_ids, batch, logit_rows, cast(KVPool, pool))
+            model.forward(*given, pool)
 
 
 def _resolve(device: str, count: int) -> torch.device:
@@ -143,10 +124,8 @@ def _resolve(device: str, count: int) -> torch.device:
         raise InvalidRequest("the ranks take the first devices: say device='cuda'")
     if place.type == "cuda" and there < count:
         raise InvalidRequest(f"tensor_parallel={count} needs as many GPUs; there are {there} here")
-    if place.type != "cuda" and (place.type != "cpu" or there):
-        raise InvalidRequest(
-            f"tensor_parallel={count} runs on GPUs, or on a CPU where there are none"
-        )
+    if place.type != "cuda" and (place.type != "cpu" or there):  # transformers takes the GPUs
+        raise InvalidRequest(f"tensor_parallel={count} is for GPUs, or a CPU without any")
     return torch.device("cuda", 0) if place.type == "cuda" else place
 
 

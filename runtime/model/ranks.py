@@ -11,14 +11,13 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,66 +27,54 @@ from radixcache.errors import InvalidRequest, RanksLost, first_sentence
 
 _log = logging.getLogger("radixcache")
 
-_LATE = 5.0
-"""Seconds that a process may take to end, or to be seen to have ended."""
+Follow = Callable[[int, Callable[[], Any]], None]
+"""What the other ranks run: gets its rank, and what to call for the next message."""
+
 _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # rank 0 says the same
 
 
 class Ranks:
-    """Ranks 1 to `count` - 1, seen from rank 0; each runs `follow`.
+    """Ranks 1 to `count` - 1, seen from rank 0.
 
     Attributes:
-        count: of all ranks.
         lost: why nothing can be computed any more; None while all is well.
     """
 
-    def __init__(self, count: int, follow: Callable[[int, Callable[[], Any]], None]) -> None:
-        """Start them, and wait until each can join.
-
-        Args:
-            follow: a function at the top of a module; gets its rank, and what to call for the next
-                message.
+    def __init__(self, count: int, follow: Follow) -> None:
+        """Start them; `follow` is at the top of its module.
 
         Raises:
             InvalidRequest: this process is one of several already.
-            RanksLost: one has ended before.
         """
         if dist.is_initialized():
             raise InvalidRequest(
                 "this process is in a torch.distributed group already: there can be one "
                 "tensor-parallel model at a time, and none under torchrun"
             )
-        self.count = count
         self.lost: str | None = None
-        self._closed, self._lock = False, Lock()
-        code = f"import sys; sys.path[:] = {sys.path!r}\n"
-        code += f"from {__name__} import serve; from {follow.__module__} import {follow.__name__}\n"
+        self._open, self._lock = True, Lock()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import obey; "
+        code += f"from {follow.__module__} import {follow.__name__}; obey({follow.__name__}, "
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-c", f"{code}serve({rank}, {follow.__name__})"],
+                [sys.executable, "-c", f"{code}{rank})"],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=2,
                 env={**os.environ, **_QUIET, "LOCAL_RANK": str(rank)},
                 start_new_session=True,  # Ctrl-C is rank 0's
             )
             for rank in range(1, count)
         ]
         for rank, process in enumerate(self._processes, 1):
-            assert process.stdout is not None
-            with process.stdout as said:
-                ready = said.readline()
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
-            if not ready:
-                self.close()
-                raise RanksLost(f"the process of rank {rank} did not start")
 
     def tell(self, *message: Any) -> None:
         """Send each of them a message, which is pickled."""
         sent = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(sent)
-            process.stdin.flush()
+            pipe = cast(IO[bytes], process.stdin)
+            pipe.write(sent)
+            pipe.flush()
 
     @contextmanager
     def together(self, *message: Any) -> Iterator[None]:
@@ -101,12 +88,9 @@ class Ranks:
                 self.tell(*message)
                 yield
             except BaseException as error:
-                for process in self._processes:  # which of them, if it was not here
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(_LATE / 10)
-                self._lose(f"rank 0 could not do its part: {first_sentence(Exception(error))}")
-                if not isinstance(error, Exception):
-                    raise
+                with suppress(subprocess.TimeoutExpired):  # was it the death of another?
+                    self._processes[0].wait(0.5)
+                self._lose(f"rank 0 has failed ({first_sentence(error)})")
                 raise RanksLost(self.lost) from error
         if self.lost is not None:
             raise RanksLost(self.lost)
@@ -114,11 +98,9 @@ class Ranks:
     def close(self) -> None:
         """End them, and leave the group; may be called again, from any thread."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._lose("the model was closed")
-        if dist.is_initialized():
+            was_open, self._open = self._open, False
+        self._lose("the model is closed")
+        if was_open and dist.is_initialized():
             dist.destroy_process_group()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -131,52 +113,54 @@ class Ranks:
             if self.lost is not None:
                 return
             self.lost = f"{reason}: without all its ranks, the model computes nothing more"
-        if not self._closed:
+        if self._open:
             _log.critical("%s", self.lost)
         for process in self._processes:
             process.kill()
-            process.wait(_LATE)
-            assert process.stdin is not None
+            process.wait()
             with suppress(OSError):  # what is left to be sent
-                process.stdin.close()
-        if not self._closed and dist.is_initialized() and dist.get_backend() == "nccl":
+                cast(IO[bytes], process.stdin).close()
+        if self._open and dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()  # NCCL waits for the dead
 
 
-def serve(rank: int, follow: Callable[[int, Callable[[], Any]], None]) -> None:
-    """The life of a rank above 0: follow until rank 0 ends, or says so by closing the file."""
+def obey(follow: Follow, rank: int) -> None:
+    """The life of another rank: `follow`, until rank 0 ends or closes the file, or it fails."""
     messages: SimpleQueue[Any] = SimpleQueue()
 
     def listen() -> None:
-        with suppress(Exception):  # cut off in the middle of a message
+        with suppress(Exception):  # the end, or cut off in the middle of a message
             while True:
                 messages.put(pickle.load(sys.stdin.buffer))
         os._exit(0)
 
     Thread(target=listen, daemon=True).start()
-    print("ready", flush=True)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         follow(rank, messages.get)
     except BaseException as error:
-        reason = first_sentence(Exception(error))
-        print(f"radixcache: rank {rank} ends: {reason}", file=sys.stderr, flush=True)
+        print(f"radixcache: rank {rank} ends: {first_sentence(error)}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def meeting_place() -> Path:
-    """A new file by which the ranks of this machine find each other."""
-    return Path(tempfile.mkdtemp(prefix="radixcache-ranks-")) / "store"
+def join(
+    rank: int, count: int, meeting: str, device: torch.device, ranks: Ranks | None = None
+) -> None:
+    """Make this process one of `count`, who find each other by a new file; returns with all.
 
-
-def join(rank: int, count: int, place: Path, device: torch.device) -> None:
-    """Make this process one of `count` that meet at `place`; returns when all have come."""
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    if backend == "gloo":  # it would listen on the address of the host's name
+    Raises:
+        RanksLost: one of `ranks`, given on rank 0, ended before it came.
+    """
+    store = FileStore(meeting, count)
+    store.add("here", 1)
+    while ranks is not None and store.add("here", 0) < count:
+        if ranks.lost is not None:
+            raise RanksLost(ranks.lost)
+        time.sleep(0.01)
+    if device.type == "cpu":  # gloo would listen on the address of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        backend,
-        store=FileStore(str(place), count),
+        "gloo" if device.type == "cpu" else "nccl",
+        store=store,
         rank=rank,
         world_size=count,
         timeout=timedelta(hours=2),  # as transformers': reading a large model takes long

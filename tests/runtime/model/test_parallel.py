@@ -123,7 +123,7 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
 ) -> None:
     model = tiny_model("qwen3", tmp_path)
     with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel=2, **SETTINGS) as llm:
-        assert "by 2 ranks" in repr(llm)
+        assert "transformers on 2 ranks" in repr(llm)
         assert llm.engine.model.shapes[0].heads == NUM_KV_HEADS // 2
         check_equal(llm, alone, 20, seed=0, monkeypatch=monkeypatch)
         with pytest.raises(InvalidRequest, match="one tensor-parallel model at a time"):
@@ -182,6 +182,20 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
         assert not is_running(ranks_of(llm)._processes[0].pid)
 
 
+def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = Ranks.tell
+
+    def die(ranks: Ranks, *message: Any) -> None:
+        tell(ranks, *message)
+        ranks._processes[0].kill()
+
+    monkeypatch.setattr(Ranks, "tell", die)
+    with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
+        LLM(tiny_model("llama", tmp_path), tensor_parallel=2)
+
+
 SCRIPT = """
 import sys, threading
 from radixcache import LLM, SamplingParams
@@ -220,7 +234,7 @@ def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
         ("cuda", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
         ("auto", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
         ("cuda:1", 2, "the ranks take the first devices: say device='cuda'"),
-        ("cpu", 2, "runs on GPUs, or on a CPU where there are none"),
+        ("cpu", 2, "is for GPUs, or a CPU without any"),
     ],
 )
 def test_devices_that_do_not_suffice_are_named(
