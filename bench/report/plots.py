@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.report.sharing import Segment
 
@@ -318,7 +319,7 @@ def _looks(workload: WorkloadReport) -> dict[str, Spec]:
 
 def _spec(workload: WorkloadReport, layers: list[Spec], **data: list[dict[str, Any]]) -> Spec:
     """A whole plot of this data; one of a single amount of memory shows the largest at first."""
-    rows = [*workload.rows, *workload.routing]
+    rows: list[Figures | RoutingFigures] = [*workload.rows, *workload.routing]
     most = max(rows, key=lambda row: row.memory_tokens)
     params = [
         {"name": "shown", "value": few(workload)},

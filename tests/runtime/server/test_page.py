@@ -550,7 +550,7 @@ def test_the_tree_is_read_with_the_keyboard(page: Page):
     assert page.run("return document.activeElement.id") == "find-text"
 
 
-HOSTILE = "<img src=x onerror=alert(1)>"
+IMAGE_TAG = "<img src=x onerror=alert(1)>"
 
 CLIPPED = """
 // Boxes whose label is not there, or has no room for four letters.
@@ -569,7 +569,7 @@ def branch(url: str, stem: str, tails: list[str]) -> None:
 
 @needs_browser
 def test_what_has_no_room_folds_and_opens_and_a_node_can_fill_the_tree(page: Page, url: str):
-    branch(url, f"One {HOSTILE} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    branch(url, f"One {IMAGE_TAG} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
     branch(url, "Two", [f"{c} end" for c in "abcdef"])
     page.until(lambda: page.texts(".node.fold"))
     total = http.get(f"{url}/v1/cache").json()["stats"]["cached_nodes"]
@@ -580,13 +580,13 @@ def test_what_has_no_room_folds_and_opens_and_a_node_can_fill_the_tree(page: Pag
 
     page.until(lambda: counted() == total)
     assert not page.run(CLIPPED) and not page.all(".node img, #crumbs img, #detail img")
-    (one,) = [node for node in page.all(".node") if HOSTILE in node.accessible_name]
+    (one,) = [node for node in page.all(".node") if IMAGE_TAG in node.accessible_name]
     one.click()
     page.until(lambda: len(page.texts("#crumbs button")) == 2)
     assert page.texts("#crumbs button")[0] == "Everything"
-    assert HOSTILE in page.texts("#crumbs button")[1]
+    assert IMAGE_TAG in page.texts("#crumbs button")[1]
     assert not any("end" in text for text in page.texts(".node span"))
-    assert page.run("return document.activeElement.ariaLabel").find(HOSTILE) > 0
+    assert page.run("return document.activeElement.ariaLabel").find(IMAGE_TAG) > 0
     folded = len(page.all(".node:not(.fold)"))
     page.press(Keys.END)
     assert re.search(r"\d+ branches folded, \d+ nodes, ", page.text("#detail"))
@@ -601,12 +601,12 @@ def test_what_has_no_room_folds_and_opens_and_a_node_can_fill_the_tree(page: Pag
 
 @needs_browser
 def test_text_is_found_and_its_way_is_lit(page: Page, url: str):
-    branch(url, f"One {HOSTILE} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    branch(url, f"One {IMAGE_TAG} stem", [f"{c} a tail" for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"])
     page.until(lambda: page.all(".node.fold"))
     page.one("#find-text").send_keys("A A TAIL", Keys.ENTER)  # the oldest, which is folded
     page.until(lambda: page.texts("#found") == ["1 of 1"] and page.texts(".node.here"))
     way = page.all(".node.way:not(.fold)")
-    assert HOSTILE in way[0].accessible_name and not page.one("#next").is_displayed()
+    assert IMAGE_TAG in way[0].accessible_name and not page.one("#next").is_displayed()
     page.one("#find-text").clear()
     page.one("#find-text").send_keys("a tail", Keys.ENTER)
     page.until(lambda: page.texts("#found") == ["1 of 26"])
