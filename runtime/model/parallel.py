@@ -77,7 +77,7 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
     place, kind = _resolve(device, count), resolve_dtype(dtype, resolve_device(device))
     if find_spec("accelerate") is None:
         raise MissingDependency(
-            "tensor parallelism needs accelerate: pip install 'radixcache[tensor-parallel]'"
+            "tensor parallelism needs accelerate: in a checkout, pip install '.[tensor-parallel]'"
         )
     check_model(name_or_path)
     _check_cut(name_or_path, count)

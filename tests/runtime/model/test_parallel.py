@@ -248,7 +248,7 @@ def test_devices_that_do_not_suffice_are_named(
 
 def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"radixcache\[tensor-parallel\]"):
+    with pytest.raises(MissingDependency, match=r"pip install '.\[tensor-parallel\]'"):
         parallel.load_parallel("no model is read", 2, "auto", "cpu")
 
 
