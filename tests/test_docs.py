@@ -15,7 +15,8 @@ from tests.sources import SOURCES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs/pictures/README.md"]
+PICTURES = [p for p in (ROOT / "docs").rglob("*") if p.suffix in (".gif", ".png", ".svg")]
 # The programs of server.md need a server: tests/runtime/server/test_server_docs.py runs them.
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
@@ -44,7 +45,7 @@ def test_the_blocks_are_found() -> None:
 
 def test_the_readme_is_read_in_two_minutes() -> None:
     text = README.read_text()
-    assert len(text.splitlines()) <= 130 and text.count("\n![") == 1
+    assert len(text.splitlines()) <= 130 and text.count("\n![") == 2
     code = "".join(re.findall(r"```.*?```", text, re.DOTALL))
     assert all(len(line) <= 80 for line in code.splitlines())
 
@@ -85,6 +86,23 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert target.exists(), f"{page.name}: {link}"
             if anchor:
                 assert anchor in anchors_of(target), f"{page.name}: {link}#{anchor}"
+
+
+def test_pictures_are_small() -> None:
+    sizes = {path: path.stat().st_size for path in PICTURES}
+    assert all(
+        size < (700 if path.suffix == ".gif" else 120) * 1024 for path, size in sizes.items()
+    )
+    assert sum(sizes.values()) < 1.5 * 1024**2
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {
+        (page.parent / link).resolve()
+        for page in PAGES
+        for link in re.findall(r"!\[[^\]]*\]\((?!http)([^)]+)\)", page.read_text())
+    }
+    assert PICTURES and shown == set(PICTURES)
 
 
 def anchors_of(page: Path) -> set[str]:

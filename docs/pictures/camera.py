@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ import numpy as np
 from PIL import Image
 
 from tests.runtime.server.browser import Page, browser
+
+SETTLED = 0.5
+"""Seconds after which a page has drawn itself anew in a window of another size."""
 
 COLOURS = 128
 """Of a picture's palette."""
@@ -57,10 +61,12 @@ def shoot(page: Page) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(answer["data"]))).convert("RGB")
 
 
-def shoot_looks(page: Page, folder: Path, name: str) -> None:
-    """A picture of the page in each of `LOOKS`."""
+def shoot_looks(page: Page, folder: Path, name: str, part: str) -> None:
+    """A picture of the page in each of `LOOKS`, scrolled to this part where it does not fit."""
     for suffix, look in LOOKS.items():
         put_on(page, look)
+        page.run("document.querySelector(arguments[0]).scrollIntoView()", part)
+        time.sleep(SETTLED)
         save(shoot(page), folder / f"{name}{suffix}.png")
 
 

@@ -14,8 +14,8 @@ from radixcache import LLM
 from tests.runtime.server.browser import Page
 from tests.runtime.server.live import live
 
-LOOK = Look(888, 560)
-"""As wide as GitHub shows a README."""
+LOOK = Look(1080, 680)
+"""A README shows it at four fifths of its size."""
 
 
 class Film:
