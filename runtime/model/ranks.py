@@ -134,7 +134,14 @@ def obey(follow: Follow, rank: int) -> None:
                 messages.put(pickle.load(sys.stdin.buffer))
         os._exit(0)
 
-    Thread(target=listen, daemon=True).start()
+    def look() -> None:  # a fork of rank 0 may keep the file open
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+
+    parent = os.getppid()
+    for watch in (listen, look):
+        Thread(target=watch, daemon=True).start()
     try:
         follow(rank, messages.get)
     except BaseException as error:

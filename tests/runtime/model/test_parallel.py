@@ -197,10 +197,13 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
 
 
 SCRIPT = """
-import sys, threading
+import os, sys, time
 from radixcache import LLM, SamplingParams
 llm = LLM(sys.argv[1], tensor_parallel=2, kv_memory="1MB")
 print(llm.engine.model.ranks._processes[0].pid, flush=True)
+if sys.argv[2] == "fork" and not os.fork():
+    time.sleep(30)
+    os._exit(0)
 if sys.argv[2] == "end":
     llm.generate([[1, 2, 3]])
 else:
@@ -211,7 +214,7 @@ else:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ending", ["end", "SIGKILL", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("ending", ["end", "SIGKILL", "SIGTERM", "SIGINT", "fork"])
 def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
     model = tiny_model("llama", tmp_path)
     leader = subprocess.Popen(
@@ -223,7 +226,7 @@ def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
         assert is_running(pid)
         if ending != "end":
             time.sleep(0.3)  # in the middle of a step
-            os.kill(leader.pid, getattr(signal, ending))
+            os.kill(leader.pid, getattr(signal, ending, signal.SIGKILL))
         leader.wait(20)
     assert wait_until(lambda: not is_running(pid))
 
