@@ -47,6 +47,7 @@ _ENGINE = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "schedule",
+    "kv_events_config",
 )
 _RUNTIME = ("torch", "transformers", "tokenizers", "huggingface_hub", "rich", "tqdm")
 _SAMPLING = (

@@ -33,6 +33,8 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as Completion
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
@@ -107,6 +109,8 @@ class LLM:
         max_num_seqs: sequences that run at the same time.
         schedule: "longest-prefix" or "fcfs".
         seed: of the sampling noise.
+        kv_events_config: tell routers which blocks are cached; vLLM's, as a mapping or JSON; see
+            `radixcache.runtime.kv_events.config`.
         vllm: arguments of vLLM's `LLM`: taken where they ask for nothing, else refused in a
             sentence that says what to do here.
 
@@ -133,6 +137,7 @@ class LLM:
         max_num_seqs: int = 64,
         schedule: Policy = "longest-prefix",
         seed: int = 0,
+        kv_events_config: Mapping[str, Any] | str | None = None,
         **vllm: Any,
     ) -> None:
         check_names(LLM, vllm)
@@ -148,6 +153,7 @@ class LLM:
         ):
             if not isinstance(value, int | np.integer) or value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
+        events = KVEventsConfig.asked(kv_events_config, page_size, caches=cache != "none")
         path = str(model if model is not None else BUNDLED_MODEL)
         self.model_name = Path(path).name
         if tensor_parallel > 1 and exact:
@@ -179,8 +185,10 @@ class LLM:
         self.explainer = Explainer(prefix_cache, marks=marks)
         self.engine.scheduler.on_publish = partial(_before_publish, self.explainer)
         self.prefixes = NamedPrefixes(self.engine)
-        self.worker = Worker(self.engine, self.prefixes)
-        self._close = finalize(self, _close, self.worker, paged)
+        self.kv_events = None if events is None else KVEventPublisher(prefix_cache, events)
+        after_step = None if self.kv_events is None else self.kv_events.end_step
+        self.worker = Worker(self.engine, self.prefixes, after_step)
+        self._close = finalize(self, _close, self.worker, self.kv_events, paged)
         self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
 
     @property
@@ -616,8 +624,10 @@ def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int)
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
 
-def _close(worker: Worker, model: PagedModel) -> None:
+def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel) -> None:
     worker.close()
+    if kv_events is not None:  # nothing changes the cache any more
+        kv_events.close()
     if model.ranks is not None:
         model.ranks.close()
 

@@ -73,11 +73,20 @@ class Worker:
     """Runs an engine on a thread of its own, from the first call to `close`.
 
     Its methods may be called from any thread. Make it in the process that uses it.
+
+    Args:
+        after_step: called on the engine's thread after each step, and what was called between two.
     """
 
-    def __init__(self, engine: Engine, prefixes: NamedPrefixes) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prefixes: NamedPrefixes,
+        after_step: Callable[[], object] | None = None,
+    ) -> None:
         self._engine = engine
         self._prefixes = prefixes
+        self._after_step = after_step
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = (
             queue.SimpleQueue()
         )
@@ -193,6 +202,8 @@ class Worker:
                     self._abort_discarded()
                     if self._engine.has_work and not self._stop:
                         self._step()
+                    if self._after_step is not None:
+                        self._after_step()
                 except Exception as error:  # what was to be told may be lost: say so
                     log.exception("the engine's thread failed")
                     self._answer_with(error)

@@ -2,7 +2,7 @@
 
 import { format } from "./dom.js";
 
-const WIDTH = { least: 56, readable: 92, letter: 6.8, rest: 16 }; // pixels of a node
+const WIDTH = { least: 56, readable: 92, letter: 7.6, rest: 24 }; // pixels of a node
 const ROW = { least: 19, asked: 23, most: 44 }; // pixels of a leaf
 const TOUCHED = { least: 30, asked: 34, most: 48 }; // the same for fingers
 const touched = matchMedia("(max-width: 820px), (pointer: coarse)");
