@@ -154,6 +154,8 @@ class PrefixCache(ABC):
     _pins: dict[tuple[Hashable, str], Lease]
     _leases: dict[Any, None]
     """Those that live, pins included."""
+    _in_flight: dict[Any, Any]
+    """Those that stand on tokens that the step being scheduled writes."""
     _thread = 0
     """Who made the last change, or is making it."""
     _inside = False
@@ -337,6 +339,11 @@ class PrefixCache(ABC):
     def idle(self) -> bool:
         """Whether no lease lives, and nothing was cut off."""
         return not self._leases and not self._inside
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is being scheduled: what it writes may yet be un-published."""
+        return bool(self._in_flight)
 
     def recover(self) -> None:
         """A step was cut off by an exception: end every lease but those of pins.

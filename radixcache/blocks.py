@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from radixcache.base import Tokens
+from radixcache.events import Evicted, Stored
 
 
 class Block(NamedTuple):
@@ -30,6 +32,39 @@ class Block(NamedTuple):
             parts.append(block.tokens)
             block = block.parent
         return np.frombuffer(b"".join(reversed(parts)), np.int32)
+
+
+class BlocksStored(Stored):
+    """`Stored` of `blocks`, which follow each other; their prefix is made for who asks for it."""
+
+    blocks: list[Block]
+
+    def __init__(self, blocks: list[Block], start: int) -> None:
+        vars(self).update(namespace=blocks[0].namespace, start=start, blocks=blocks)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        return self.blocks[-1].prefix()
+
+
+class BlockEvicted(Evicted):
+    """`Evicted` of one block, whose prefix is made for who asks for it."""
+
+    blocks: list[Block]
+    """The block, unless another page holds the same one."""
+    _block: Block
+
+    def __init__(self, block: Block, is_gone: bool) -> None:
+        blocks = [block] if is_gone else []
+        vars(self).update(namespace=block.namespace, blocks=blocks, _block=block)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        return self._block.prefix()
+
+    @cached_property
+    def start(self) -> int:
+        return len(self.tokens) - len(self._block.tokens) // self.tokens.itemsize
 
 
 class Row(NamedTuple):

@@ -16,9 +16,17 @@ from radixcache.block_hash import (
     first_parent,
     hash_function,
 )
-from radixcache.blocks import Block, BlockMap, BlockRows, PromptHashes, Row
+from radixcache.blocks import (
+    Block,
+    BlockEvicted,
+    BlockMap,
+    BlockRows,
+    BlocksStored,
+    PromptHashes,
+    Row,
+)
 from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
-from radixcache.events import Cleared, Evicted, Listener, Stored
+from radixcache.events import Cleared, Listener
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
@@ -359,17 +367,19 @@ class HashBlockCache(PrefixCache):
         width = tokens.itemsize
         pages = lease._table[start // size : (start + len(ids)) // size].tolist()
         in_flight = lease in self._in_flight
+        blocks: list[Block] = []
         for at, page in zip(range(0, len(ids), size), pages, strict=True):
             extra = None if keys is None else keys.keys(start + at, start + at + size)
             parent = self._hash((parent, tuple(ids[at : at + size]), extra))
             block = Block(parent, block, data[at * width : (at + size) * width], namespace)
+            blocks.append(block)
             self._blocks[page] = block
             self._map.insert(parent, page)
             if in_flight:
                 self._published[page] = None
         lease.block = block
-        if self.events and block is not None:
-            self._emit(Stored(namespace, block.prefix(), start))
+        if self.events:
+            self._emit(BlocksStored(blocks, start))
 
     @mutation
     def commit(self) -> None:
@@ -438,8 +448,7 @@ class HashBlockCache(PrefixCache):
         self._blocks[page] = None
         self._map.remove(block.hash, page)
         if self.events:
-            tokens = block.prefix()
-            self._emit(Evicted(block.namespace, tokens, len(tokens) - self.page_size))
+            self._emit(BlockEvicted(block, is_gone=self._map.get(block.hash) is None))
 
     # -- pins ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, TypeVar
 
-from radixcache.errors import EngineFailed, EngineStopped, WrongThread
+from radixcache.errors import EngineFailed, EngineStopped, RanksLost, WrongThread
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.prefixes import NamedPrefixes
@@ -73,11 +73,20 @@ class Worker:
     """Runs an engine on a thread of its own, from the first call to `close`.
 
     Its methods may be called from any thread. Make it in the process that uses it.
+
+    Args:
+        after_step: called on the engine's thread after each step, and what was called between two.
     """
 
-    def __init__(self, engine: Engine, prefixes: NamedPrefixes) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prefixes: NamedPrefixes,
+        after_step: Callable[[], object] | None = None,
+    ) -> None:
         self._engine = engine
         self._prefixes = prefixes
+        self._after_step = after_step
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = (
             queue.SimpleQueue()
         )
@@ -99,8 +108,9 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether calls are answered."""
-        return not self._stop
+        """Whether calls are answered, and steps can be computed."""
+        ranks = self._engine.model.ranks
+        return not self._stop and (ranks is None or ranks.lost is None)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """The result of `function`, to be run on the engine's thread between two steps.
@@ -192,6 +202,8 @@ class Worker:
                     self._abort_discarded()
                     if self._engine.has_work and not self._stop:
                         self._step()
+                    if self._after_step is not None:
+                        self._after_step()
                 except Exception as error:  # what was to be told may be lost: say so
                     log.exception("the engine's thread failed")
                     self._answer_with(error)
@@ -240,6 +252,10 @@ class Worker:
         self.num_steps += 1
         try:
             changed = self._engine.step()
+        except RanksLost as error:  # it has been logged
+            self._fail([*self._jobs], error)
+            self._stop = True
+            return
         except Exception as error:
             log.exception("a step failed")
             self._failed_steps += 1

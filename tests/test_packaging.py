@@ -188,6 +188,7 @@ DISTRIBUTION = {
     "opentelemetry": "opentelemetry-sdk",  # one of three, whose modules are below one name
     "triton": "torch",  # which brings it
     "vl_convert": "vl-convert-python",
+    "zmq": "pyzmq",
 }
 
 

@@ -69,6 +69,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="an OpenTelemetry collector for traces, like http://127.0.0.1:4318",
     )
     group.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="""as vLLM's, '{"enable_kv_cache_events": true}': tell routers what is cached""",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         metavar="S",
         help="seconds for running requests to end on SIGTERM (30)",

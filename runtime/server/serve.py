@@ -49,6 +49,10 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     placement = app.state.backend.llm.engine.model.placement
     where = f"http://{host}:{port}"
     print(f"Serving {names} at {where}\n{placement}", file=sys.stderr, flush=True)
+    if (events := app.state.backend.llm.kv_events) is not None:
+        places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
+        warning = f"KV events at {places}: whoever reaches it reads all tokens and salts"
+        print(warning, file=sys.stderr, flush=True)
     _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
+from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.sizes import parse_memory
 
 _PREFIX = "RADIXCACHE_"
@@ -126,7 +127,13 @@ def _collector(text: str) -> str:
     return text
 
 
+def _events(given: Any) -> Any:
+    """A mapping may be written as JSON; what is wrong with it is said in one sentence."""
+    return given if given is None else asdict(KVEventsConfig.read(given))
+
+
 _SPLIT = BeforeValidator(_split)
+_EVENTS = BeforeValidator(_events)
 _Name = Annotated[str, Field(min_length=1)]
 _HostName = Annotated[str, AfterValidator(_host_name)]
 _Memory = Annotated[int | str, AfterValidator(_memory)]
@@ -146,10 +153,12 @@ class Settings(BaseSettings):
     kv_memory: _Memory | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     device: str | None = None
+    tensor_parallel: int | None = None
     exact: bool | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     schedule: Literal["longest-prefix", "fcfs"] | None = None
+    kv_events_config: Annotated[dict[str, Any] | None, NoDecode, _EVENTS] = None
 
     # The server's.
     config: str | None = None

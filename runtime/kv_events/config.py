@@ -1,0 +1,79 @@
+"""vLLM's `--kv-events-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from radixcache.errors import InvalidRequest, MissingDependency
+
+
+@dataclass(frozen=True)
+class KVEventsConfig:
+    """What is published and where, with vLLM's names and defaults.
+
+    Attributes:
+        enable_kv_cache_events: whether anything is published.
+        publisher: "zmq", or "null" to publish nothing after all.
+        endpoint: where to publish. It is bound if it has a `*` or `::`, or is `ipc://`; any other
+            is taken for the address of a subscriber, which the publisher connects to.
+        replay_endpoint: where to answer who asks for earlier batches; always bound.
+        buffer_steps: batches that are kept for them.
+        hwm: batches that wait for a slow subscriber before it misses some; 0 is no limit.
+        max_queue_size: batches that wait for the thread that sends.
+        topic: what subscribers choose by; llm-d wants "kv@POD@MODEL".
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @classmethod
+    def read(cls, given: str | Mapping[str, Any]) -> KVEventsConfig:
+        """A configuration that is given as a mapping or as JSON.
+
+        Raises:
+            InvalidRequest: it makes no sense.
+            MissingDependency: pyzmq or msgspec is not installed.
+        """
+        try:
+            import msgspec
+            import zmq  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise MissingDependency(
+                f"KV events need {error.name}: in a checkout, pip install '.[kv-events]'"
+            ) from None
+        try:
+            text = given if isinstance(given, str) else msgspec.json.encode(given)
+            told, config = msgspec.json.decode(text), msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the configuration of KV events: {error}") from None
+        names = [field.name for field in fields(cls)]
+        for name in told:
+            if name not in names:
+                raise InvalidRequest(f"KV events have no {name!r}, but {', '.join(names)}")
+        for name, least in (("buffer_steps", 0), ("hwm", 0), ("max_queue_size", 1)):
+            if not least <= getattr(config, name) < 1 << 31:
+                raise InvalidRequest(f"{name} of KV events must be at least {least}")
+        return config
+
+    @classmethod
+    def asked(
+        cls, given: str | Mapping[str, Any] | None, page_size: int, caches: bool
+    ) -> KVEventsConfig | None:
+        """What `read` reads, for such a cache; None if nothing is to be published."""
+        config = cls() if given is None else cls.read(given)
+        if not config.enable_kv_cache_events or config.publisher == "null":
+            return None
+        if page_size < 2 or not caches:
+            raise InvalidRequest(
+                "KV events are about blocks: they need a cache, and as its page size the block "
+                "size of the router, which is above 1"
+            )
+        return config

@@ -1,0 +1,176 @@
+"""Sends what a cache says to whoever subscribes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING
+
+from radixcache.base import PrefixCache
+from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.events import Cleared
+from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.kv_events.wire import Event, Wire
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_MAX_RECEIVED = 4096
+"""Bytes of a subscription, or of a request for a replay; who sends more is disconnected."""
+
+
+class KVEventPublisher:
+    """Publishes what a cache stores and evicts, from now on until `close`.
+
+    `end_step` is to be called after each step; a batch is what has changed since. Blocks of a step
+    that has failed are stored and removed within one batch.
+
+    If more than `max_queue_size` batches wait, they are dropped, and the next one begins with
+    `AllBlocksCleared`: subscribers then know of less than is cached, never of more.
+
+    Args:
+        cache: a `RadixCache` or `HashBlockCache` with pages of more than one token.
+
+    Attributes:
+        endpoint: where it publishes, with the port that was found for a 0.
+        replay_endpoint: where it answers who asks for a replay; None if nowhere.
+
+    Raises:
+        InvalidRequest: an endpoint makes no sense, or is taken.
+    """
+
+    def __init__(self, cache: PrefixCache, config: KVEventsConfig) -> None:
+        import zmq
+        from msgspec import msgpack
+
+        self._cache, self._config = cache, config
+        self._wire = Wire(cache.page_size, 2 * cache.pool.num_pages)
+        self._pack = msgpack.Encoder().encode
+        self._heard: list[Event] = []
+        self._queue: deque[tuple[float, list[Event]]] = deque()
+        self._kept: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._numbers = count()
+        self._closed = False
+        self._pub, self.endpoint = _open(zmq.PUB, config.endpoint, config.hwm)
+        self._replay: zmq.Socket[bytes] | None = None
+        self.replay_endpoint: str | None = None
+        if config.replay_endpoint is not None:
+            most = config.buffer_steps + 1  # a whole replay waits for a client that reads nothing
+            try:
+                self._replay, self.replay_endpoint = _open(zmq.ROUTER, config.replay_endpoint, most)
+            except InvalidRequest:
+                self._pub.close()
+                raise
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+        cache.events.append(self._hear)
+
+    # -- on the engine's thread ----------------------------------------------------------------
+
+    def _hear(self, event: Event) -> None:
+        self._heard.append(event)
+
+    def end_step(self) -> None:
+        """Queue what has changed, unless a step has yet to compute it. Never waits."""
+        if not self._heard or self._cache.in_flight or self._cache.broken:
+            return
+        events, self._heard = self._heard, []
+        if len(self._queue) >= self._config.max_queue_size:
+            log.warning("%d batches of KV events are dropped: too many wait", len(self._queue))
+            self._queue.clear()
+            events.insert(0, Cleared())
+        self._queue.append((time.time(), events))
+        self._notify()
+
+    def close(self) -> None:
+        """End, once the cache changes no more; what is queued may be lost. May be called again."""
+        if not self._closed:
+            self._cache.events.remove(self._hear)
+            self._closed = True
+            self._notify()
+        self._thread.join()
+
+    def _notify(self) -> None:
+        with suppress(OSError):  # full: it wakes anyway
+            self._wake.send(b"\0")
+
+    # -- on the thread that sends --------------------------------------------------------------
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        try:
+            while not self._closed:
+                for ready, _ in poller.poll():
+                    if ready is self._replay:
+                        self._answer()
+                    else:
+                        self._woken.recv(4096)
+                with suppress(IndexError):  # `end_step` may clear the queue meanwhile
+                    while True:
+                        self._send(*self._queue.popleft())
+        finally:
+            self._pub.close()
+            if self._replay is not None:
+                self._replay.close()
+            self._wake.close()
+            self._woken.close()
+
+    def _send(self, now: float, events: list[Event]) -> None:
+        try:
+            told = [one for event in events for one in self._wire.describe(event)]
+            payload = self._pack((now, told, 0))
+        except Exception:
+            log.exception("a batch of KV events is lost: subscribers begin anew")
+            told = [*self._wire.describe(Cleared())]
+            payload = self._pack((now, told, 0))
+        if told:
+            number = next(self._numbers).to_bytes(8, "big")
+            self._kept.append((self._config.topic.encode(), number, payload))
+            self._pub.send_multipart((self._config.topic.encode(), number, payload))
+
+    def _answer(self) -> None:
+        """Send who asks `(b"", number)` what is kept from that number on, and an end."""
+        replay = self._replay
+        assert replay is not None
+        client, *request = replay.recv_multipart()
+        if len(request) == 2 and len(request[1]) == 8:
+            for message in self._kept:
+                if message[1] >= request[1]:
+                    replay.send_multipart((client, b"", *message))
+        replay.send_multipart((client, b"", b"", _END, b""))
+
+
+def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
+    """A socket, and where it is; `InvalidRequest` if it cannot be there."""
+    import zmq
+
+    opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    opened.set_hwm(hwm)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED)
+    is_bound = any(mark in endpoint for mark in ("*", "::", "ipc://", "inproc://"))
+    try:
+        if is_bound or kind == zmq.ROUTER:
+            opened.bind(endpoint)
+        else:
+            opened.connect(endpoint)
+        return opened, opened.getsockopt_string(zmq.LAST_ENDPOINT)
+    except (zmq.ZMQError, ValueError) as error:
+        opened.close()
+        reason = first_sentence(error)
+        raise InvalidRequest(f"KV events cannot be at {endpoint!r}: {reason}") from None

