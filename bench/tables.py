@@ -31,6 +31,13 @@ def table(
     return shown
 
 
+class _Console(Console):
+    """One that leaves a reader who has gone to the command line, as every other output does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def plain(said: str) -> Text:
     """What is said as it stands: no markup, nothing that moves a cursor."""
     return Text("".join(char if char.isprintable() else "\ufffd" for char in said))
@@ -39,7 +46,7 @@ def plain(said: str) -> Text:
 def console(width: int = 140) -> Console:
     """Standard output; `width` columns wide where it is no terminal and COLUMNS is not set."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else width, highlight=False)
+    return _Console(width=None if known else width, highlight=False)
 
 
 def as_markdown(shown: Table) -> str:
