@@ -292,7 +292,7 @@ def generate(spec: str, seed: int, vocabulary: int) -> Workload:
             raise InvalidRequest(f"{name} has no {key!r}; it has {', '.join(known)}")
         if not re.fullmatch(r"[0-9]{1,8}", value) or not int(value):
             raise InvalidRequest(
-                f"{name}: {key} must be a positive number of at most 8 digits, not {value!r:.40}"
+                f"{name}: {key} must be a positive number, not {value!r:.40} (8 digits at most)"
             )
         given[key] = int(value)
     workload = GENERATORS[name](Writer(seed, vocabulary), **given)
