@@ -169,12 +169,13 @@ def test_refused_requests_lower_no_mean():
     assert found.computed_by_turn == [10.0, 0.0] and found.cold == 1 and found.refused == 2
 
 
-def test_a_reader_who_leaves_ends_the_command_as_others_are_ended():
-    words = [sys.executable, "-m", "radixcache", "bench", TINY, "--json", "-"]
-    figures = subprocess.run(words, capture_output=True, check=True).stdout
-    Path("a.json").write_bytes(figures)
-    words = [sys.executable, "-m", "radixcache", "bench", "compare", "a.json", "a.json"]
+def test_a_reader_who_leaves_ends_the_command_as_others_are_ended(tmp_path):
+    path = str(tmp_path / "a.json")
+    assert main(["bench", TINY, "--schemes", "radix-1", "--json", path]) == 0
+    words = [sys.executable, "-m", "radixcache", "bench", "compare", path, path]
     left, right = os.pipe()
     os.close(left)
-    assert subprocess.run(words, stdout=right, stderr=subprocess.PIPE).returncode == 141
+    here = Path(__file__).parents[2]
+    found = subprocess.run(words, cwd=here, stdout=right, stderr=subprocess.PIPE)
     os.close(right)
+    assert (found.returncode, found.stderr) == (141, b"")
