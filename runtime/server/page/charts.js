@@ -14,7 +14,7 @@ export function showCharts(view) {
   recent = view.recent;
   const { stats } = view;
   const rates = recent.map(hitRate);
-  draw(hits, rates.map((rate) => ({ top: 1 - rate, height: Math.max(0.02, rate) })), {
+  draw(hits, rates.map((rate) => Math.max(0.03, rate)).map((height) => ({ top: 1 - height, height })), {
     summary: stats.requests ? `${percent(stats.hit_rate)} of all prompt tokens` : "",
     ticks: [1, 0.5, 0].map((rate) => ({ text: percent(rate).replace(".0", ""), top: 1 - rate })),
   });
@@ -109,5 +109,5 @@ function choose(index) {
   }
 }
 
-const tell = (request) => `${count(request.prompt_tokens, "prompt token")}, ${percent(hitRate(request))} cached, `
-  + `first token after ${milliseconds(request.ttft)}`;
+const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached, `
+  + `TTFT ${milliseconds(request.ttft)}`;
