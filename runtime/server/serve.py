@@ -50,8 +50,9 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
     where = f"http://{host}:{port}"
     print(f"Serving {names} at {where}\n{placement}", file=sys.stderr, flush=True)
     if (events := app.state.backend.llm.kv_events) is not None:
-        told = "without a key, they have the tokens of all prompts"
-        print(f"KV events at {events.endpoint}: {told}", file=sys.stderr, flush=True)
+        places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
+        warning = f"KV events at {places}: whoever reaches it reads all tokens and salts"
+        print(warning, file=sys.stderr, flush=True)
     _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
 
 
