@@ -33,7 +33,7 @@ def headline(workload: WorkloadReport) -> str:
         words = {
             "radix": f"radix computes {fewer} than {blocks}",
             "blocks": f"{blocks} compute {fewer} than radix",
-            "tie": f"radix and {blocks} tie, within {TIE:.0%}".replace("%", " %"),
+            "tie": f"radix and {blocks} tie, within {TIE:.0%},".replace("%", " %"),
             "nothing": "nothing is hit",
         }[winner]
         clauses.append(f"{words} in {_memories([block.memory for _, block, _ in rounds], names)}")
