@@ -42,6 +42,7 @@ _ENGINE = (
     "kv_memory",
     "dtype",
     "device",
+    "tensor_parallel",
     "exact",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -532,6 +533,13 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
     if choose_cache:
         group.add_argument(
             "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
+        )
+        group.add_argument(  # the demo, which has two models, cannot
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            type=int,
+            metavar="N",
+            help="devices that the model is shared out among (1)",
         )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")

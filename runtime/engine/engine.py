@@ -121,7 +121,7 @@ class Engine:
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Launched | None = None
-        self._runs_ahead = model.device.type != "cpu"
+        self._runs_ahead = model.device.type != "cpu" and model.ranks is None
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it could recover."""

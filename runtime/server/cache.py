@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
@@ -73,7 +74,10 @@ async def view_cache(
     gone), and one that does not fold.
     """
     engine = backend.llm.engine
-    wanted = Look(rows, levels, under and _told.get(under, under), reveal and _told.get(reveal))
+    # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
+    wanted = Look(rows, levels, under and _told.get(under), reveal and _told.get(reveal))
+    if under is not None and not wanted.under:
+        raise ApiError.not_found(f"no node {under[:100]!r} is cached")
 
     def look() -> tuple[str, EngineState, list[Started], Picture | None]:
         state = EngineState.of(backend.llm)
@@ -181,15 +185,17 @@ def _folded(more: Folded | None) -> CacheFolded | None:
 _told: dict[str, str] = {}
 """The ids of the nodes that were told last, by what they are called outside."""
 _MAX_TOLD = 50_000
+_telling = threading.Lock()  # names are told by several threads
 
 
 def _name(node: str) -> str:
     """What a node is called outside: some ids are hashes of the text."""
     name = _digest(node)
-    _told.pop(name, None)
-    _told[name] = node
-    while len(_told) > _MAX_TOLD:
-        del _told[next(iter(_told))]
+    with _telling:
+        _told.pop(name, None)
+        _told[name] = node
+        if len(_told) > _MAX_TOLD:
+            del _told[next(iter(_told))]
     return name
 
 

@@ -226,7 +226,7 @@ def test_a_report_without_vl_convert_is_refused_before_anything_runs(tmp_path, m
         ),
         (
             [("hash-16", 990, "2GB"), ("radix-1", 1000, "2GB")],
-            "Radix and blocks of 16 tie, within 2 % in 2GB of memory.",
+            "Radix and blocks of 16 tie, within 2 %, in 2GB of memory.",
         ),
         (
             [(s, c, m) for m in ("9%", "20%", "50%") for s, c in (("hash-16", 9), ("radix-1", 3))],

@@ -14,7 +14,7 @@ export function showCharts(view) {
   recent = view.recent;
   const { stats } = view;
   const rates = recent.map(hitRate);
-  draw(hits, rates.map((rate) => ({ top: 1 - rate, height: Math.max(0.02, rate) })), {
+  draw(hits, rates.map((rate) => Math.max(0.03, rate)).map((height) => ({ top: 1 - height, height })), {
     summary: stats.requests ? `${percent(stats.hit_rate)} of all prompt tokens` : "",
     ticks: [1, 0.5, 0].map((rate) => ({ text: percent(rate).replace(".0", ""), top: 1 - rate })),
   });
@@ -26,7 +26,9 @@ export function showCharts(view) {
   for (let power = high; power >= low; power -= step) {
     ticks.push({ text: power < 0 ? `${10 ** (power + 3)} ms` : `${10 ** power} s`, top: top(10 ** power) + MARK / 2 });
   }
-  const median = [...times].sort((a, b) => a - b)[Math.floor(times.length / 2)];
+  const sorted = [...times].sort((a, b) => a - b);
+  const half = sorted.length / 2;
+  const median = (sorted[Math.ceil(half) - 1] + sorted[Math.floor(half)]) / 2;
   draw(ttft, times.map((time, index) => ({ top: top(time), height: MARK, hit: rates[index] })), {
     summary: times.length ? `median ${milliseconds(median)}, blue if cached` : "",
     ticks: times.length ? ticks : [],
@@ -109,5 +111,5 @@ function choose(index) {
   }
 }
 
-const tell = (request) => `${count(request.prompt_tokens, "prompt token")}, ${percent(hitRate(request))} cached, `
-  + `first token after ${milliseconds(request.ttft)}`;
+const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached, `
+  + `TTFT ${milliseconds(request.ttft)}`;
