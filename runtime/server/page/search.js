@@ -55,8 +55,8 @@ export function searchWith(redraw) {
     if (text === asked) return go(step);
     try {
       const replica = looksAt("replica");
-      const asked = new URLSearchParams({ text, ...(replica && { replica }) });
-      const answer = await (await call(`v1/cache/search?${asked}`)).json();
+      const query = new URLSearchParams({ text, ...(replica && { replica }) });
+      const answer = await (await call(`v1/cache/search?${query}`)).json();
       forget();
       [asked, total, paths] = [text, answer.total, answer.data.map((hit) => hit.path)];
       for (const path of paths) for (const id of path) onWay.add(id);
