@@ -88,7 +88,9 @@ def test_why_nothing_is_hit_is_said_in_words():
 
 
 def test_refused_and_preempted_requests_are_said_beside_the_figures_they_spoil():
-    spoilt = workload(*rows_of("1000", ("hash-16", 10), refused=2), *rows_of("999", ("radix-1", 10)))
+    spoilt = workload(
+        *rows_of("1000", ("hash-16", 10), refused=2), *rows_of("999", ("radix-1", 10))
+    )
     spoilt.rows[1].preemptions = 3
     spoilt.longest, spoilt.optimal_hits = 2000, {1000: 9000}
     refused, preempted = remarks(spoilt)
