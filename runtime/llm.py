@@ -319,7 +319,7 @@ class LLM:
         See `radixcache.runtime.engine.explain`.
 
         Raises:
-            InvalidRequest: the prompt is unusable.
+            InvalidRequest: no request could have the prompt (`ContextExceeded` if it is too long).
             PinError: no prefix of that name and salt is pinned.
         """
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -333,8 +333,7 @@ class LLM:
 
         def explain() -> Explanation:
             tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
-            if not len(tokens):
-                raise InvalidRequest("the prompt is empty")
+            self.engine.check_prompt(tokens)
             hit = self.engine.match(tokens, cache_salt)
             misses = self.explainer.explain(tokens, hit, cache_salt)
             return Explanation(len(tokens), hit, misses, decode)

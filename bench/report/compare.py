@@ -64,6 +64,7 @@ def _rows(report: Report) -> dict[Key, Figures]:
 
 def _changed_settings(first: Report, second: Report) -> Table:
     names = dict.fromkeys([*first.settings, *second.settings])
+    names.pop("command", None)  # says the same again
     told = [[str(side.settings.get(name, "–")) for side in (first, second)] for name in names]
     changed = [[name, *both] for name, both in zip(names, told, strict=True) if both[0] != both[1]]
     shown = table(["setting", "a", "b"], changed, left=3)

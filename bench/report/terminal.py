@@ -10,6 +10,7 @@ from rich.text import Text
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import TIE, Report, WorkloadReport, duels, verdicts
+from radixcache.bench.schemes.named import parse_memory
 from radixcache.bench.tables import plain, table
 
 
@@ -110,6 +111,13 @@ def remarks(workload: WorkloadReport) -> list[str]:
 
 def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
     """What spoils the figures of one memory."""
+    given, asked = rows[0].memory_tokens, parse_memory(rows[0].memory)
+    share = asked.amount * workload.footprint if asked.unit == "share" else given
+    if given > 1.05 * share:
+        yield (
+            f"these are {given:,} tokens, not {share:,.0f}: all schemes get the same memory, in "
+            f"whole pages, and at least two of the largest."
+        )
     if any(row.refused for row in rows):
         yield (
             f"refused requests do not fit into {rows[0].memory_tokens:,} tokens less a page (the "

@@ -68,6 +68,9 @@ function show() {
     element.style.setProperty("--age", ages.length > 1 ? box.rank / (ages.length - 1) : 0);
     element.style.setProperty("--hit", hitShare(node));
     element.firstChild.textContent = label(node);
+    const isLeaf = !box.children.length && !node.isFold; // nothing stands to its right
+    element.classList.toggle("leaf", isLeaf);
+    element.firstChild.style.maxWidth = isLeaf ? `${tree.clientWidth - box.left - 16}px` : "";
     element.lastChild.textContent = node.isFold ? "" : format.format(node.num_tokens);
     element.ariaLevel = box.level;
     element.ariaLabel = node.isFold ? facts(box) : `${facts(box)}: ${node.text}`;

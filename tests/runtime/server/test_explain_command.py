@@ -63,6 +63,16 @@ def test_it_is_explained_as_the_request_is_when_it_comes(
     server.assert_idle()
 
 
+@pytest.mark.parametrize("prompt", [[10**9], [-1], [5] * 5000])
+def test_what_no_request_could_ask_for_is_not_explained_either(
+    server: LiveServer, prompt: list[int]
+):
+    told = server.post(EXPLAIN, {"prompt": prompt})
+    asked = server.post(COMPLETIONS, {"prompt": prompt})
+    assert_error(told, 400, "prompt")
+    assert told.json() == asked.json()
+
+
 def test_a_prefix_comes_before_it(server: LiveServer):
     pinned = {"name": "explained", "messages": ask("?")[:1], **SALTED}
     assert server.post("/v1/prefixes", pinned).status_code == 200
