@@ -395,7 +395,8 @@ class Ingress:
     async def _bound_to(self, scope: Scope, fields: Body) -> str | None:
         """The replica that must answer: that of `?replica=`, or of the response before."""
         named = QueryParams(scope["query_string"]).get("replica")
-        if named is None and scope["path"].startswith("/v1/cache"):  # who looks again sees the same one
+        if named is None and scope["path"].startswith("/v1/cache"):
+            # who looks again sees the same one
             return min(self.replicas, default=None)
         if named is not None and named not in self.replicas:
             raise ApiError.not_found(f"no replica {named!r} is running", "replica")
