@@ -10,6 +10,7 @@ SGLANG := .venv-sglang
 VLLM_CPU := .venv-vllm-cpu
 LLAMA_CPP := .venv-llama-cpp
 CLIENTS := .venv-clients
+REPLICAS := .venv-replicas
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve test test-clients test-exhaustive \
+.PHONY: help demo serve test test-clients test-replicas test-exhaustive \
 	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
 	bench-history bench-exact bench-structured bench-serve conformance gpu-check pictures check clean
 
@@ -43,6 +44,9 @@ test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3.5 minutes
 
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+test-replicas: $(REPLICAS)/.stamp  ## three replicas on Ray Serve, one of which is killed (2 minutes)
+	@$(REPLICAS)/bin/python -m pytest tests/replicas $(ARGS)
 
 test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more seeds, public data
 	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive $(ARGS)
@@ -150,6 +154,13 @@ $(CLIENTS)/.stamp: tests/clients/requirements.txt
 	@echo "Installing clients into $(CLIENTS); the first time takes some minutes and 0.7 GB ..."
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -qq -r $<
+	@touch $@
+
+# Ray in an environment of its own: it brings uvloop and others, which uvicorn would take up elsewhere.
+$(REPLICAS)/.stamp: pyproject.toml constraints.txt
+	@echo "Installing radixcache[ray] into $(REPLICAS); the first time takes some minutes ..."
+	@$(PYTHON) -m venv $(REPLICAS)
+	@$(REPLICAS)/bin/python -m pip install -qq -c constraints.txt -e '.[ray,dev]'
 	@touch $@
 
 # pip is what `venv` writes last, so an environment that was left half-made is made again.

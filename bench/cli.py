@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ LEVELS = ("index", "engine", "both")
 DEFAULT_PAGE = Path("bench-report.html")
 _REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
+_LEAST, _MOST = 1e-9, 1e12  # beyond, times and rates are no numbers any more
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -196,12 +196,17 @@ def _check(args: argparse.Namespace) -> None:
     positive += " hash_block token_bytes replicas prefill_rate speed"
     for name in positive.split():
         value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and not value > 0:
             raise InvalidRequest(f"--{name.replace('_', '-')} must be more than 0, not {value}")
+        if value is not None and not _LEAST <= value <= _MOST:
+            raise InvalidRequest(
+                f"--{name.replace('_', '-')} must be from {_LEAST:g} to {_MOST:g}, not {value:g}"
+            )
     if args.seed < 0:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
+    _check_unused(args)
     if args.replicas is not None and args.level != "index":
         raise InvalidRequest("--replicas are simulated, without a model: --level index alone")
     if args.arrivals == "poisson" and args.rate is None:
@@ -212,10 +217,31 @@ def _check(args: argparse.Namespace) -> None:
         )
     if (page := _page(args)) is not None:
         check_page(page)
-    if args.json is not None and str(args.json) != "-":
-        check_writable(args.json)
-    if args.csv is not None:
-        check_writable(args.csv)
+    places = {"--file": args.file, "--json": args.json, "--csv": args.csv, "--report": page}
+    if str(args.json) == "-":
+        del places["--json"]
+    taken: dict[Path, str] = {}
+    for flag, place in places.items():
+        if place is None:
+            continue
+        if flag in ("--json", "--csv"):
+            check_writable(place)
+        other = taken.setdefault(place.resolve(), flag)
+        if other != flag and (place.is_file() or not place.exists()):
+            raise InvalidRequest(f"{other} and {flag} are one file: {place}")
+
+
+def _check_unused(args: argparse.Namespace) -> None:
+    """Refuse flags that would change nothing, and that somebody must have meant to."""
+    unused = {
+        "--hash-block": (args.hash_block and args.format not in TRACES, "with a trace"),
+        "--limit": (args.limit and args.file is None, "with a --file"),
+        "--rate": (args.rate and args.arrivals != "poisson", "with --arrivals poisson"),
+        "--speed": (args.speed != 1 and args.arrivals != "trace", "with --arrivals trace"),
+    }
+    for flag, (is_unused, where) in unused.items():
+        if is_unused:
+            raise InvalidRequest(f"{flag} goes {where} only")
 
 
 def _serving(args: argparse.Namespace) -> Serving:

@@ -10,6 +10,7 @@ from io import StringIO
 from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
+from rich.text import Text
 
 
 def table(
@@ -26,14 +27,26 @@ def table(
         justify: JustifyMethod = "left" if said or number < left else "right"
         shown.add_column(name, justify=justify, no_wrap=not said)
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(plain, row))
     return shown
+
+
+class _Console(Console):
+    """One that leaves a reader who has gone to the command line, as every other output does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def plain(said: str) -> Text:
+    """What is said as it stands: no markup, nothing that moves a cursor."""
+    return Text("".join(char if char.isprintable() else "\ufffd" for char in said))
 
 
 def console(width: int = 140) -> Console:
     """Standard output; `width` columns wide where it is no terminal and COLUMNS is not set."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else width, highlight=False)
+    return _Console(width=None if known else width, highlight=False)
 
 
 def as_markdown(shown: Table) -> str:

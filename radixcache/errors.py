@@ -35,6 +35,10 @@ class EngineStopped(RadixCacheError, RuntimeError):
     """The engine was closed, or its thread has ended."""
 
 
+class RanksLost(RadixCacheError, RuntimeError):
+    """A process of a tensor-parallel model has ended or failed: it can compute nothing more."""
+
+
 class PinError(RadixCacheError, ValueError):
     """A named prefix is unknown, exists already, is not cached in full, or exceeds the budget."""
 
@@ -55,7 +59,7 @@ class MissingDependency(RadixCacheError, ImportError):
     """An optional package is needed for what was asked; the message names the extra to install."""
 
 
-def first_sentence(error: Exception) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first sentence of an error's message, for one of our own that quotes it."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return text.partition(". ")[0].rstrip(".: ")

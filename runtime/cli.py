@@ -42,6 +42,7 @@ _ENGINE = (
     "kv_memory",
     "dtype",
     "device",
+    "tensor_parallel",
     "exact",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -202,8 +203,18 @@ def _serve(args: argparse.Namespace) -> int:
     # What is wrong with the port or the model is told before torch is imported, or a model loaded.
     with listen(settings.host, settings.port) as listener:
         check_model(settings.model)
+        if settings.replicas is not None and find_spec("ray") is None:
+            raise MissingDependency("--replicas needs ray: pip install '.[ray]' in a checkout")
+        if settings.replicas is not None and settings.kv_events_config is not None:
+            raise InvalidRequest("--kv-events-config is for one server, not yet for --replicas")
         if settings.model is not None:
             print(f"Loading {settings.model} ...", file=sys.stderr, flush=True)
+        if settings.replicas is not None:
+            from radixcache.runtime.replicas import deploy
+
+            engine, grace = _given(settings, _ENGINE), settings.shutdown_timeout
+            deploy.run(engine, options, settings.replicas, listener, grace)
+            return 0
         from radixcache.runtime.server.app import create_app
         from radixcache.runtime.server.serve import serve
 
@@ -522,6 +533,13 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
     if choose_cache:
         group.add_argument(
             "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
+        )
+        group.add_argument(  # the demo, which has two models, cannot
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            type=int,
+            metavar="N",
+            help="devices that the model is shared out among (1)",
         )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")

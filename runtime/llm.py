@@ -99,10 +99,12 @@ class LLM:
         block_size: the same by the name it has in hash-block caching; it stands if both are given.
         dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU if there is one.
+        tensor_parallel: devices of this machine that the model is shared out among, a process for
+            each; this process is the first (docs/runtime.md). One such `LLM` at a time.
         exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
             uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
-            quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's.
+            quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's; of each rank.
         max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
         max_num_seqs: sequences that run at the same time.
         schedule: "longest-prefix" or "fcfs".
@@ -113,8 +115,10 @@ class LLM:
             sentence that says what to do here.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages, or not exact.
+        ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
+            that cannot be shared out so.
         InvalidRequest: an argument makes no sense.
+        RanksLost: one of the model's processes ended as it was loaded.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class LLM:
         block_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        tensor_parallel: int = 1,
         exact: bool = False,
         kv_memory: int | str | None = None,
         max_num_batched_tokens: int = 2048,
@@ -144,13 +149,16 @@ class LLM:
             ("page_size", page_size),
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_num_seqs", max_num_seqs),
+            ("tensor_parallel", tensor_parallel),
         ):
             if not isinstance(value, int | np.integer) or value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         events = KVEventsConfig.asked(kv_events_config, page_size, caches=cache != "none")
         path = str(model if model is not None else BUNDLED_MODEL)
         self.model_name = Path(path).name
-        paged = _load(path, dtype, device, exact)
+        if tensor_parallel > 1 and exact:
+            raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
+        paged = _load(path, dtype, device, exact, tensor_parallel)
         self.default_params = _default_params(paged.generation_config)
         page_bytes = paged.bytes_per_token * page_size
         taken = bytes_beside_pages(paged, page_size, max_num_seqs)
@@ -180,7 +188,7 @@ class LLM:
         self.kv_events = None if events is None else KVEventPublisher(prefix_cache, events)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
-        self._close = finalize(self, _close, self.worker, self.kv_events)
+        self._close = finalize(self, _close, self.worker, self.kv_events, paged)
         self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
 
     @property
@@ -216,7 +224,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread; who waits for an answer, or asks later, gets `EngineStopped`."""
+        """End the engine's thread, and the model's other processes if it has any; who waits for an
+        answer, or asks later, gets `EngineStopped`."""
         self._close()
 
     def call(self, function: Callable[[], T]) -> T:
@@ -310,7 +319,7 @@ class LLM:
         See `radixcache.runtime.engine.explain`.
 
         Raises:
-            InvalidRequest: the prompt is unusable.
+            InvalidRequest: no request could have the prompt (`ContextExceeded` if it is too long).
             PinError: no prefix of that name and salt is pinned.
         """
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -324,8 +333,7 @@ class LLM:
 
         def explain() -> Explanation:
             tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
-            if not len(tokens):
-                raise InvalidRequest("the prompt is empty")
+            self.engine.check_prompt(tokens)
             hit = self.engine.match(tokens, cache_salt)
             misses = self.explainer.explain(tokens, hit, cache_salt)
             return Explanation(len(tokens), hit, misses, decode)
@@ -615,20 +623,28 @@ def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int)
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 
 
-def _close(worker: Worker, kv_events: KVEventPublisher | None) -> None:
+def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel) -> None:
     worker.close()
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()
+    if model.ranks is not None:
+        model.ranks.close()
 
 
-def _load(path: str, dtype: str, device: str, exact: bool) -> PagedModel:
-    """`load_model`; on a CPU in a thread that ends with it.
+def _load(path: str, dtype: str, device: str, exact: bool, ranks: int) -> PagedModel:
+    """`load_model`, or `load_parallel` for several ranks; on a CPU in a thread that ends with it.
 
     OpenMP keeps a pool of threads for each thread that has computed. With a second pool beside the
     engine's there are more threads than cores, and GNU's puts them to sleep after each operation:
     a decoded token took 1.4 to 1.7 times as long, four times beside other work (measured).
     """
-    load = partial(load_model, path, dtype=dtype, device=device, exact=exact)
+    load: Callable[[], PagedModel]
+    if ranks > 1:  # imports transformers' layers
+        from radixcache.runtime.model.parallel import load_parallel
+
+        load = partial(load_parallel, path, ranks, dtype, device)
+    else:
+        load = partial(load_model, path, dtype=dtype, device=device, exact=exact)
     if resolve_device(device).type != "cpu":
         return load()
     future: Future[PagedModel] = Future()

@@ -9,7 +9,6 @@ from typing import Any
 
 from radixcache.errors import InvalidRequest
 
-_PARALLEL = "one process uses one device here: start one for each and balance the requests"
 _BEAMS = "it is for beam search: ask for n answers and choose"
 _FORM = "say structured=Structured.json(schema), .regex(...), .choice(...) or .grammar(...)"
 _TEMPLATE = "render the prompt yourself and give it to generate"
@@ -27,9 +26,9 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_log_stats": ((True, False), "it is True or False"),
     "tokenizer": ((None,), "the tokenizer is the one in the model's folder"),
     "tokenizer_mode": (("auto",), "the tokenizer is the one that transformers takes"),
-    "tensor_parallel_size": ((1,), _PARALLEL),
-    "pipeline_parallel_size": ((1,), _PARALLEL),
-    "data_parallel_size": ((1,), _PARALLEL),
+    "tensor_parallel_size": ((1,), "say tensor_parallel, the number of devices"),
+    "pipeline_parallel_size": ((1,), "say tensor_parallel: each layer is shared out then"),
+    "data_parallel_size": ((1,), "start a process for each and balance the requests"),
     "quantization": ((None,), "a quantised checkpoint says so in its own config"),
     "kv_cache_dtype": (("auto",), "KV has the dtype of the model: say dtype"),
     "trust_remote_code": ((False,), _CODE),

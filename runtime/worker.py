@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, TypeVar
 
-from radixcache.errors import EngineFailed, EngineStopped, WrongThread
+from radixcache.errors import EngineFailed, EngineStopped, RanksLost, WrongThread
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.prefixes import NamedPrefixes
@@ -108,8 +108,9 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether calls are answered."""
-        return not self._stop
+        """Whether calls are answered, and steps can be computed."""
+        ranks = self._engine.model.ranks
+        return not self._stop and (ranks is None or ranks.lost is None)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """The result of `function`, to be run on the engine's thread between two steps.
@@ -251,6 +252,10 @@ class Worker:
         self.num_steps += 1
         try:
             changed = self._engine.step()
+        except RanksLost as error:  # it has been logged
+            self._fail([*self._jobs], error)
+            self._stop = True
+            return
         except Exception as error:
             log.exception("a step failed")
             self._failed_steps += 1

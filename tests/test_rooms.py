@@ -28,6 +28,7 @@ FLOORS = [
     {"radixcache.runtime"},
     {"radixcache.runtime.demo"},
     {"radixcache.runtime.server"},
+    {"radixcache.runtime.replicas"},
     {"radixcache.runtime.cli"},
     {
         "radixcache.__main__",

@@ -21,13 +21,14 @@ class Figures:
         memory_tokens: tokens that the pages hold.
         refused: requests that could not fit or did not end.
         hit_tokens, computed_tokens: prompt tokens found, and prefilled (again after a preemption).
-        computed_by_turn: prefilled tokens per request, for each turn of a conversation.
+        prompt_tokens: of all requests, refused ones included: they hit nothing.
+        computed_by_turn: prefilled tokens per request served, for each turn of a conversation.
         doubled_tokens: computed although another request in flight had them; index level only.
         evicted_tokens: dropped to make room.
         peak_used_pages: most pages that running requests used; sampled, index level only.
         empty_share: of the slots in held pages, how many held no token; mean of the samples.
         cache_us: processor time in the cache per request, µs; index level only.
-        cold: requests that hit nothing.
+        cold: requests that were served and hit nothing.
     """
 
     level: str
@@ -104,7 +105,8 @@ def summarise(
 ) -> Figures:
     """The figures that both levels have; `more` are those that `outcomes` do not say."""
     turns = 1 + max(outcome.turn for outcome in outcomes)
-    by_turn = [[o.computed_tokens for o in outcomes if o.turn == turn] for turn in range(turns)]
+    served = [outcome for outcome in outcomes if outcome.error is None]
+    by_turn = [[o.computed_tokens for o in served if o.turn == turn] for turn in range(turns)]
     return Figures(
         workload=workload.name,
         scheme=scheme.name,
@@ -116,8 +118,8 @@ def summarise(
         hit_tokens=sum(outcome.hit_tokens for outcome in outcomes),
         computed_tokens=sum(outcome.computed_tokens for outcome in outcomes),
         preemptions=sum(outcome.preemptions for outcome in outcomes),
-        computed_by_turn=[float(np.mean(computed)) for computed in by_turn if computed],
-        cold=sum(not outcome.hit_tokens for outcome in outcomes),
+        computed_by_turn=[float(np.mean(computed or [0])) for computed in by_turn],
+        cold=sum(not outcome.hit_tokens for outcome in served),
         hits=[outcome.hit_tokens for outcome in outcomes],
         **more,
     )

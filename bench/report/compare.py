@@ -12,7 +12,7 @@ from rich.table import Table
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import Report
 from radixcache.bench.report.saved import read_json
-from radixcache.bench.tables import console, table
+from radixcache.bench.tables import console, plain, table
 from radixcache.errors import InvalidRequest
 
 Key = tuple[str, str, str, str]
@@ -42,7 +42,7 @@ def compare(first: Report, second: Report, shown: Console) -> None:
     a, b = _rows(first), _rows(second)
     both = [key for key in a if key in b]
     for (workload, level), keys in groupby(both, key=lambda key: key[:2]):
-        shown.rule(f"{workload}, {level} level", align="left")
+        shown.rule(plain(f"{workload}, {level} level"), align="left")
         shown.print(_table([(a[key], b[key]) for key in keys]))
     if not both:
         shown.print("The two have no workload, memory and scheme in common.", markup=False)
@@ -51,7 +51,7 @@ def compare(first: Report, second: Report, shown: Console) -> None:
             shown.print(f"Only in the {name}:", markup=False)
             for place, keys in groupby(missing, key=lambda key: key[:3]):
                 schemes = ", ".join(key[3] for key in keys)
-                shown.print(f"  {', '.join(place)}: {schemes}", markup=False)
+                shown.print(plain(f"  {', '.join(place)}: {schemes}"))
 
 
 def _rows(report: Report) -> dict[Key, Figures]:
@@ -64,6 +64,7 @@ def _rows(report: Report) -> dict[Key, Figures]:
 
 def _changed_settings(first: Report, second: Report) -> Table:
     names = dict.fromkeys([*first.settings, *second.settings])
+    names.pop("command", None)  # says the same again
     told = [[str(side.settings.get(name, "–")) for side in (first, second)] for name in names]
     changed = [[name, *both] for name, both in zip(names, told, strict=True) if both[0] != both[1]]
     shown = table(["setting", "a", "b"], changed, left=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,9 +11,21 @@ from radixcache.errors import InvalidRequest, MissingDependency
 
 
 def write(path: Path, content: str) -> None:
-    """Write a file. Raises InvalidRequest if it cannot be written."""
+    """Write a file, whole or not at all. Raises InvalidRequest if it cannot be written."""
+    data = content.encode(errors="replace")  # a file's name need not be text
+    place = path.resolve()
+    half = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        path.write_text(content, encoding="utf-8", newline="")
+        if place.exists() and not place.is_file():
+            place.write_bytes(data)  # a pipe, or a device
+            return
+        try:
+            half.write_bytes(data)
+            if place.exists():
+                shutil.copymode(place, half)
+            half.replace(place)
+        finally:
+            half.unlink(missing_ok=True)
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
 
@@ -38,7 +51,9 @@ def check_writable(path: Path) -> None:
         reason = "Is a directory"
     elif not path.parent.is_dir():
         reason = "No such file or directory"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+    elif not os.access(path.resolve().parent, os.W_OK) or (
+        path.exists() and not os.access(path, os.W_OK)
+    ):
         reason = "Permission denied"
     if reason is not None:
         raise InvalidRequest(f"cannot write {path}: {reason}")

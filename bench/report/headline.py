@@ -33,7 +33,7 @@ def headline(workload: WorkloadReport) -> str:
         words = {
             "radix": f"radix computes {fewer} than {blocks}",
             "blocks": f"{blocks} compute {fewer} than radix",
-            "tie": f"radix and {blocks} tie, within {TIE:.0%}".replace("%", " %"),
+            "tie": f"radix and {blocks} tie, within {TIE:.0%},".replace("%", " %"),
             "nothing": "nothing is hit",
         }[winner]
         clauses.append(f"{words} in {_memories([block.memory for _, block, _ in rounds], names)}")
@@ -47,17 +47,17 @@ def headline(workload: WorkloadReport) -> str:
 
 def _best(workload: WorkloadReport) -> str:
     """The headline where one of the sides is missing."""
-    if workload.routing:
-        fastest = min(workload.routing, key=lambda row: row.ttft_mean)
+    if served := [row for row in workload.routing if not row.refused]:
+        fastest = min(served, key=lambda row: row.ttft_mean)
         return (
             f"Routed by {fastest.routing}, requests have their first token earliest, after "
             f"{1000 * fastest.ttft_mean:,.0f} ms in the mean, and hit "
             f"{100 * fastest.hit_rate:.0f} % of the prompt tokens."
         )
-    served = [row for row in workload.main_rows if not row.refused]
-    if not served:
-        return "Requests were refused under every scheme: the memory is too small for them."
-    best = max(served, key=lambda row: row.hit_tokens)
+    rows = [row for row in workload.main_rows if not row.refused]
+    if not rows:
+        return "Requests were refused everywhere: the memory is too small for them."
+    best = max(rows, key=lambda row: row.hit_tokens)
     most = workload.unlimited_hits / workload.prompt_tokens
     return (
         f"The best scheme here, {best.scheme}, hits {100 * best.hit_rate:.0f} % of the prompt "

@@ -180,10 +180,11 @@ def _settings(report: Report) -> Iterator[str]:
 def _markdown(report: Report, stem: str) -> str:
     parts, number = [f"# {TITLE}"], 0
     for workload in report.workloads:
-        parts += [f"## {workload.name}", f"**{headline(workload)}**", summary(workload)]
+        name = escape(workload.name, quote=False)
+        parts += [f"## {name}", f"**{headline(workload)}**", summary(workload)]
         for plot in plots(workload):
             number += 1
-            parts += [f"![{workload.name}: {plot.title}]({stem}-{number}.svg)", plot.note]
+            parts += [f"![{name}: {plot.title}]({stem}-{number}.svg)", plot.note]
         for _, columns, rows in _tables(workload):
             lines = [[column.title for column in columns], ["---"] * len(columns)]
             for row in rows:
@@ -192,7 +193,8 @@ def _markdown(report: Report, stem: str) -> str:
                     cells[2] += f" ({said})"
                 lines.append(cells)
             parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
-        parts += [f"- {line}" for line in (*remarks(workload), *verdicts(workload))]
+        below = (*remarks(workload), *verdicts(workload))
+        parts += [f"- {escape(line, quote=False)}" for line in below]
     if command := report.settings.get("command"):
         parts.append(f"To run it again: `{command}`")
     return "\n\n".join([*parts, report.conditions]) + "\n"

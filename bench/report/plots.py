@@ -158,7 +158,7 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     ]
     note = "Every point is a replay."
     if workload.curves:
-        note += " Dotted: LRU at every size, from one pass over one request after the other."
+        note += " LRU, one pass (in the legend): every size, one request after the other."
     if any(row.refused or row.preemptions for row in rows):
         note += " A ring: requests were refused or preempted, which spoils the figure."
     data = {"points": points, "curves": curves, "best": best, "limit": limit}

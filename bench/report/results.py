@@ -115,24 +115,27 @@ def verdicts(workload: WorkloadReport) -> list[str]:
         else:
             word = f"radix wins: {block.scheme} prefills {ratio:.2f}x the tokens of {tree.scheme}"
         found.append(f"{workload.name}, {memory}: {word}")
-        found += [f"{workload.name}, {memory}: {line}" for line in _page_for_page(here)]
+        others = _page_for_page(here, (block, tree))
+        found += [f"{workload.name}, {memory}: {line}" for line in others]
     return found + story(workload.main_rows)
 
 
-def _page_for_page(rows: list[Figures]) -> Iterator[str]:
-    """Where hash-block is at least as good as the tree over pages of the same size."""
+def _page_for_page(rows: list[Figures], told: tuple[Figures, Figures]) -> Iterator[str]:
+    """Where hash-block is at least as good as the tree over pages of the same size; `told` are two
+    whose prefilled tokens have been compared already.
+    """
     by_scheme = {row.scheme: row for row in rows}
     for tree in rows:
         block = by_scheme.get(f"hash-{tree.page_size}")
         if tree.scheme != f"radix-{tree.page_size}" or block is None:
             continue
         ratio = block.computed_tokens / tree.computed_tokens
-        if ratio <= 1 + TIE:
-            yield f"{block.scheme} prefills {ratio:.3f}x the tokens of {tree.scheme}"
+        if ratio <= 1 + TIE and told != (block, tree):
+            yield f"page for page, {block.scheme} prefills {ratio:.3f}x the tokens of {tree.scheme}"
         if block.empty_share is not None and tree.empty_share is not None:
             more = tree.empty_share - block.empty_share
             if more > TIE:
                 yield (
-                    f"{block.scheme} leaves {block.empty_share:.1%} of its slots empty, "
-                    f"{tree.scheme} {tree.empty_share:.1%}"
+                    f"page for page, {block.scheme} wastes less: {block.empty_share:.1%} of its "
+                    f"slots are empty, {tree.empty_share:.1%} of {tree.scheme}'s"
                 )

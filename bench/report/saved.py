@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.headline import headline
 from radixcache.bench.report.results import Report, WorkloadReport, verdicts
 from radixcache.errors import InvalidRequest
@@ -46,7 +47,7 @@ def read_json(path: Path) -> Report:
         InvalidRequest: it cannot be read, is no report, or one of another format.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), parse_constant=_refuse)
         written = found["format"]
         if written == FORMAT:
             return _as(Report, found)
@@ -55,6 +56,10 @@ def read_json(path: Path) -> Report:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InvalidRequest(f"{path} is no report of radixcache bench --json") from None
     raise InvalidRequest(f"{path} is a report of format {written!r}, and this reads {FORMAT}")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of a report")
 
 
 def _as(kind: Any, value: Any) -> Any:
@@ -80,8 +85,12 @@ def _as(kind: Any, value: Any) -> Any:
 
 
 def to_csv(report: Report) -> str:
-    """One line for each workload, level, memory and scheme. Times in seconds but `cache_us`."""
-    lines = [dict(_cells(workload, row)) for workload in report.workloads for row in workload.rows]
+    """One line for each workload, level, memory and scheme, or way to route.
+
+    Times in seconds but `cache_us`.
+    """
+    lines = [dict(_cells(w, row)) for w in report.workloads for row in w.rows]
+    lines += [_routing_cells(w, row) for w in report.workloads for row in w.routing]
     out = io.StringIO()
     writer = csv.DictWriter(out, [*(lines[0] if lines else ()), "seed"], lineterminator="\n")
     writer.writeheader()
@@ -89,8 +98,18 @@ def to_csv(report: Report) -> str:
     return out.getvalue()
 
 
+def _name(workload: WorkloadReport) -> str:
+    """No formula, whatever a file is called."""
+    return f"'{workload.name}" if workload.name[:1] in tuple("=+-@") else workload.name
+
+
+def _routing_cells(workload: WorkloadReport, row: RoutingFigures) -> dict[str, object]:
+    cells = {k: v for k, v in row.to_json().items() if k != "computed_by_replica"}
+    return {**cells, "workload": _name(workload), "unlimited_hits": workload.unlimited_hits}
+
+
 def _cells(workload: WorkloadReport, row: Figures) -> Iterator[tuple[str, object]]:
-    yield "workload", workload.name
+    yield "workload", _name(workload)
     for name, value in row.to_json().items():
         if name not in ("workload", "computed_by_turn", "engine"):
             yield name, value

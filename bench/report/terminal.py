@@ -10,7 +10,8 @@ from rich.text import Text
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import TIE, Report, WorkloadReport, duels, verdicts
-from radixcache.bench.tables import table
+from radixcache.bench.schemes.named import parse_memory
+from radixcache.bench.tables import plain, table
 
 
 def index_table(workload: WorkloadReport) -> Table:
@@ -110,10 +111,17 @@ def remarks(workload: WorkloadReport) -> list[str]:
 
 def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
     """What spoils the figures of one memory."""
+    given, asked = rows[0].memory_tokens, parse_memory(rows[0].memory)
+    share = asked.amount * workload.footprint if asked.unit == "share" else given
+    if given > 1.05 * share:
+        yield (
+            f"these are {given:,} tokens, not {share:,.0f}: all schemes get the same memory, in "
+            f"whole pages, and at least two of the largest."
+        )
     if any(row.refused for row in rows):
         yield (
             f"refused requests do not fit into {rows[0].memory_tokens:,} tokens less a page (the "
-            f"longest needs {workload.longest:,}); they are in no other figure."
+            f"longest needs {workload.longest:,}); they hit and compute nothing."
         )
     caching = [row for row in rows if row.scheme != "none" and not row.refused]
     cold = [row.scheme for row in caching if not row.hit_tokens]
@@ -165,7 +173,7 @@ def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[
 def print_report(report: Report, console: Console, *, whole: bool = False) -> None:
     """Show the tables on a terminal: those of hits and times, or all of them."""
     for title, notes, tables in sections(report, whole=whole):
-        console.rule(title, align="left")
+        console.rule(plain(title), align="left")
         console.print(notes[0], markup=False)
         console.print(*tables)
         console.print(*notes[1:], sep="\n", markup=False)

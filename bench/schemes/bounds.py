@@ -191,9 +191,11 @@ class LRUCurve:
 def lru_curve(trie: Trie) -> LRUCurve:
     """The curve of a workload. O(segments of all paths), and a sum over the requests for each hit.
 
-    Exact for a token-exact tree at page size 1, one request at a time; with the trie of blocks, for
-    block caches but for their pages that are not full. Says nothing of memories that are smaller
-    than the longest request.
+    Exact for a token-exact tree at page size 1, one request at a time, but for tokens that are
+    computed although they are cached (a prompt's last, and answers that were given before): each
+    has a page of its own for a moment, for which another token may go. With the trie of blocks,
+    for block caches but for their pages that are not full. Says nothing of memories that are
+    smaller than the longest request.
     """
     last_use = [-1] * len(trie.lengths)
     used = np.zeros(len(trie.paths), np.int64)  # by each request, and by none after it

@@ -109,6 +109,10 @@ def find_schemes(names: Sequence[str]) -> list[Scheme]:
     return [parse_scheme(name) for name in dict.fromkeys(expanded)]
 
 
+_MOST = 1 << 28
+"""Tokens of a memory: every page is counted in an array, and no machine has that many."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """An amount of KV memory as it was asked for.
@@ -126,10 +130,16 @@ class Memory:
         """How many tokens it holds, cut to whole pages of every scheme: all get the same bytes.
 
         At least two of the largest pages, because the hash-block cache never uses its first.
+
+        Raises:
+            InvalidRequest: it is more than can be counted page by page.
         """
         per_unit = {"tokens": 1.0, "bytes": 1 / token_bytes, "share": float(footprint)}
         step = math.lcm(*(scheme.page_size for scheme in schemes))
-        return max(2, int(self.amount * per_unit[self.unit]) // step) * step
+        wanted = self.amount * per_unit[self.unit]
+        if wanted > _MOST:
+            raise InvalidRequest(f"a memory of {self.text:.40} is more than {_MOST:,} tokens")
+        return max(2, int(wanted) // step) * step
 
 
 _BYTES = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

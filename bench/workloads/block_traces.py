@@ -7,16 +7,18 @@ agrees with nothing: a trace does not tell.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from radixcache.bench.workloads.records import read_records
+from radixcache.bench.workloads.records import name_of, read_records
 from radixcache.bench.workloads.workload import Arrival, Tokens, Workload
 from radixcache.errors import InvalidRequest
+
+_LATEST = 1e15
+"""Milliseconds or seconds; sums of later times are no longer exact."""
 
 _MOST = 1 << 24
 """Tokens of a prompt, an answer or a block; more is no trace of a model that there is."""
@@ -142,7 +144,7 @@ class _Trace:
         self.ends_open = False
         """Whether a trace may leave out the id of a last block that is not full."""
         self.scope: int | None = None
-        self.workload = Workload(path.name, "")
+        self.workload = Workload(name_of(path), "")
         self._vocabulary = vocabulary
         self._numbers: dict[tuple[int | None, int], int] = {}
         """Of blocks, in the order in which they come, by scope and id."""
@@ -166,8 +168,10 @@ class _Trace:
             at: when it comes, `scale` to a second, from `begin` on.
         """
         index = len(self.workload.arrivals)
-        if type(at) not in (int, float) or not 0 <= at < math.inf:
-            raise InvalidRequest(f"{where}: a time must be a number from 0 on, not {at!r:.40}")
+        if type(at) not in (int, float) or not 0 <= at <= _LATEST:
+            raise InvalidRequest(
+                f"{where}: a time must be a number from 0 to {_LATEST:g}, not {at!r:.40}"
+            )
         for name, tokens, least in (("prompt", length, 1), ("answer", answer, 0)):
             if type(tokens) is not int or not least <= tokens <= _MOST:
                 raise InvalidRequest(f"{where}: no number of tokens in its {name}: {tokens!r:.40}")

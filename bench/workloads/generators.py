@@ -8,6 +8,7 @@ in the docstring of its generator, and every number is a keyword.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -289,8 +290,10 @@ def generate(spec: str, seed: int, vocabulary: int) -> Workload:
         key, _, value = option.partition("=")
         if key not in known:
             raise InvalidRequest(f"{name} has no {key!r}; it has {', '.join(known)}")
-        if not value.isdecimal() or not int(value):
-            raise InvalidRequest(f"{name}: {key} must be a positive number, not {value!r}")
+        if not re.fullmatch(r"[0-9]{1,8}", value) or not int(value):
+            raise InvalidRequest(
+                f"{name}: {key} must be a positive number, not {value!r:.40} (8 digits at most)"
+            )
         given[key] = int(value)
     workload = GENERATORS[name](Writer(seed, vocabulary), **given)
     workload.name = spec

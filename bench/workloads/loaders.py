@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.bench.workloads.byte_level_bpe import Encode
-from radixcache.bench.workloads.records import is_json, parse, read_records, read_text
+from radixcache.bench.workloads.records import is_json, name_of, parse, read_records, read_text
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
 
@@ -116,7 +116,7 @@ def load_prompts(path: Path, encode: Encode, *, limit: int | None = None) -> Wor
         InvalidRequest: the file is empty, no text, or JSON that is something else.
     """
     text = read_text(path)
-    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if is_json(text) or (lines and (is_json(lines[0]) or lines[0].strip() in ("[", "{", "[{"))):
         lines = [prompt for _, prompt in read_records(path)]
         if not all(isinstance(prompt, str) for prompt in lines):
@@ -128,7 +128,7 @@ def load_prompts(path: Path, encode: Encode, *, limit: int | None = None) -> Wor
 
 def _chats(path: Path, chats: list[list[tuple[str, str]]], encode: Encode) -> Workload:
     """Requests of conversations, in rounds; texts are joined without a template."""
-    workload = Workload(path.name, f"{len(chats)} conversations or prompts")
+    workload = Workload(name_of(path), f"{len(chats)} conversations or prompts")
     rng = np.random.default_rng(0)
     pieces: list[list[tuple[list[Tokens], Tokens]]] = []
     for chat in chats:

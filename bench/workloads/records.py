@@ -16,6 +16,11 @@ from typing import Any
 from radixcache.errors import InvalidRequest
 
 
+def name_of(path: Path) -> str:
+    """What a report calls a file: its name, of which only what can be shown."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in path.name)
+
+
 def read_text(path: Path) -> str:
     """The text of a file, unpacked if it is called .gz.
 

@@ -121,7 +121,7 @@ class Engine:
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Launched | None = None
-        self._runs_ahead = model.device.type != "cpu"
+        self._runs_ahead = model.device.type != "cpu" and model.ranks is None
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it could recover."""
@@ -287,19 +287,25 @@ class Engine:
         leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
 
-    def _max_tokens(self, tokens: Tokens, params: SamplingParams, namespace: Hashable) -> int:
-        """How many tokens the request may generate at most."""
-        length, vocab = len(tokens), self.model.vocab_size
+    def check_prompt(self, tokens: Tokens, *, answer: bool = True) -> None:
+        """Raises `InvalidRequest` for a prompt that no request can have; `ContextExceeded` if it is
+        too long, or leaves no room to answer where there is to be one. O(len(tokens)).
+        """
+        length, vocab, context = len(tokens), self.model.vocab_size, self.model.max_context
         if not length:
             raise InvalidRequest("the prompt is empty")
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
-        context = self.model.max_context
-        asked = params.max_tokens
-        if length + (asked != 0) > context:
+        if length + answer > context:
             raise ContextExceeded(
                 f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
             )
+
+    def _max_tokens(self, tokens: Tokens, params: SamplingParams, namespace: Hashable) -> int:
+        """How many tokens the request may generate at most."""
+        asked = params.max_tokens
+        self.check_prompt(tokens, answer=asked != 0)
+        length, context = len(tokens), self.model.max_context
         wanted = context - length if asked is None else min(asked, context - length)
         # One page is spare: a branch in mid-page copies it while both copies are held.
         pinned = self._pinned_beside(tokens, namespace)

@@ -93,7 +93,7 @@ class KVEventPublisher:
         self._notify()
 
     def close(self) -> None:
-        """Send what is queued, and end; the cache changes no more. May be called again."""
+        """End, once the cache changes no more; what is queued may be lost. May be called again."""
         if not self._closed:
             self._cache.events.remove(self._hear)
             self._closed = True

@@ -78,7 +78,8 @@ class Wire:
         path: list[bytes] = []
         for at in range(end if end > first else 0):
             extra = keys and keys.keys(at * size, (at + 1) * size)
-            path.append(self._hash(path[-1] if path else None, data[at * width :][:width], extra))
+            block = data[at * width : (at + 1) * width]
+            path.append(self._hash(path[-1] if path else None, block, extra))
         parent = path[first - 1] if 0 < first < end else None
         return parent, path[first:], data[first * width : end * width]
 

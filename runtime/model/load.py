@@ -68,13 +68,7 @@ def load_model(
     if not isinstance(settings, dict):
         raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
     gate.check_sizes(settings)
-    kind: Any = dtype
-    if isinstance(dtype, str):
-        kind = _DTYPES.get(_SHORT.get(dtype, dtype), dtype)
-    if dtype == "auto" and place.type == "cpu":
-        kind = torch.float32
-    elif dtype != "auto" and kind not in _DTYPES.values():
-        raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
+    kind = resolve_dtype(dtype, place)
     if exact:
         exactness.require(place, kind)
         if settings.get("quantization_config") or split_gguf(str(name_or_path))[1]:
@@ -91,6 +85,20 @@ def load_model(
     if exact:
         exactness.check(model)
     return model
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> Any:
+    """The torch dtype of that name; "auto" stays where it is the checkpoint's.
+
+    Raises:
+        InvalidRequest: there is no such dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else dtype
+    kind = _DTYPES.get(_SHORT.get(dtype, dtype)) if isinstance(dtype, str) else dtype
+    if kind not in _DTYPES.values():
+        raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
+    return kind
 
 
 def _load_decoder(
@@ -141,25 +149,37 @@ def load_stock(
     device: torch.device,
     attention: AttentionBackend | None = None,
     exact: bool = False,
+    ranks: int = 1,
+    make: Callable[..., StockModel] | None = None,
 ) -> PagedModel:
     """A model with transformers' own layers.
+
+    Args:
+        ranks: the processes of this group, each of which loads its shard at the same time.
+        make: what to make of transformers' model; None is a `StockModel`.
 
     Raises:
         ModelError: as `load_model`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from radixcache.runtime.model.exact_layers import make_exact
+    from radixcache.runtime.model.local_linear import take_local
     from radixcache.runtime.model.stock_model import StockModel
 
-    config = _load(name_or_path, AutoConfig.from_pretrained)
-    gate.check_config(config)  # before the weights are read
+    config = load_config(name_or_path)
+    parallel: dict[str, Any] = {}
+    if ranks > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        parallel["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=ranks)
     read = partial(
         AutoModelForCausalLM.from_pretrained,
         config=config,
         dtype=dtype,
         attn_implementation="eager",  # not what the config says: it may name a kernel of the hub
         output_loading_info=True,
+        **parallel,
     )
     model, report = _load(name_or_path, read)
     if missing := sorted(report["missing_keys"]):
@@ -168,14 +188,25 @@ def load_stock(
         )
     with on_device(device):
         model = model.to(device).eval()
+        if ranks > 1:
+            take_local(model)
         if exact:
             make_exact(model)
         else:
             pack_linears(model)
-        paged = StockModel(model, attention, exact)
+        paged = (make or StockModel)(model, attention, exact)
         if config.model_type not in VERIFIED:
             check_logits(paged)
     return paged
+
+
+def load_config(name_or_path: str | Path) -> PreTrainedConfig:
+    """transformers' config of a model that the gate lets pass, before its weights are read."""
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = _load(name_or_path, AutoConfig.from_pretrained)
+    gate.check_config(config)
+    return config
 
 
 def _generation_config(name_or_path: str | Path) -> GenerationConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
+
+if TYPE_CHECKING:
+    from radixcache.runtime.model.ranks import Ranks
 
 
 class PagedModel(ABC):
@@ -33,7 +37,10 @@ class PagedModel(ABC):
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config.
         exact: whether a row's bits depend on its own tokens only; see `exact.py`.
+        ranks: the other processes, if each computes a part of the model.
     """
+
+    ranks: Ranks | None = None
 
     layers_by: str
     """Whose code computes the layers, for whoever reads `placement`."""

@@ -97,6 +97,20 @@ class Backend:
         return name or self.names[0]
 
     @property
+    def door(self) -> Jobs:
+        """What takes requests in; the same name at the ingress of several replicas."""
+        return self.jobs
+
+    @property
+    def notes(self) -> list[str]:
+        """For whoever starts the server: whose layers run where, and who may listen."""
+        notes = [self.llm.engine.model.placement]
+        if (events := self.llm.kv_events) is not None:
+            places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
+            notes.append(f"KV events at {places}: whoever reaches it reads all tokens and salts")
+        return notes
+
+    @property
     def caches(self) -> bool:
         """Whether what is computed stays for others."""
         return self.llm.cache.granularity > 0

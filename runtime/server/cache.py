@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
@@ -43,6 +44,12 @@ _KEY = secrets.token_bytes(32)
 """So that nobody who sees a digest finds what it is of by trying."""
 
 
+def share_key(key: bytes) -> None:
+    """Name salts and nodes as the other replicas do that are given the same key."""
+    global _KEY
+    _KEY = key
+
+
 # The tree.
 
 
@@ -67,7 +74,10 @@ async def view_cache(
     gone), and one that does not fold.
     """
     engine = backend.llm.engine
-    wanted = Look(rows, levels, under and _told.get(under, under), reveal and _told.get(reveal))
+    # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
+    wanted = Look(rows, levels, under and _told.get(under), reveal and _told.get(reveal))
+    if under is not None and not wanted.under:
+        raise ApiError.not_found(f"no node {under[:100]!r} is cached")
 
     def look() -> tuple[str, EngineState, list[Started], Picture | None]:
         state = EngineState.of(backend.llm)
@@ -87,7 +97,7 @@ async def view_cache(
 
     def tell(tokenizer: Tokenizer | None) -> Any:
         namespaces = [
-            CacheNamespace(namespace=_namespace(salt), tree=_node(root, tokenizer))
+            CacheNamespace(namespace=name_of_salt(salt), tree=_node(root, tokenizer))
             for salt, root in picture.roots.items()
         ]
         return namespaces, [_node(node, tokenizer) for node in picture.above]
@@ -175,19 +185,21 @@ def _folded(more: Folded | None) -> CacheFolded | None:
 _told: dict[str, str] = {}
 """The ids of the nodes that were told last, by what they are called outside."""
 _MAX_TOLD = 50_000
+_telling = threading.Lock()  # names are told by several threads
 
 
 def _name(node: str) -> str:
     """What a node is called outside: some ids are hashes of the text."""
     name = _digest(node)
-    _told.pop(name, None)
-    _told[name] = node
-    while len(_told) > _MAX_TOLD:
-        del _told[next(iter(_told))]
+    with _telling:
+        _told.pop(name, None)
+        _told[name] = node
+        if len(_told) > _MAX_TOLD:
+            del _told[next(iter(_told))]
     return name
 
 
-def _namespace(salt: Hashable) -> str | None:
+def name_of_salt(salt: Hashable) -> str | None:
     return None if salt is None else _digest(salt)
 
 
@@ -208,7 +220,7 @@ async def list_prefixes(backend: BackendDep) -> CachePrefixList:
     )
     return CachePrefixList(
         data=[
-            CachePrefix(**dict(describe(prefix)), namespace=_namespace(prefix.cache_salt))
+            CachePrefix(**dict(describe(prefix)), namespace=name_of_salt(prefix.cache_salt))
             for prefix in prefixes
         ],
         pinned_pages=pinned,
@@ -223,7 +235,7 @@ async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) ->
 
     def unpin() -> bool:
         for prefix in prefixes.list():
-            if (_namespace(prefix.cache_salt), prefix.name) == (namespace, name):
+            if (name_of_salt(prefix.cache_salt), prefix.name) == (namespace, name):
                 prefixes.unpin(name, prefix.cache_salt)
                 return True
         return False

@@ -6,12 +6,25 @@ import json
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from radixcache.errors import InvalidRequest
 
 SECONDS = 60
-"""How long an answer may take."""
+"""How long a server may be silent."""
+
+MOST = 1 << 26
+"""Bytes of an answer: some 60 MB, more than any prompt's explanation has."""
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """For the key goes along, and wherever it leads is not what was named."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_OPENER = build_opener(_NoRedirects)
 
 
 def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, Any]:
@@ -33,8 +46,8 @@ def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, A
         headers["Authorization"] = f"Bearer {api_key}".encode()
     try:
         request = Request(f"{root}{path}", json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=SECONDS) as response:
-            text = response.read()
+        with _OPENER.open(request, timeout=SECONDS) as response:
+            text = response.read(MOST)
     except HTTPError as error:
         raise InvalidRequest(f"{root}{path} answers {error.code}: {_message(error)}") from None
     except (OSError, HTTPException) as error:
@@ -55,6 +68,6 @@ def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, A
 def _message(error: HTTPError) -> str:
     """The sentence of an error as OpenAI's API has it, else what HTTP calls it."""
     try:
-        return str(json.load(error)["error"]["message"])
+        return str(json.loads(error.read(MOST))["error"]["message"])
     except (OSError, HTTPException, ValueError, RecursionError, LookupError, TypeError):
         return error.reason

@@ -69,6 +69,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="an OpenTelemetry collector for traces, like http://127.0.0.1:4318",
     )
     group.add_argument(
+        "--replicas",
+        metavar="N",
+        help="run N servers of the model behind this address, or N..M as the load is; needs Ray",
+    )
+    group.add_argument(
         "--kv-events-config",
         metavar="JSON",
         help="""as vLLM's, '{"enable_kv_cache_events": true}': tell routers what is cached""",

@@ -95,16 +95,16 @@ async def _events(
 ) -> AsyncIterator[str]:
     try:
         async for deltas in job.deltas():
-            yield "".join(_event(chunk) for delta in deltas for chunk in chunks(delta))
-        yield "".join(map(_event, last([request.output() for request in job.requests])))
+            yield "".join(event(chunk) for delta in deltas for chunk in chunks(delta))
+        yield "".join(map(event, last([request.output() for request in job.requests])))
     except Exception as error:  # the status is sent already
         if not isinstance(error, ApiError):
             log.exception("a stream failed")
-        yield "".join(map(_event, failed(as_api_error(error))))
+        yield "".join(map(event, failed(as_api_error(error))))
     yield end
 
 
-def _event(chunk: JSON) -> str:
+def event(chunk: JSON) -> str:
     """One event; APIs whose events have a type want it on a line of its own as well."""
     data = f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
     return f"event: {chunk['type']}\n{data}" if "type" in chunk else data

@@ -156,6 +156,11 @@ class Jobs:
         """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine has not stopped."""
+        return self.worker.alive
+
     def start(self) -> None:
         """Take jobs; the running event loop is theirs."""
         self._loop = asyncio.get_running_loop()

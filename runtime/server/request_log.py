@@ -44,7 +44,7 @@ class RequestLog:
         request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", request_id):
             request_id = uuid4().hex
-        jobs: list[Job] = []
+        jobs: list[Job] = scope.setdefault("radixcache.jobs", [])  # a replica looks there, too
         jobs_of_task.set(jobs)
 
         async def send_with_id(message: Message) -> None:

@@ -8,14 +8,12 @@ import socket
 import sys
 from ipaddress import ip_address
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from radixcache.runtime.server.jobs import Jobs
 
 HEAD_SECONDS = 10.0
 """From a connection, or from the first byte of a further request on it, to the end of the head."""
@@ -38,21 +36,31 @@ def configure(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
 
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
-    """Serve an app of `create_app` until a signal ends it."""
-    config = configure(app)
+    """Serve an app until a signal ends it; its `state.backend` is a `Backend` or an `Ingress`."""
+    config, backend = configure(app), app.state.backend
     host, port = listener.getsockname()[:2]
-    if app.state.backend.options.api_key is None and not ip_address(host).is_loopback:
+    if backend.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"
         print(warning, file=sys.stderr)
     host = f"[{host}]" if ":" in host else host
-    names = ", ".join(app.state.backend.names)
-    placement = app.state.backend.llm.engine.model.placement
-    where = f"http://{host}:{port}"
-    print(f"Serving {names} at {where}\n{placement}", file=sys.stderr, flush=True)
-    if (events := app.state.backend.llm.kv_events) is not None:
-        told = "without a key, they have the tokens of all prompts"
-        print(f"KV events at {events.endpoint}: {told}", file=sys.stderr, flush=True)
-    _Server(config, app.state.backend.jobs, shutdown_timeout).run([listener])
+    names, where = ", ".join(backend.names), f"http://{host}:{port}"
+    print(f"Serving {names} at {where}", *backend.notes, sep="\n", file=sys.stderr, flush=True)
+    _Server(config, backend.door, shutdown_timeout).run([listener])
+
+
+class Door(Protocol):
+    """What takes requests in.
+
+    Attributes:
+        draining: nothing more is taken; whoever sets it calls `drain`.
+        alive: there is something behind it.
+    """
+
+    draining: bool
+
+    @property
+    def alive(self) -> bool: ...
+    async def drain(self, grace: float) -> None: ...
 
 
 class _Connection(H11Protocol):
@@ -94,9 +102,9 @@ class _Server(uvicorn.Server):
     While they end, the socket stays open, so that who comes is told 503 and not left to guess.
     """
 
-    def __init__(self, config: uvicorn.Config, jobs: Jobs, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, door: Door, grace: float) -> None:
         super().__init__(config)
-        self._jobs = jobs
+        self._door = door
         self._grace = grace
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,10 +114,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or not self._jobs.worker.alive:
+        if self._loop is None or not self._door.alive:
             super().handle_exit(sig, frame)
-        elif not self._jobs.draining:
-            self._jobs.draining = True
+        elif not self._door.draining:
+            self._door.draining = True
             self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
         else:
             signal.signal(sig, signal.SIG_DFL)
@@ -117,7 +125,7 @@ class _Server(uvicorn.Server):
 
     def _begin_drain(self, sig: int, frame: Any) -> None:
         async def drain() -> None:
-            await self._jobs.drain(self._grace)
+            await self._door.drain(self._grace)
             super(_Server, self).handle_exit(sig, frame)
 
         self._drain = asyncio.create_task(drain())

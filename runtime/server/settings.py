@@ -127,6 +127,17 @@ def _collector(text: str) -> str:
     return text
 
 
+def _replicas(text: str) -> tuple[int, int]:
+    low, dots, high = str(text).partition("..")
+    try:
+        least, most = int(low), int(high if dots else low)
+    except ValueError:
+        least, most = 0, 0
+    if not 0 < least <= most:
+        raise ValueError("a number of replicas like 2, or the least and the most like 1..4")
+    return least, most
+
+
 def _events(given: Any) -> Any:
     """A mapping may be written as JSON; what is wrong with it is said in one sentence."""
     return given if given is None else asdict(KVEventsConfig.read(given))
@@ -138,6 +149,7 @@ _Name = Annotated[str, Field(min_length=1)]
 _HostName = Annotated[str, AfterValidator(_host_name)]
 _Memory = Annotated[int | str, AfterValidator(_memory)]
 _Origin = Annotated[str, AfterValidator(_origin)]
+_Replicas = Annotated[tuple[int, int], NoDecode, BeforeValidator(_replicas)]
 _Collector = Annotated[str, AfterValidator(_collector)]
 
 
@@ -153,6 +165,7 @@ class Settings(BaseSettings):
     kv_memory: _Memory | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     device: str | None = None
+    tensor_parallel: int | None = None
     exact: bool | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -176,6 +189,7 @@ class Settings(BaseSettings):
     hide_texts: bool | None = None
     access_log: bool | None = None
     otlp_endpoint: _Collector | None = None
+    replicas: _Replicas | None = None
     shutdown_timeout: Annotated[float, Field(ge=0)] = 30.0
 
     def options(self) -> Options:

@@ -84,8 +84,9 @@ def test_what_hash_block_does_better_page_for_page_is_said():
     rows[0].empty_share, rows[1].empty_share = 0.02, 0.2
     assert verdicts(workload(*rows)) == [
         "w, 30%: radix wins: hash-16 prefills 2.00x the tokens of radix-1",
-        "w, 30%: hash-16 prefills 1.010x the tokens of radix-16",
-        "w, 30%: hash-16 leaves 2.0% of its slots empty, radix-16 20.0%",
+        "w, 30%: page for page, hash-16 prefills 1.010x the tokens of radix-16",
+        "w, 30%: page for page, hash-16 wastes less: 2.0% of its slots are empty, 20.0% of "
+        "radix-16's",
     ]
 
 
@@ -226,7 +227,7 @@ def test_a_report_without_vl_convert_is_refused_before_anything_runs(tmp_path, m
         ),
         (
             [("hash-16", 990, "2GB"), ("radix-1", 1000, "2GB")],
-            "Radix and blocks of 16 tie, within 2 % in 2GB of memory.",
+            "Radix and blocks of 16 tie, within 2 %, in 2GB of memory.",
         ),
         (
             [(s, c, m) for m in ("9%", "20%", "50%") for s, c in (("hash-16", 9), ("radix-1", 3))],

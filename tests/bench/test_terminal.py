@@ -71,30 +71,32 @@ def rows_of(memory, *pairs, **more):
 
 
 def test_why_nothing_is_hit_is_said_in_words():
-    alone = workload(*rows_of("5%", ("none", 0), ("hash-16", 0), ("radix-1", 0)))
+    alone = workload(*rows_of("1000", ("none", 0), ("hash-16", 0), ("radix-1", 0)))
     alone.optimal_hits = {1000: 9000}
     (said,) = remarks(alone)
     assert said == (
-        "5%: nothing is hit: the requests in flight fill the memory, and nothing else is kept."
+        "1000: nothing is hit: the requests in flight fill the memory, and nothing else is kept."
     )
-    blocks = workload(*rows_of("5%", ("hash-64", 0), ("radix-1", 7)))
+    blocks = workload(*rows_of("1000", ("hash-64", 0), ("radix-1", 7)))
     blocks.rows += rows_of("100%", ("hash-64", 0), ("radix-1", 7))
     blocks.optimal_hits = {1000: 9000}
     (said,) = remarks(blocks)
-    assert said.startswith("5%, 100%: hash-64 hit nothing: less than a block is shared")
-    apart = workload(*rows_of("5%", ("hash-64", 0), ("radix-1", 0)))
+    assert said.startswith("1000, 100%: hash-64 hit nothing: less than a block is shared")
+    apart = workload(*rows_of("1000", ("hash-64", 0), ("radix-1", 0)))
     apart.unlimited_hits = 0
-    assert remarks(apart) == ["5%: nothing is hit, because no two prompts begin alike."]
+    assert remarks(apart) == ["1000: nothing is hit, because no two prompts begin alike."]
 
 
 def test_refused_and_preempted_requests_are_said_beside_the_figures_they_spoil():
-    spoilt = workload(*rows_of("5%", ("hash-16", 10), refused=2), *rows_of("9%", ("radix-1", 10)))
+    spoilt = workload(
+        *rows_of("1000", ("hash-16", 10), refused=2), *rows_of("999", ("radix-1", 10))
+    )
     spoilt.rows[1].preemptions = 3
     spoilt.longest, spoilt.optimal_hits = 2000, {1000: 9000}
     refused, preempted = remarks(spoilt)
-    assert refused.startswith("5%: refused requests do not fit into 1,000 tokens")
+    assert refused.startswith("1000: refused requests do not fit into 1,000 tokens")
     assert "(the longest needs 2,000)" in refused
-    assert preempted.startswith("9%: too little for the requests in flight (radix-1)")
+    assert preempted.startswith("999: too little for the requests in flight (radix-1)")
     lines = shown(Report({}, [spoilt]), 80)
     assert any("hash-16" in line and "2 refused" in line for line in lines)
     assert any("radix-1" in line and "3 preempted" in line for line in lines)
@@ -167,3 +169,12 @@ def test_without_arguments_workloads_for_different_reasons_run():
     chosen = choose(parsed(), 1 << 15)
     assert tuple(workload.name for workload in chosen) == DEFAULT
     assert all(workload.arrivals for workload in chosen)
+
+
+def test_a_share_that_is_less_than_two_pages_is_told_to_be_more():
+    found = workload(figures("hash-256", 90))
+    found.rows[0].memory_tokens = 512
+    found.footprint = 100
+    assert remarks(found)[0].startswith("30%: these are 512 tokens, not 30: all schemes get")
+    found.footprint = 1706
+    assert not any("these are" in line for line in remarks(found))

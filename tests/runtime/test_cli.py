@@ -97,6 +97,7 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
         (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "GiB of KV memory are more than"),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
+        (["serve", "--tensor-parallel-size", "3"], "4 query heads and 2 KV heads cannot be shared"),
         (["serve", "--host", "\udcff", "--port", "0"], "--host: must be a valid string"),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0 and finite, not -1.0"),

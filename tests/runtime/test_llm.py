@@ -509,7 +509,7 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
         ({"exact": "no"}, "exact must be one of True, False, not 'no'"),
         ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9 .*: say kv_memory"),
         ({"max_model_len": 4096}, "max_model_len=4096 .*: the context is the model's"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*: one process uses one device"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*: say tensor_parallel"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching=False .*: say cache='none'"),
         (
             {"trust_remote_code": True},

@@ -67,12 +67,14 @@ async function load() {
     const response = await call(`v1/cache?${asked}`, { headers: { "If-None-Match": etag } });
     if (response.status === 304) return;
     etag = response.headers.get("ETag");
-    const view = { ...(await response.json()), under };
+    const replica = response.headers.get("X-Radixcache-Replica"); // null for one server alone
+    const view = { ...(await response.json()), under, replica };
     if (String(look) !== asked) return; // something else is wanted meanwhile
     above = view.above.map((node) => node.id);
     viewers.forEach((viewer) => viewer(view));
   } catch (error) {
-    if (error.status !== 404 || !under) throw error;
+    if (error.status !== 404 || !(under || look.get("replica"))) throw error;
+    if (!under) lookAt({ replica: null }); // it has died
     if (look.get("under") === under) lookAt({ under: above.pop() ?? null }); // it has gone
     stale = true;
   }

@@ -26,7 +26,9 @@ export function showCharts(view) {
   for (let power = high; power >= low; power -= step) {
     ticks.push({ text: power < 0 ? `${10 ** (power + 3)} ms` : `${10 ** power} s`, top: top(10 ** power) + MARK / 2 });
   }
-  const median = [...times].sort((a, b) => a - b)[Math.floor(times.length / 2)];
+  const sorted = [...times].sort((a, b) => a - b);
+  const half = sorted.length / 2;
+  const median = (sorted[Math.ceil(half) - 1] + sorted[Math.floor(half)]) / 2;
   draw(ttft, times.map((time, index) => ({ top: top(time), height: MARK, hit: rates[index] })), {
     summary: times.length ? `median ${milliseconds(median)}, blue if cached` : "",
     ticks: times.length ? ticks : [],

@@ -71,14 +71,14 @@ function store(chat) {
   if (chat === current) history.replaceState(chat.id, "");
 }
 
-function send(text) {
+function send(text, undo = () => {}) {
   const content = text.trim();
   const chat = current;
   if (!content || chat.running) return;
   $("question").value = "";
   $("system").open = false;
   const asked = add(chat, { role: "user", content });
-  ask(chat, () => { cut(chat, asked); chat.draft ||= content; });
+  ask(chat, () => { cut(chat, asked); chat.draft ||= content; undo(); });
 }
 
 /** Ask the last question again. */
@@ -92,8 +92,8 @@ function again(chat) {
 /** Ask something else in the place of that question. What came before is cached, up to the word that differs. */
 function edit(chat, turn, content) {
   if (chat.running) return;
-  cut(chat, turn);
-  send(content);
+  const after = cut(chat, turn);
+  send(content, () => { for (const old of after) add(chat, old).finish?.(); });
   $("question").focus();
 }
 
@@ -149,6 +149,7 @@ async function receive(chat, messages, answer) {
     reply.usage = chunk.usage ?? reply.usage;
     Object.assign(reply, chunk.radixcache); // the server's own TTFT, and the explanation
   }
+  if (!reply.usage) throw new Error("the answer has broken off");
   return reply;
 }
 
@@ -159,9 +160,11 @@ function add(chat, given) {
   return turn;
 }
 
-/** Take a turn and all after it away. */
+/** Take a turn and all after it away; which these are. */
 function cut(chat, turn) {
-  for (const { article } of chat.turns.splice(chat.turns.indexOf(turn))) article.remove();
+  const turns = chat.turns.splice(chat.turns.indexOf(turn));
+  for (const { article } of turns) article.remove();
+  return turns;
 }
 
 /** Change the chat, and keep its end in sight if it is. */

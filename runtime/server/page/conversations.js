@@ -7,6 +7,7 @@ const MOST = 50; // the latest; fewer, if the browser has no room for them
 const place = () => (sessionStorage.getItem("key") ? sessionStorage : localStorage);
 const areText = (...values) => values.every((value) => typeof value === "string");
 const areNumbers = (...values) => values.every(Number.isFinite);
+const isTime = (value) => areNumbers(value) && !Number.isNaN(new Date(value).getTime());
 
 /** All that are kept, the latest first. What is none, whoever wrote it there, is passed over. */
 export function kept() {
@@ -24,13 +25,15 @@ export function kept() {
 export function keep(conversation) {
   const others = kept();
   const there = others.find(({ id }) => id === conversation.id);
-  if (there && there.changed !== conversation.changed) conversation.id = newId();
-  conversation.changed = Date.now();
-  const { id, title, system, changed } = conversation;
+  const id = there && there.changed !== conversation.changed ? newId() : conversation.id;
+  const changed = Date.now();
+  const { title, system } = conversation;
   const turns = conversation.turns
     .map(({ role, content, reasoning, calls, reply }) => ({ role, content, reasoning, calls, reply }))
     .filter((turn) => turn.content || turn.reasoning || turn.calls || turn.reply); // else it has yet to come
-  return write([{ id, title, system, changed, turns }, ...others.filter((other) => other.id !== id)]);
+  if (!write([{ id, title, system, changed, turns }, ...others.filter((other) => other.id !== id)])) return false;
+  Object.assign(conversation, { id, changed });
+  return true;
 }
 
 export function forget(id) {
@@ -44,20 +47,20 @@ export function onKept(viewer) {
   addEventListener("storage", ({ key }) => (key === NAME || key === null) && viewer());
 }
 
-/** Write as many as there is room for, the first ones first; whether that is any. */
+/** Write as many as there is room for, the first ones first; if not even one, nothing changes. */
 function write(conversations) {
   for (let list = conversations.slice(0, MOST); ; list = list.slice(0, -1)) {
     try {
       place().setItem(NAME, JSON.stringify(list));
-      return list.length > 0 || !conversations.length;
+      return true;
     } catch {
-      if (!list.length) return false;
+      if (list.length < 2) return false;
     }
   }
 }
 
 function isConversation(value) {
-  return areText(value?.id, value?.title, value?.system) && areNumbers(value.changed)
+  return areText(value?.id, value?.title, value?.system) && isTime(value.changed)
     && Array.isArray(value.turns) && value.turns.every(isTurn);
 }
 

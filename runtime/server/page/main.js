@@ -4,6 +4,7 @@ import { lookAgain, onView } from "./cache.js";
 import { showCharts } from "./charts.js";
 import { introduce } from "./chat.js";
 import { $ } from "./dom.js";
+import { showReplicas } from "./replicas.js";
 import { call, tell } from "./server.js";
 import { showTree } from "./tree.js";
 
@@ -25,4 +26,5 @@ async function begin() {
 
 onView(showTree);
 onView(showCharts);
+onView(showReplicas);
 begin();

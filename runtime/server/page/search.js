@@ -54,7 +54,9 @@ export function searchWith(redraw) {
     if (!text) return forget();
     if (text === asked) return go(step);
     try {
-      const answer = await (await call(`v1/cache/search?${new URLSearchParams({ text })}`)).json();
+      const replica = looksAt("replica");
+      const query = new URLSearchParams({ text, ...(replica && { replica }) });
+      const answer = await (await call(`v1/cache/search?${query}`)).json();
       forget();
       [asked, total, paths] = [text, answer.total, answer.data.map((hit) => hit.path)];
       for (const path of paths) for (const id of path) onWay.add(id);

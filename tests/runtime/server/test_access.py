@@ -24,6 +24,7 @@ COMPLETIONS = "/v1/completions"
 ADMIN_ROUTES = {
     ("GET", "/metrics"),
     ("GET", "/v1/cache"),
+    ("GET", "/v1/cache/search"),
     ("POST", "/v1/cache/flush"),
     ("GET", "/v1/cache/prefixes"),
     ("DELETE", "/v1/cache/prefixes/{namespace}/{name}"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from radixcache import LLM
+from radixcache.runtime.server.search import search
+from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.snapshot import Spelled
 from tests.runtime.server.live import SYSTEM, LiveServer, ask, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -52,6 +57,35 @@ def nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 # The tree.
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_found_comes_in_the_order_of_the_tree(seed: int):
+    class Letters:
+        def decode(self, tokens: list[int], special: bool) -> str:
+            return "".join(chr(token) for token in tokens)
+
+    draw = random.Random(seed)
+    parents = [-1] * draw.randint(1, 4)
+    for at in range(200):  # level by level
+        if at < len(parents):
+            parents += [at] * draw.randint(1, 3)
+    nodes = [
+        Spelled(str(at), parent, np.array([draw.choice(b"ab") for _ in range(2)], np.int32))
+        for at, parent in enumerate(parents)
+    ]
+    paths, texts = list[list[int]](), list[str]()
+    for at, (_, parent, tokens) in enumerate(nodes):
+        paths.append([*(paths[parent] if parent >= 0 else []), at])
+        texts.append((texts[parent] if parent >= 0 else "") + bytes(tokens.tolist()).decode())
+    ends = [
+        path
+        for path, text, node in zip(paths, texts, nodes, strict=True)
+        if "aba" in text[-len(node.tokens) - 2 :]
+    ]
+    found, total = search(nodes, "ABA", cast(Tokenizer, Letters()))
+    assert total == len(ends) > 0
+    assert found == [[str(at) for at in path] for path in sorted(ends)[:100]]
 
 
 def test_the_tree_shows_what_prompts_share(fresh: LiveServer):
@@ -106,6 +140,17 @@ def test_a_branch_is_shown_by_itself_until_it_has_gone(fresh: LiveServer):
     fresh.post("/v1/cache/flush")
     assert_error(fresh.get(f"/v1/cache?under={leaf['id']}"), 404, "is cached")
     assert fresh.get(f"/v1/cache?reveal={leaf['id']}").status_code == 200
+
+
+def test_a_node_goes_by_no_name_but_the_one_that_was_told(fresh: LiveServer):
+    """Else one learns, of a hash that can be computed, whether somebody has sent its text."""
+    fresh.post(COMPLETIONS, {"prompt": LINE, "max_tokens": 1})
+    (told,) = (
+        child["id"] for child in fresh.get("/v1/cache").json()["namespaces"][0]["tree"]["children"]
+    )
+    (within,) = fresh.call(lambda: [node.id for node in fresh.engine.cache.outline().spell()])
+    assert fresh.get(f"/v1/cache?under={told}").status_code == 200
+    assert_error(fresh.get(f"/v1/cache?under={within}"), 404, "is cached")
 
 
 def test_text_is_found_wherever_a_path_has_it(fresh: LiveServer):

@@ -63,6 +63,16 @@ def test_it_is_explained_as_the_request_is_when_it_comes(
     server.assert_idle()
 
 
+@pytest.mark.parametrize("prompt", [[10**9], [-1], [5] * 5000])
+def test_what_no_request_could_ask_for_is_not_explained_either(
+    server: LiveServer, prompt: list[int]
+):
+    told = server.post(EXPLAIN, {"prompt": prompt})
+    asked = server.post(COMPLETIONS, {"prompt": prompt})
+    assert_error(told, 400, "prompt")
+    assert told.json() == asked.json()
+
+
 def test_a_prefix_comes_before_it(server: LiveServer):
     pinned = {"name": "explained", "messages": ask("?")[:1], **SALTED}
     assert server.post("/v1/prefixes", pinned).status_code == 200
@@ -109,13 +119,15 @@ def test_the_command_prints_what_the_engine_itself_would(
 
 
 @contextmanager
-def stranger(status: int, body: bytes) -> Iterator[str]:
-    """The address of a server that says the same to everybody."""
+def stranger(status: int, body: bytes, to: str = "") -> Iterator[str]:
+    """The address of a server that says the same to everybody, or sends them `to` another."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(status)
+            if to:
+                self.send_header("Location", to)
             self.end_headers()
             self.wfile.write(body)
 
@@ -157,6 +169,37 @@ def test_a_server_that_is_none_of_ours_is_told_in_a_sentence(
     with stranger(status, body) as url:
         assert sentence in refused(capsys, "x", "--url", url)
     assert "no server answers at http://127" in refused(capsys, "x", "--url", url)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(
+    capsys: pytest.CaptureFixture[str], status: int
+):
+    asked: list[Any] = []
+
+    class Thief(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Thief) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with stranger(status, b"", f"http://127.0.0.1:{http.server_port}/") as url:
+                said = refused(capsys, "x", "--url", url, "--api-key", "secret")
+        finally:
+            http.shutdown()
+            thread.join()
+    assert f"answers {status}" in said and "secret" not in said
+    assert asked == []
 
 
 def test_what_the_server_refuses_is_told_in_its_own_words(

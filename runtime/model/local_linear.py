@@ -1,0 +1,44 @@
+"""The linear layers of one rank, as plain ones over the weights that it holds.
+
+transformers wraps each into its tensor-parallel style, which keeps weights as DTensors. Plain ones
+cost nothing to enter, and can be packed like those of a model that is not shared out.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+class SummedLinear(nn.Module):
+    """A row-wise layer: the ranks' products of their own inputs, added up."""
+
+    def __init__(self, local: nn.Linear) -> None:
+        super().__init__()
+        self.local, self.bias = local, local.bias
+        local.register_parameter("bias", None)  # added once, not by each rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.local(x)
+        dist.all_reduce(out)
+        return out if self.bias is None else out + self.bias
+
+
+@torch.inference_mode()
+def take_local(model: PreTrainedModel) -> None:
+    """Replace the layers that the model's plan cuts by columns or rows; others stay as they are."""
+    for name, module in list(model.named_modules()):
+        style = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
+        if style not in ("colwise", "rowwise") or type(module) is not nn.Linear:
+            continue
+        local = nn.Linear(1, 1, bias=False, device="meta")
+        for part, given in module.named_parameters():
+            assert isinstance(given, DTensor)
+            setattr(local, part, nn.Parameter(given.to_local(), requires_grad=False))
+        local.out_features, local.in_features = local.weight.shape
+        model.set_submodule(name, SummedLinear(local) if style == "rowwise" else local)

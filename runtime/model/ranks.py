@@ -1,0 +1,175 @@
+"""The processes that one model is computed by, each a rank: started, told and ended by rank 0.
+
+Rank 0 is whoever makes the model; no launcher is needed. What it tells the others goes through
+their standard input, so that its death, however it dies, is the end of that file, and theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from radixcache.errors import InvalidRequest, RanksLost, first_sentence
+
+_log = logging.getLogger("radixcache")
+
+Follow = Callable[[int, Callable[[], Any]], None]
+"""What the other ranks run: gets its rank, and what to call for the next message."""
+
+_QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # rank 0 says the same
+
+
+class Ranks:
+    """Ranks 1 to `count` - 1, seen from rank 0.
+
+    Attributes:
+        lost: why nothing can be computed any more; None while all is well.
+    """
+
+    def __init__(self, count: int, follow: Follow) -> None:
+        """Start them; `follow` is at the top of its module.
+
+        Raises:
+            InvalidRequest: this process is one of several already.
+        """
+        if dist.is_initialized():
+            raise InvalidRequest(
+                "this process is in a torch.distributed group already: there can be one "
+                "tensor-parallel model at a time, and none under torchrun"
+            )
+        self.lost: str | None = None
+        self._open, self._lock = True, Lock()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import obey; "
+        code += f"from {follow.__module__} import {follow.__name__}; obey({follow.__name__}, "
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", f"{code}{rank})"],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                env={**os.environ, **_QUIET, "LOCAL_RANK": str(rank)},
+                start_new_session=True,  # Ctrl-C is rank 0's
+            )
+            for rank in range(1, count)
+        ]
+        for rank, process in enumerate(self._processes, 1):
+            Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def tell(self, *message: Any) -> None:
+        """Send each of them a message, which is pickled."""
+        sent = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for process in self._processes:
+            pipe = cast(IO[bytes], process.stdin)
+            pipe.write(sent)
+            pipe.flush()
+
+    @contextmanager
+    def together(self, *message: Any) -> Iterator[None]:
+        """Tell them, and compute what they compute; whatever is raised puts the ranks out of step.
+
+        Raises:
+            RanksLost: now or before.
+        """
+        if self.lost is None:
+            try:
+                self.tell(*message)
+                yield
+            except BaseException as error:
+                with suppress(subprocess.TimeoutExpired):  # was it the death of another?
+                    self._processes[0].wait(0.5)
+                self._lose(f"rank 0 has failed ({first_sentence(error)})")
+                raise RanksLost(self.lost) from error
+        if self.lost is not None:
+            raise RanksLost(self.lost)
+
+    def close(self) -> None:
+        """End them, and leave the group; may be called again, from any thread."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        self._lose("the model is closed")
+        if was_open and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        self._lose(f"the process of rank {rank} has ended (status {status})")
+
+    def _lose(self, reason: str) -> None:
+        """End them all: who waits for one of them in a collective must not wait for ever."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = f"{reason}: without all its ranks, the model computes nothing more"
+        if self._open:
+            _log.critical("%s", self.lost)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            with suppress(OSError):  # what is left to be sent
+                cast(IO[bytes], process.stdin).close()
+        if self._open and dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()  # NCCL waits for the dead
+
+
+def obey(follow: Follow, rank: int) -> None:
+    """The life of another rank: `follow`, until rank 0 ends or closes the file, or it fails."""
+    messages: SimpleQueue[Any] = SimpleQueue()
+
+    def listen() -> None:
+        with suppress(Exception):  # the end, or cut off in the middle of a message
+            while True:
+                messages.put(pickle.load(sys.stdin.buffer))
+        os._exit(0)
+
+    def look() -> None:  # a fork of rank 0 may keep the file open
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+
+    parent = os.getppid()
+    for watch in (listen, look):
+        Thread(target=watch, daemon=True).start()
+    try:
+        follow(rank, messages.get)
+    except BaseException as error:
+        print(f"radixcache: rank {rank} ends: {first_sentence(error)}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def join(
+    rank: int, count: int, meeting: str, device: torch.device, ranks: Ranks | None = None
+) -> None:
+    """Make this process one of `count`, who find each other by a new file; returns with all.
+
+    Raises:
+        RanksLost: one of `ranks`, given on rank 0, ended before it came.
+    """
+    store = FileStore(meeting, count)
+    store.add("here", 1)
+    while ranks is not None and store.add("here", 0) < count:
+        if ranks.lost is not None:
+            raise RanksLost(ranks.lost)
+        time.sleep(0.01)
+    if device.type == "cpu":  # gloo would listen on the address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=store,
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(hours=2),  # as transformers': reading a large model takes long
+        device_id=None if device.type == "cpu" else device,
+    )

@@ -1,0 +1,177 @@
+"""The app of an ingress: who may come in, what it tells of the replicas, and all else to them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, cast
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from pydantic import BaseModel
+
+from radixcache.runtime.replicas.ingress import Ingress, portable
+from radixcache.runtime.routing.policy import Standing
+from radixcache.runtime.server import errors
+from radixcache.runtime.server.access import ADMINISTRATOR, Access
+from radixcache.runtime.server.answers import Health
+from radixcache.runtime.server.deadline import BodyDeadline
+from radixcache.runtime.server.errors import ApiError
+from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
+
+
+class Stand(BaseModel):
+    """How a replica stands for a prompt, in tokens; its cost is what the least of decides."""
+
+    replica: str
+    cost: float
+    cached_tokens: int
+    queued_tokens: int
+    requests: int
+
+
+class Route(BaseModel):
+    """Where a request went, and why: how all replicas stood for it before it was booked."""
+
+    time: float
+    path: str
+    prompt_tokens: int
+    replica: str
+    standings: list[Stand]
+
+
+class Running(BaseModel):
+    """A replica; queued are tokens that it has yet to compute, as far as the ingress knows."""
+
+    replica: str
+    kv_tokens: int
+    placement: str
+    node: str
+    pid: int
+    queued_tokens: int
+    requests: int
+
+
+class Replicas(BaseModel):
+    """GET /v1/replicas."""
+
+    replicas: list[Running]
+    recent: list[Route]
+
+
+def create_app(ingress: Ingress) -> FastAPI:
+    """The server in front of the replicas; `app.state.backend` is the ingress."""
+    options = ingress.options
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with ingress.running():
+            yield
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.backend = ingress
+    app.get("/health")(_health)
+    app.get("/metrics", dependencies=[ADMINISTRATOR])(_metrics)
+    app.get("/v1/replicas", dependencies=[ADMINISTRATOR])(_replicas)
+    app.mount("", ingress)
+    errors.install(app)
+    app.add_middleware(BodyDeadline)
+    app.add_middleware(Access, options=options)
+    if options.allowed_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[*options.allowed_origins],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(RequestLog, access_log=options.access_log)
+    return app
+
+
+def _ingress_of(request: Request) -> Ingress:
+    return cast(Ingress, request.app.state.backend)
+
+
+_Ingress = Annotated[Ingress, Depends(_ingress_of)]
+
+
+async def _health(ingress: _Ingress) -> Health:
+    """Whether requests are taken: 503 if not."""
+    if ingress.draining or not ingress.alive:
+        raise ApiError.unavailable("the server is shutting down, or no replica is running")
+    return Health()
+
+
+async def _replicas(ingress: _Ingress) -> Replicas:
+    """The replicas, and where the last requests went and why, the newest first."""
+    return Replicas(
+        replicas=[
+            Running(
+                replica=str(s.replica),
+                kv_tokens=ingress.replicas[str(s.replica)].kv_tokens,
+                placement=ingress.replicas[str(s.replica)].placement,
+                node=ingress.replicas[str(s.replica)].node,
+                pid=ingress.replicas[str(s.replica)].pid,
+                queued_tokens=s.queued_tokens,
+                requests=s.requests,
+            )
+            for s in ingress.router.standings([])
+        ],
+        recent=[
+            Route(
+                time=decision.time,
+                path=decision.path,
+                prompt_tokens=decision.standings[0].num_tokens,
+                replica=decision.replica,
+                standings=[_stand(standing) for standing in decision.standings],
+            )
+            for decision in reversed(ingress.decisions)
+        ],
+    )
+
+
+def _stand(standing: Standing) -> Stand:
+    return Stand(
+        replica=str(standing.replica),
+        cost=standing.cost,
+        cached_tokens=standing.cached_tokens,
+        queued_tokens=standing.queued_tokens,
+        requests=standing.requests,
+    )
+
+
+async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:
+    """The metrics of all replicas, each sample with its `replica`, and what is queued on each."""
+    families: dict[str, Metric] = {}
+    for name, messages in (await ingress.ask_all(portable(request.scope), b"")).items():
+        text = b"".join(message.get("body", b"") for message in messages).decode()
+        for family in text_string_to_metric_families(text):
+            kept = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                labels = {**sample.labels, "replica": name}
+                families.setdefault(family.name, kept).add_sample(sample.name, labels, sample.value)
+    for what in ("queued_tokens", "requests"):
+        gauge = GaugeMetricFamily(
+            f"radixcache_router_{what}", f"{what} booked on a replica", labels=["replica"]
+        )
+        for standing in ingress.router.standings([]):
+            gauge.add_metric([str(standing.replica)], getattr(standing, what))
+        families[gauge.name] = gauge
+    registry = CollectorRegistry()
+    registry.register(_Families([*families.values()]))
+    return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

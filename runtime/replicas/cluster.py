@@ -1,0 +1,56 @@
+"""The same for a cluster that others run: an application for `serve deploy` and KubeRay.
+
+There, Serve's proxies take the connections, and the ingress is a deployment of one replica: more
+would each know a part of what is cached.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.llm import LLM
+from radixcache.runtime.replicas import deploy
+from radixcache.runtime.server.settings import read_settings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+_MEANINGLESS = {"host", "port", "config", "kv_events_config"}
+
+
+def build(settings: dict[str, Any]) -> Application:
+    """The application of `serve_config.yaml`, whose `args` are flags of `radixcache serve`.
+
+    Raises:
+        InvalidRequest: a value makes no sense, or not here.
+    """
+    given = {name.replace("-", "_"): value for name, value in settings.items()}
+    if wrong := given.keys() & _MEANINGLESS:
+        raise InvalidRequest(f"{min(wrong)} is not for a replica of a cluster")
+    read = read_settings(given)
+    options, names = read.options(), signature(LLM).parameters
+    engine = {name: value for name in names if (value := getattr(read, name, None)) is not None}
+    resources = {"num_cpus": 1.0, "num_gpus": 0.0 if engine.get("device") == "cpu" else 1.0}
+    replicas = deploy.bind(
+        engine, options, read.replicas or (1, 1), read.shutdown_timeout, resources
+    )
+
+    def make_app() -> Any:
+        name, app = deploy.REPLICA, serve.get_replica_context().app_name
+        return deploy.make_app(serve.get_deployment_handle(name, app), engine, options, "")
+
+    ingress: Any = serve.ingress(make_app)(_Ingress)
+    deployment = serve.deployment(
+        name="ingress", num_replicas=1, max_ongoing_requests=deploy.NO_LIMIT
+    )
+    return deployment(ingress).bind(replicas)
+
+
+class _Ingress:
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        """The replicas are named so that they are deployed with it."""

@@ -1,0 +1,134 @@
+"""What `radixcache serve --replicas` starts: Ray, the replicas, and the ingress in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.replicas import sender
+from radixcache.runtime.replicas.app import create_app
+from radixcache.runtime.replicas.ingress import Ingress
+from radixcache.runtime.replicas.prompts import Prompts
+from radixcache.runtime.replicas.replica import Replica
+from radixcache.runtime.replicas.scaling import by_queued_tokens
+from radixcache.runtime.server import cache
+from radixcache.runtime.server.serve import serve as listen_and_serve
+from radixcache.runtime.server.settings import Options
+from radixcache.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+APP, REPLICA = "radixcache", "replica"
+
+NO_LIMIT = 100_000
+"""Requests that Serve lets a replica have: its app has limits of its own, and tells clients."""
+
+_UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
+
+
+def bind(
+    engine: Mapping[str, Any],
+    options: Options,
+    replicas: tuple[int, int],
+    grace: float,
+    resources: Mapping[str, float],
+) -> Application:
+    """The deployment of the replicas, of which there are from `replicas[0]` to `replicas[1]`.
+
+    Args:
+        engine: keyword arguments of `LLM`.
+        grace: seconds for what runs on a replica that is no longer needed.
+        resources: of each, as `num_cpus` and `num_gpus`.
+    """
+    low, high = replicas
+    count: dict[str, Any] = {"num_replicas": low}
+    if low != high:
+        policy = AutoscalingPolicy(
+            policy_function=f"{by_queued_tokens.__module__}:{by_queued_tokens.__name__}"
+        )
+        count["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=low,
+            max_replicas=high,
+            policy=policy,
+            upscale_delay_s=_UPSCALE_SECONDS,
+            downscale_delay_s=_DOWNSCALE_SECONDS,
+        )
+        del count["num_replicas"]
+    deployment = serve.deployment(
+        name=REPLICA,
+        max_ongoing_requests=NO_LIMIT,
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{sender.__name__}.{sender.Sender.__name__}"
+        ),
+        ray_actor_options=dict(resources),
+        graceful_shutdown_timeout_s=grace,
+        **count,
+    )(Replica)
+    key = secrets.token_bytes(32)
+    cache.share_key(key)  # the ingress names salts as they do
+    model = engine.get("model")
+    if model is not None and Path(model).exists():  # replicas run elsewhere
+        engine = {**engine, "model": str(Path(model).resolve())}
+    return deployment.bind(dict(engine), replace(options, access_log=False), key)
+
+
+@contextmanager
+def deployed(
+    engine: Mapping[str, Any], options: Options, replicas: tuple[int, int], grace: float
+) -> Iterator[DeploymentHandle]:
+    """Replicas on the Ray cluster of RAY_ADDRESS, or on one that is started for them here."""
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    cores = max(1, (os.cpu_count() or 1) // replicas[1])
+    if "RAY_ADDRESS" not in os.environ:
+        ray.init(num_cpus=cores * replicas[1] + 1, include_dashboard=False, logging_level="warning")
+    else:
+        ray.init(logging_level="warning")
+    try:
+        on_gpu = engine.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        resources = {"num_cpus": 1, "num_gpus": 1} if on_gpu else {"num_cpus": cores}
+        quiet = {"log_level": "WARNING", "enable_access_log": False}
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        application = bind(engine, options, replicas, grace, resources)
+        yield serve.run(application, name=APP, route_prefix=None, logging_config=quiet)
+    finally:
+        serve.delete(APP)
+        ray.shutdown()
+
+
+def make_app(
+    handle: DeploymentHandle, engine: Mapping[str, Any], options: Options, note: str
+) -> FastAPI:
+    """The ingress of running replicas."""
+    tokenizer = Tokenizer.load(str(engine.get("model") or BUNDLED_MODEL))
+    return create_app(Ingress(handle, options, Prompts(tokenizer), note))
+
+
+def run(
+    engine: Mapping[str, Any],
+    options: Options,
+    replicas: tuple[int, int],
+    listener: socket.socket,
+    grace: float,
+) -> None:
+    """Serve until a signal ends it."""
+    with deployed(engine, options, replicas, grace) as handle:
+        low, high = replicas
+        count = f"{low}" if low == high else f"{low} to {high}"
+        app = make_app(handle, engine, options, f"{count} replicas, run by Ray Serve")
+        listen_and_serve(app, listener, grace)

@@ -1,0 +1,29 @@
+"""Who runs, as Serve tells its own router in this process; apart from it, since that is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Members:
+    """The replicas that Serve says are running, for whoever listens in this process."""
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+        self._listener: Callable[[], object] | None = None
+
+    def listen(self, listener: Callable[[], object] | None) -> None:
+        """Call `listener` now and whenever `names` has changed, on Serve's thread."""
+        self._listener = listener
+        if listener is not None:
+            listener()
+
+    def change(self, names: frozenset[str]) -> None:
+        """Serve's router has heard of others."""
+        self.names = names
+        if self._listener is not None:
+            self._listener()
+
+
+MEMBERS = Members()
+"""Serve makes its routers by itself, one for each process: so this is how to know them."""

@@ -1,0 +1,109 @@
+"""What a request's prompt is in tokens, as far as that decides where it goes.
+
+The replica reads the request again, and what it computed is booked when it ends. So nothing is
+refused here, and what cannot be read is a prompt of no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from radixcache.base import Tokens, as_tokens
+from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.server.backend import Backend, plain_messages
+from radixcache.runtime.server.chat import turn_of
+from radixcache.runtime.server.messages_bodies import CountRequest, MessagesRequest
+from radixcache.runtime.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    ExplainRequest,
+    PrefixRequest,
+    as_chat_request,
+)
+from radixcache.runtime.server.responses_bodies import ResponsesRequest
+from radixcache.runtime.text.tokenizer import Tokenizer
+
+Body = Mapping[str, Any]
+
+
+def parse(body: bytes) -> Body:
+    """The fields of a body; none if it is no JSON object."""
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(body)
+        if isinstance(fields, dict):
+            return fields
+    return {}
+
+
+class Prompts:
+    """Reads prompts with a model's tokenizer; None for a model without one."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.chat_defaults = SamplingParams()
+        self._tokenizer = tokenizer
+        self._readers: dict[str, Callable[[Body], list[int]]] = {
+            "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
+            "/v1/messages": lambda b: self._chat(as_chat_request(MessagesRequest(**b).as_chat())),
+            "/v1/messages/count_tokens": lambda b: self._chat(
+                as_chat_request(CountRequest(**b).as_chat())
+            ),
+            "/v1/responses": self._response,
+            "/v1/completions": lambda b: self._first(CompletionRequest(**b)),
+            "/v1/explain": self._explain,
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """`turn_of` asks for this and `chat_defaults`, as it does of a `Backend`."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
+        """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
+        reader, tokens = self._readers.get(path), []
+        with suppress(Exception):  # whatever there is to say about it, the replica will
+            if reader is not None:
+                if prefix is not None and "messages" in prefix and "messages" in body:
+                    body = {**body, "messages": [*prefix["messages"], *body["messages"]]}
+                    tokens = reader(body)
+                else:
+                    tokens = [*self._prefix(prefix), *reader(body)]
+        return as_tokens(tokens)
+
+    def _chat(self, body: ChatRequest) -> list[int]:
+        turn = turn_of(body, cast(Backend, self))
+        text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
+        return self.tokenizer.encode(text, special=False)
+
+    def _response(self, fields: Body) -> list[int]:
+        body = ResponsesRequest(**fields)
+        return self._chat(as_chat_request(body.as_chat(body.messages())))
+
+    def _first(self, body: CompletionRequest) -> list[int]:
+        prompt = body.prompts[0]
+        if isinstance(prompt, list):
+            return prompt
+        special = body.prefix is None and body.add_special_tokens is not False
+        return self.tokenizer.encode(prompt, special=special)
+
+    def _explain(self, fields: Body) -> list[int]:
+        body = ExplainRequest(**fields)
+        if body.messages is None:
+            meant = body.model_dump(include={"prompt", "add_special_tokens", "prefix"})
+            return self._first(CompletionRequest(**meant))
+        names = ChatRequest.model_fields.keys() & fields.keys()
+        return self._chat(ChatRequest(**{name: fields[name] for name in names - {"explain"}}))
+
+    def _prefix(self, fields: Body | None) -> list[int]:
+        if fields is None:
+            return []
+        body = PrefixRequest(**fields)
+        if isinstance(body.prompt, list):
+            return body.prompt
+        if body.messages is None:
+            return self.tokenizer.encode(body.prompt or "")
+        text = self.tokenizer.render_chat(plain_messages(body.messages), ask=False)
+        return self.tokenizer.encode(text, special=False)

@@ -1,0 +1,81 @@
+"""Chats about documents, some at a time, and what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import APIError, AsyncOpenAI
+
+from radixcache.bench.probes.people import FIELDS, make_table
+
+Messages = list[dict[str, str]]
+
+
+def make_document(rng: random.Random) -> tuple[str, list[str]]:
+    """Some 540 tokens, and the people in them."""
+    tables = [make_table(rng) for _ in range(3)]
+    rows = [row for table, _ in tables for row in table.split("\n")][:33]
+    people = [person for _, names in tables for person in names]
+    text = "\n".join(rows)
+    return text, [person for person in people if person in text]
+
+
+@dataclass
+class Load:
+    """Chats of `turns` questions, `at_a_time`, streamed and greedy.
+
+    Attributes:
+        answered: each conversation with its answer.
+        failed: what the client raised, and how much text had come.
+    """
+
+    client: AsyncOpenAI
+    seed: int
+    chats: int = 30
+    turns: int = 6
+    documents: int = 6
+    at_a_time: int = 6
+    max_tokens: int = 40
+    answered: list[tuple[Messages, str]] = field(default_factory=list)
+    failed: list[tuple[Exception, str]] = field(default_factory=list)
+
+    async def run(self) -> None:
+        print(f"seed {self.seed}")
+        rng = random.Random(self.seed)
+        documents = [make_document(rng) for _ in range(self.documents)]
+        places = asyncio.Semaphore(self.at_a_time)
+
+        async def chat(number: int) -> None:
+            async with places:
+                await self._chat(*documents[number % len(documents)], number)
+
+        await asyncio.gather(*map(chat, range(self.chats)))
+
+    async def _chat(self, document: str, people: list[str], number: int) -> None:
+        rng = random.Random(f"{self.seed} {number}")
+        messages = [{"role": "system", "content": f"{document}\n"}]
+        for _ in range(self.turns):
+            question = f"What is the {rng.choice([*FIELDS])} of {rng.choice(people)}?"
+            messages.append({"role": "user", "content": question})
+            text = ""
+            try:
+                async for chunk in await self._ask(messages):
+                    text += chunk.choices[0].delta.content or ""
+            except APIError as error:
+                self.failed.append((error, text))
+                messages.pop()
+                continue
+            self.answered.append(([*messages], text))
+            messages.append({"role": "assistant", "content": text})
+
+    async def _ask(self, messages: Any) -> Any:
+        return await self.client.chat.completions.create(
+            model="tabletalk",
+            messages=messages,
+            max_tokens=self.max_tokens,
+            temperature=0,
+            stream=True,
+        )

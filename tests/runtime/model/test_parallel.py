@@ -1,0 +1,280 @@
+"""Models that two processes compute: what they answer, and that none outlives the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache import LLM, SamplingParams
+from radixcache.errors import (
+    EngineFailed,
+    EngineStopped,
+    InvalidRequest,
+    MissingDependency,
+    ModelError,
+    RanksLost,
+)
+from radixcache.runtime.model import parallel
+from radixcache.runtime.model.packed_linear import PackedLinear
+from radixcache.runtime.model.ranks import Ranks
+from radixcache.runtime.model.stock_model import StockModel
+from tests.models import NUM_KV_HEADS, tiny_model
+
+pytest.importorskip("accelerate")
+
+SETTINGS: dict[str, Any] = {
+    "kv_memory": "1MB",
+    "page_size": 8,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 6,
+}
+
+
+def ranks_of(llm: LLM) -> Ranks:
+    ranks = llm.engine.model.ranks
+    assert ranks is not None
+    return ranks
+
+
+def draw(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share stems and part in mid-page, greedy and with seeds."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, 256, length) for length in (37, 90, 61)]
+    requests = []
+    for number in range(count):
+        stem = stems[rng.integers(len(stems))]
+        tail = rng.integers(0, 256, rng.integers(1, 30))
+        tokens = np.concatenate([stem[: rng.integers(1, len(stem) + 1)], tail]).tolist()
+        params = SamplingParams(
+            temperature=0.0 if number % 2 else 0.8,
+            seed=int(rng.integers(1 << 30)),
+            max_tokens=int(rng.integers(1, 24)),
+            ignore_eos=True,
+        )
+        requests.append((tokens, params))
+    return requests
+
+
+def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """The tokens of each, some streams beside them hung up on."""
+    given = []
+    for first in range(0, len(requests), 10):
+        some = requests[first : first + 10]
+        streams = [llm.stream(tokens[:-1], params) for tokens, params in some[:2]]
+        for stream in streams:
+            next(stream)
+        prompts = [tokens for tokens, _ in some]
+        outputs = llm.generate(prompts, [params for _, params in some], use_tqdm=False)
+        given += [list(output.outputs[0].token_ids) for output in outputs]
+        for stream in streams:
+            stream.close()
+        llm.call(llm.engine.check)
+    return given
+
+
+def check_equal(
+    llm: LLM, alone: LLM, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks answer as one process, and copied pages on the way."""
+    told: list[str] = []
+    tell = ranks_of(llm).tell
+
+    def note(*message: Any) -> None:
+        told.append(message[0])
+        tell(*message)
+
+    monkeypatch.setattr(ranks_of(llm), "tell", note)
+    requests = draw(count, seed)
+    got, wanted = answers(llm, requests), answers(alone, requests)
+    monkeypatch.undo()
+    different = [i for i in range(count) if got[i] != wanted[i]]
+    assert not different, f"{len(different)} of {count} answers differ: {different}"
+    assert told.count("copy") >= count // 20 and told.count("forward") > count // 2
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("qwen3", tmp_path)
+    with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel=2, **SETTINGS) as llm:
+        assert "transformers on 2 ranks" in repr(llm)
+        assert llm.engine.model.shapes[0].heads == NUM_KV_HEADS // 2
+        check_equal(llm, alone, 20, seed=0, monkeypatch=monkeypatch)
+        with pytest.raises(InvalidRequest, match="one tensor-parallel model at a time"):
+            LLM(model, tensor_parallel=2)
+
+        (process,) = ranks_of(llm)._processes
+        streams = [llm.stream([1, 2, n], SamplingParams(max_tokens=400)) for n in range(8)]
+        next(streams[0])
+        process.kill()
+        begun = time.monotonic()
+        for stream in streams:  # two of them wait for a slot
+            with pytest.raises((EngineFailed, EngineStopped), match=r"rank 1|has stopped"):
+                list(stream)
+        assert time.monotonic() - begun < 5
+        assert not llm.worker.alive
+        with pytest.raises(EngineStopped):
+            llm.generate([[1, 2, 3]])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "count"), [("llama", 67), ("qwen3", 67), ("gemma3_text", 66)])
+def test_200_answers_of_two_ranks_are_those_of_one_process(
+    family: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family, tmp_path)
+    with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel=2, **SETTINGS) as llm:
+        check_equal(llm, alone, count, seed=len(family), monkeypatch=monkeypatch)
+
+
+@pytest.mark.exhaustive
+def test_big_layers_of_a_rank_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "attention_bias": True}
+    path = tiny_model("llama", tmp_path, **sizes)
+    with LLM(path, **SETTINGS) as alone, LLM(path, tensor_parallel=2, **SETTINGS) as llm:
+        model = llm.engine.model
+        assert isinstance(model, StockModel)
+        assert any(isinstance(layer, PackedLinear) for layer in model._model.modules())
+        check_equal(llm, alone, 20, seed=1, monkeypatch=monkeypatch)
+
+
+@pytest.mark.exhaustive
+def test_an_idle_model_that_loses_a_rank_is_not_alive(tmp_path: Path) -> None:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+        llm.generate([[1, 2, 3]])
+        ranks_of(llm)._processes[0].kill()
+        assert wait_until(lambda: not llm.worker.alive)
+        with pytest.raises((EngineFailed, EngineStopped), match=r"rank 1 has ended \(status -9\)"):
+            llm.generate([[1, 2, 3]])
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+        with pytest.raises(RanksLost, match="rank"), ranks_of(llm).together("forward", 1):
+            raise RuntimeError("out of memory")
+        assert not is_running(ranks_of(llm)._processes[0].pid)
+
+
+def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = Ranks.tell
+
+    def die(ranks: Ranks, *message: Any) -> None:
+        tell(ranks, *message)
+        ranks._processes[0].kill()
+
+    monkeypatch.setattr(Ranks, "tell", die)
+    with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
+        LLM(tiny_model("llama", tmp_path), tensor_parallel=2)
+
+
+SCRIPT = """
+import os, sys, time
+from radixcache import LLM, SamplingParams
+llm = LLM(sys.argv[1], tensor_parallel=2, kv_memory="1MB")
+print(llm.engine.model.ranks._processes[0].pid, flush=True)
+if sys.argv[2] == "fork" and not os.fork():
+    time.sleep(30)
+    os._exit(0)
+if sys.argv[2] == "end":
+    llm.generate([[1, 2, 3]])
+else:
+    many = SamplingParams(max_tokens=480, ignore_eos=True)
+    while True:
+        llm.generate([[1, 2, 3]] * 4, many)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ending", ["end", "SIGKILL", "SIGTERM", "SIGINT", "fork"])
+def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path)
+    leader = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, model, ending], stdout=subprocess.PIPE, text=True
+    )
+    assert leader.stdout is not None
+    with leader, leader.stdout:
+        pid = int(leader.stdout.readline())
+        assert is_running(pid)
+        if ending != "end":
+            time.sleep(0.3)  # in the middle of a step
+            os.kill(leader.pid, getattr(signal, ending, signal.SIGKILL))
+        leader.wait(20)
+    assert wait_until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "sentence"),
+    [
+        ("cuda", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
+        ("auto", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
+        ("cuda:1", 2, "the ranks take the first devices: say device='cuda'"),
+        ("cpu", 2, "is for GPUs, or a CPU without any"),
+    ],
+)
+def test_devices_that_do_not_suffice_are_named(
+    device: str, gpus: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(InvalidRequest, match=sentence):
+        parallel.load_parallel("no model is read", 2, "auto", device)
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"pip install '.\[tensor-parallel\]'"):
+        parallel.load_parallel("no model is read", 2, "auto", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "settings", "sentence"),
+    [
+        ("llama", {}, {"tensor_parallel": 3}, "4 query heads and 2 KV heads cannot be shared"),
+        ("llama", {"num_key_value_heads": 1}, {}, "4 query heads and 1 KV heads cannot"),
+        ("gpt2", {}, {}, "no tensor-parallel plan for 'gpt2'"),
+        ("llama", {}, {"exact": True}, "exact mode is for one process"),
+        ("llama", {}, {"tensor_parallel": 0}, "tensor_parallel must be at least 1, not 0"),
+        ("llama", {}, {"dtype": "int8"}, "unknown dtype 'int8'"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_anything_starts(
+    family: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(family, tmp_path, **options)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises((ModelError, InvalidRequest), match=sentence):
+        LLM(model, **{"tensor_parallel": 2, **settings})
