@@ -8,6 +8,11 @@ const TOUCHED = { least: 30, asked: 34, most: 48 }; // the same for fingers
 const touched = matchMedia("(max-width: 820px), (pointer: coarse)");
 const row = () => (touched.matches ? TOUCHED : ROW);
 
+export const narrow = matchMedia("(max-width: 820px)");
+
+/** The height that a tree may have: on a phone it takes no more of it than it needs. */
+export const mostHeight = (tree) => (narrow.matches ? Math.round(0.6 * innerHeight) : tree.clientHeight);
+
 /** How many leaves one above the other, and nodes side by side, can be read in a space. */
 export const room = (width, height) => ({
   rows: Math.max(5, Math.floor(height / row().asked)),

@@ -3,7 +3,7 @@
 import { lookAt, looksAt, refresh } from "./cache.js";
 import { $, count, format, make } from "./dom.js";
 import { goneBelow, gonePlaces, isThinned, noteGone } from "./gone.js";
-import { fit, layOut, room, rowHeight } from "./layout.js";
+import { fit, layOut, mostHeight, narrow, room, rowHeight } from "./layout.js";
 import { found, foundBelow, searchWith } from "./search.js";
 import { call, tell } from "./server.js";
 
@@ -38,7 +38,9 @@ function show() {
   const { boxes: placed, rows } = layOut(trees, view.more, goneBelow);
   const scale = document.querySelector("[name=scale]:checked").value;
   fit(placed, scale === "log" ? (n) => Math.log2(1 + n) : (n) => n, tree.clientWidth);
-  const height = rowHeight(tree.clientHeight, rows);
+  const most = mostHeight(tree);
+  const height = rowHeight(most, rows);
+  tree.style.height = narrow.matches ? `${Math.min(most, Math.max(rows, 1) * height)}px` : "";
   const ages = [...new Set(placed.map(age))].sort((a, b) => a - b);
   const keys = new Set(placed.map((box) => box.key));
   for (const [key, element] of boxes) {
@@ -176,7 +178,7 @@ function showCrumbs() {
 
 /** Ask for as much as can be read. */
 function measure() {
-  const { rows, levels } = room($("tree").clientWidth, $("tree").clientHeight);
+  const { rows, levels } = room($("tree").clientWidth, mostHeight($("tree")));
   lookAt({ rows: Math.min(10000, rows * unfolded), levels });
 }
 
