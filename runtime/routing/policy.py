@@ -3,7 +3,8 @@
 What a replica has to do before that is counted in tokens: those of the prompt that it must compute,
 and, a little less, those that were sent there before and are not computed yet. The least sum wins.
 There is no threshold between affinity and load, as both are in one unit: a cached prefix attracts
-requests until the queue there is longer than computing the prefix elsewhere.
+requests until the queue there is longer than computing the prefix elsewhere, or the KV memory full:
+what those in flight hold there with a mean answer each, beyond its size, counts as well.
 
 What a replica has cached is not asked but remembered, in a tree for each: a `RadixCache` of as many
 pages of one token as the replica's KV holds, which evicts as the replica does. A prompt is
@@ -16,8 +17,9 @@ each prefix over as many replicas.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
+from radixcache.nodes import common_length
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 
@@ -32,6 +35,11 @@ QUEUED = 0.9
 """What a queued token weighs. At 1 the second of two requests with one stem leaves for an idle
 replica, to save the few tokens of the first that are not stem, and computes the stem again; and a
 part of the queue is computed by now. From 0.5 down load counts too little."""
+
+SHORT = 4
+"""What a token weighs that has no room: it waits for answers to end, not for prompts."""
+ANSWER = 512
+"""Tokens of an answer before any has been seen. Better too many: waiting for room takes longest."""
 
 
 class Standing(NamedTuple):
@@ -43,6 +51,7 @@ class Standing(NamedTuple):
         queued_tokens: of other requests, that it has yet to compute.
         requests: sent there and not ended.
         last: when a request was sent there last, in requests; 0 if never.
+        short_tokens: by which its KV memory is too small for this request and those not ended.
     """
 
     replica: Hashable
@@ -51,11 +60,13 @@ class Standing(NamedTuple):
     queued_tokens: int
     requests: int
     last: int
+    short_tokens: int = 0
 
     @property
     def cost(self) -> float:
         """Tokens to compute before the first token of the answer, as far as that matters."""
-        return self.num_tokens - self.cached_tokens + QUEUED * self.queued_tokens
+        head = self.cached_tokens if 10 * self.cached_tokens >= self.num_tokens else 0
+        return self.num_tokens - head + QUEUED * self.queued_tokens + SHORT * self.short_tokens
 
 
 def preference(standing: Standing) -> tuple[float, int, int]:
@@ -75,11 +86,31 @@ class _Replica:
     queued_tokens: int = 0
     requests: int = 0
     last: int = 0
+    prompts: list[tuple[int, bytes]] = field(default_factory=list)
+    """Of the requests, after the hash of the salt; sorted: those most alike are neighbours."""
+    held_tokens: int = 0
+    """Of these prompts; what they have in common counts once."""
 
-    def standing(self, tokens: Tokens, salt: Hashable) -> Standing:
-        """How it stands for a prompt. O(len(tokens))."""
+    def standing(self, tokens: Tokens, salt: Hashable, answer: float) -> Standing:
+        """How it stands for a prompt, if each answer has `answer` tokens. O(len(tokens))."""
         count, cached = len(tokens), self.ghost.match(tokens, salt)
-        return Standing(self.name, count, cached, self.queued_tokens, self.requests, self.last)
+        held = self.held_tokens + count - cached + int((self.requests + 1) * answer)
+        short = max(0, held - self.ghost.pool.num_pages)
+        load = self.queued_tokens, self.requests, self.last
+        return Standing(self.name, count, cached, *load, short)
+
+    def hold(self, tokens: Tokens, salt: Hashable, sign: int) -> None:
+        """A request comes (1) or goes (-1). O(len(tokens) · log(requests))."""
+        prompt, shared = (hash(salt), tokens.tobytes()), 0
+        at = bisect_left(self.prompts, prompt)
+        self.prompts[at : at + (sign < 0)] = []
+        for named, other in self.prompts[max(0, at - 1) : at + 1]:
+            if named == prompt[0] and (n := min(len(tokens), len(other) // 4)):
+                same = common_length(tokens[:n], np.frombuffer(other, np.int32, n))
+                shared = max(shared, same)
+        self.prompts[at:at] = [prompt] * (sign > 0)
+        self.held_tokens += sign * (len(tokens) - shared)
+        self.requests += sign
 
     def remember(self, tokens: Tokens, salt: Hashable) -> None:
         """All of `tokens` is cached there, or about to be. O(len(tokens)), amortised."""
@@ -131,6 +162,7 @@ class Router:
         self._replicas: dict[Hashable, _Replica] = {}
         self._bookings: dict[Hashable, _Booking] = {}
         self._count = 0
+        self._answer: float = ANSWER  # the mean of what has ended, the last ones most
 
     def add(self, replica: Hashable, kv_tokens: int) -> None:
         """A replica has joined, or forgotten all it had cached; `kv_tokens` fit its KV memory.
@@ -149,7 +181,7 @@ class Router:
     def standings(self, tokens: TokensLike, salt: Hashable = None) -> list[Standing]:
         """What each replica would have to do for a prompt. Changes nothing. O(replicas · len)."""
         tokens = as_tokens(tokens)
-        return [r.standing(tokens, salt) for r in self._replicas.values()]
+        return [r.standing(tokens, salt, self._answer) for r in self._replicas.values()]
 
     def order(self, tokens: TokensLike, salt: Hashable = None) -> list[Hashable]:
         """All replicas, the best first. Changes nothing."""
@@ -167,7 +199,7 @@ class Router:
         for replica in sorted(self._replicas.values(), key=attrgetter("queued_tokens")):
             if best is not None and QUEUED * replica.queued_tokens >= best.cost:
                 break  # the queue alone costs more, there and at those that follow
-            standing = replica.standing(tokens, salt)
+            standing = replica.standing(tokens, salt, self._answer)
             if best is None or preference(standing) < preference(best):
                 best = standing
         if best is None:
@@ -187,7 +219,8 @@ class Router:
             raise InvalidRequest(f"there is no replica {replica!r}")
         self.release(key)
         tokens = as_tokens(tokens)
-        self._book(key, self._replicas[replica].standing(tokens, salt), tokens, salt)
+        standing = self._replicas[replica].standing(tokens, salt, self._answer)
+        self._book(key, standing, tokens, salt)
 
     def _book(self, key: Hashable, standing: Standing, tokens: Tokens, salt: Hashable) -> None:
         to_compute = len(tokens) - standing.cached_tokens
@@ -195,7 +228,7 @@ class Router:
         replica = self._replicas[standing.replica]
         self._count += 1
         replica.last = self._count
-        replica.requests += 1
+        replica.hold(tokens, salt, 1)
         replica.queued_tokens += to_compute
         replica.remember(tokens, salt)
 
@@ -219,7 +252,9 @@ class Router:
         if booking is None:
             return
         replica = self._replicas[booking.replica]
-        replica.requests -= 1
+        replica.hold(booking.tokens, booking.salt, -1)
+        if answers:
+            self._answer += (sum(map(len, answers)) - self._answer) / 32
         for answer in answers:
             if len(answer) > 1:
                 text = np.concatenate((booking.tokens, as_tokens(answer)[:-1]))

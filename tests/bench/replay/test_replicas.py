@@ -74,6 +74,22 @@ def test_cost_sends_a_request_where_its_prefix_is_unless_the_queue_is_longer() -
     assert found.ttfts == pytest.approx([3.0, 1.0, 8.0, 0.8 + 3.1])
 
 
+def test_cost_starves_no_replica_when_memory_is_short() -> None:
+    rng = np.random.default_rng(0)
+    workload, stem = Workload("one stem", ""), rng.integers(0, 30000, 2000, dtype=np.int32)
+    for _ in range(150):
+        own, answer = (rng.integers(0, 30000, n, dtype=np.int32) for n in (20, 400))
+        workload.add([stem, own], answer)
+
+    def waited(routing: str) -> float:
+        scheme, arrivals = parse_scheme("radix-16"), Arrivals(rate=4.0, seed=1)
+        found = run_replicas(workload, routing, scheme, 8192, Fleet(4), arrivals)
+        assert min(found.computed_by_replica) >= 2000
+        return found.ttft_mean
+
+    assert waited("cost") <= 2 * waited("least-queued")
+
+
 @pytest.mark.parametrize("routing", RULES)
 @pytest.mark.parametrize("scheme", ["radix-16", "hash-16", "aligned-16", "template-16", "none"])
 def test_tokens_are_conserved_and_nobody_hits_more_than_an_endless_cache(

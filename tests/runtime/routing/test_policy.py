@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.routing.policy import QUEUED, Router, preference
+from radixcache.runtime.routing.policy import ANSWER, QUEUED, SHORT, Router, preference
 
 Prefix = tuple[Hashable, tuple[int, ...]]
 
 
 class Books:
-    """What a router without limits of memory should know, by brute force."""
+    """What a router should know whose trees evict nothing, by brute force."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_tokens: int) -> None:
+        self.kv_tokens = kv_tokens
+        self.answer = float(ANSWER)
         self.prefixes: dict[str, set[Prefix]] = {}
         self.booked: dict[int, tuple[str, list[int], Hashable]] = {}
         self.to_compute: dict[int, int] = {}
@@ -36,7 +38,16 @@ class Books:
         here = [key for key, booking in self.booked.items() if booking[0] == name]
         queued = sum(self.to_compute[key] for key in here)
         last = max((n for n, sent in enumerate(self.sent, 1) if sent == name), default=0)
-        return len(tokens) - self.cached(name, tokens, salt) + QUEUED * queued, len(here), last
+        cached = self.cached(name, tokens, salt)
+        short = self.held(here) + len(tokens) - cached + int((len(here) + 1) * self.answer)
+        to_compute = len(tokens) if cached < len(tokens) / 10 else len(tokens) - cached
+        cost = to_compute + QUEUED * queued + SHORT * max(0, short - self.kv_tokens)
+        return cost, len(here), last
+
+    def held(self, keys: list[int]) -> int:
+        """Each prefix of what is booked is one token's KV."""
+        booked = [self.booked[key][1:] for key in keys]
+        return len({(salt, tuple(t[:n])) for t, salt in booked for n in range(1, len(t) + 1)})
 
     def book(self, key: int, name: str, tokens: list[int], salt: Hashable) -> None:
         self.booked.pop(key, None)
@@ -50,6 +61,8 @@ class Books:
             name, tokens, salt = self.booked.pop(key)
             for answer in answers:
                 self.remember(name, tokens + answer[:-1], salt)
+            if answers:
+                self.answer += (sum(len(a) for a in answers) - self.answer) / 32
 
     def forget(self, name: str) -> None:
         self.prefixes.pop(name, None)
@@ -61,7 +74,7 @@ class Books:
 def test_random_operations_go_as_by_brute_force(seed: int) -> None:
     print(f"seed {seed}")
     rng = Random(f"router {seed}")
-    router, books = Router(), Books()
+    router, books = Router(), Books(kv_tokens=3_000)
     words = rng.choice([2, 5, 1000])
     say = lambda most: [rng.randrange(words) for _ in range(rng.randint(1, most))]  # noqa: E731
     stems = [say(12) for _ in range(4)]
@@ -71,6 +84,7 @@ def test_random_operations_go_as_by_brute_force(seed: int) -> None:
         stem = rng.choice(sorted(known)) if known and rng.random() < 0.3 else rng.choice(stems)
         return stem + say(6)
 
+    short = 0
     for key in range(150):
         operation = rng.random()
         names = [*books.prefixes]
@@ -78,7 +92,7 @@ def test_random_operations_go_as_by_brute_force(seed: int) -> None:
         some = rng.randrange(key + 1)
         if len(names) < 2 or operation < 0.06:
             name = rng.choice("abcd")
-            router.add(name, kv_tokens=100_000)
+            router.add(name, kv_tokens=3_000)
             books.forget(name)
             books.prefixes[name] = set()
         elif operation < 0.10:
@@ -104,10 +118,11 @@ def test_random_operations_go_as_by_brute_force(seed: int) -> None:
             books.release(some, answers)
         router.check()
         tokens, salt = prompt(), rng.choice([None, "salt", "other"])
+        short += sum(s.short_tokens > 0 for s in router.standings(tokens, salt))
         found = {str(s.replica): preference(s) for s in router.standings(tokens, salt)}
         assert found == {name: books.rank(name, tokens, salt) for name in books.prefixes}
         assert router.order(tokens, salt) == sorted(found, key=lambda name: found[name])
-    assert len(books.sent) > 50
+    assert len(books.sent) > 50 and short
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -148,13 +163,41 @@ def test_a_burst_with_one_stem_stays_where_it_is_until_another_replica_is_quicke
     for queue, own, copies in ((1, 1, 1), (1, 200, 8), (4000, 10, 1)):
         router = Router()
         for name in range(8):
-            router.add(name, 10_000)
+            router.add(name, 100_000)
             if name:
                 router.book(("before", name), name, [5000 + name] * queue)
         chosen = [router.choose(n, [*stem, *[2000 + n] * own]) for n in range(32)]
         assert sum(standing.cached_tokens == 0 for standing in chosen) == copies
         assert len({standing.replica for standing in chosen}) == copies
         router.check()
+
+
+def test_equal_prompts_that_do_not_end_spread_once_the_memory_of_a_replica_is_full() -> None:
+    router = Router()
+    for name in range(4):
+        router.add(name, 101 + 10 * ANSWER)
+    chosen = []
+    for key in range(40):
+        chosen.append(router.choose(key, range(100)))
+        router.started(key)
+        router.check()
+    assert [standing.replica for standing in chosen[:10]] == [0] * 10
+    assert [sum(s.replica == name for s in chosen) for name in range(4)] == [10] * 4
+    assert not any(standing.short_tokens for standing in chosen)
+    assert router.choose("full", range(100)).short_tokens == ANSWER
+    for key in range(10, 20):  # all of those on the second
+        router.release(key)
+    assert router.order(range(100))[0] == 1
+
+
+def test_a_head_that_all_prompts_share_keeps_no_replica_idle() -> None:
+    router = Router()
+    router.add("a", 100_000)
+    router.add("b", 100_000)
+    router.book("before", "a", [*range(90), 1])
+    router.release("before")
+    assert router.order([*range(90), *range(1000, 1900)]) == ["b", "a"]  # less than a tenth
+    assert router.order([*range(90), *range(1000, 1800)]) == ["a", "b"]
 
 
 def test_what_was_computed_stays_when_a_request_fails_and_its_queue_goes() -> None:
