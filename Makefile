@@ -39,7 +39,7 @@ help:  ## list these targets
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
 	@$(BIN)/radixcache demo $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3.5 minutes on two cores)
+test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (4 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
