@@ -166,6 +166,15 @@ def test_the_command_compares_all_ways_in_a_table_of_80_columns(
     assert report["settings"]["replicas"] == 4
 
 
+def test_who_serves_nobody_is_not_the_fastest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "bench documents:documents=1,questions=1 --replicas 2 --memory 99 --json".split()
+    assert main([*words, str(tmp_path / "x")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "radix-16" in line]
+    assert [row[4:6] for row in rows] == [["–", "–"]] * len(RULES)
+
+
 def test_two_reports_of_routing_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
