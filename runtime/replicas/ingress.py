@@ -179,7 +179,7 @@ class Ingress:
                     if found is not None:
                         await self._teach(name)
                         self.replicas[name] = found
-                        self.router.add(name, found.kv_tokens)
+                        self.router.add(name, found.kv_tokens, found.max_num_seqs)
                         self._changed.set()
                 except ActorDiedError:
                     self._died.add(name)

@@ -40,6 +40,7 @@ class Description:
 
     Attributes:
         kv_tokens: that fit its KV memory.
+        max_num_seqs: that run at the same time.
         names: of the model.
         placement: whose layers run where.
         node: the name of its machine, where `pid` is its process.
@@ -47,6 +48,7 @@ class Description:
 
     name: str
     kv_tokens: int
+    max_num_seqs: int
     names: list[str]
     placement: str
     node: str
@@ -98,9 +100,10 @@ class Replica:
             return None
         cache, model = self._llm.cache, self._llm.engine.model
         kv_tokens = cache.pool.num_pages * cache.page_size
+        slots = self._llm.engine.scheduler.max_num_seqs
         names = self._app.state.backend.names
         return Description(
-            self._name, kv_tokens, names, model.placement, platform.node(), os.getpid()
+            self._name, kv_tokens, slots, names, model.placement, platform.node(), os.getpid()
         )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
