@@ -203,6 +203,25 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype)
 
 
 @needs_exact
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "bfloat16"), ("gemma2", "float32"), ("gemma2", "bfloat16")]
+)
+def test_where_one_row_may_have_other_bits_there_is_none(family, dtype, monkeypatch) -> None:
+    model = exact_model(family, dtype)
+    counted, compute = [], model._logits
+
+    def count(pool: Any, tokens: Any, positions: Any, rows: Any) -> torch.Tensor:
+        counted.append((len(tokens), len(rows)))
+        return compute(pool, tokens, positions, rows)
+
+    monkeypatch.setattr(model, "_logits", count)
+    play(model, SEED)
+    exact.check(model)  # asks for the last row's logits alone, too
+    assert model.fills_up and len(counted) > 20
+    assert all(tokens > 1 and rows != 1 for tokens, rows in counted), "a row was alone"
+
+
+@needs_exact
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", exact_schedules.DTYPES)
 @pytest.mark.parametrize("family", exact_schedules.MODELS)
