@@ -26,7 +26,7 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
-from radixcache.runtime.model import local_linear, parallel, ranks
+from radixcache.runtime.model import local_linear, parallel
 from radixcache.runtime.model.packed_linear import PackedLinear
 from radixcache.runtime.model.ranks import Ranks
 from radixcache.runtime.model.stock_model import StockModel
@@ -76,7 +76,7 @@ def be_rank(stdin: Path, code: str, parent: int, env: dict[str, str]) -> int:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_linear  # imported, so that the forks need not
-    monkeypatch.setattr(ranks.subprocess, "Popen", ForkedRank)
+    monkeypatch.setattr(subprocess, "Popen", ForkedRank)
 
 
 def ranks_of(llm: LLM) -> Ranks:
@@ -162,7 +162,6 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")  # of a launcher that started this process
-    monkeypatch.syspath_prepend("")
     monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
     model = tiny_model("qwen3", tmp_path)
     with pytest.raises(InvalidRequest, match="hold no page") as error:
