@@ -1,5 +1,5 @@
 // The CPU kernels: attention over KV pages, RoPE and KV write, RMSNorm, gated activations, products
-// with small weights.
+// with small weights, and of one row.
 //
 // A row's bits depend on that row alone, not on the rows beside it, threads, chunks, or what was
 // cached: each output is one chain of operations, written once, along one lane of a vector; ends of
@@ -314,12 +314,13 @@ struct Attention {
         int dim = layer.dim, value_dim = layer.value_dim, size = batch.page_size;
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
         const T *keys[KEYS + W], *values[KEYS];
-        for (int j = 0; j < count; j++) {
-            int at = block * KEYS + j;
-            int64_t row = ((int64_t)table[at / size] * size + at % size) * layer.kv_heads + kv_head;
-            keys[j] = k_pages + row * dim;
-            values[j] = v_pages + row * value_dim;
-            for (int d = 0; d < value_dim; d += 64 / sizeof(T)) __builtin_prefetch(values[j] + d);
+        for (int j = 0, at = block * KEYS; j < count; at++) {
+            int64_t slot = at % size, row = (table[at / size] * size + slot) * layer.kv_heads + kv_head;
+            for (; slot < size && j < count; slot++, j++, row += layer.kv_heads) {
+                keys[j] = k_pages + row * dim;
+                values[j] = v_pages + row * value_dim;
+            }
+            at = block * KEYS + j - 1;
         }
         int columns = up(count, N);
         std::fill(keys + count, keys + std::min(columns + W, KEYS + W), keys[count - 1]);
@@ -328,6 +329,7 @@ struct Attention {
                 vec r[W];
                 for (int i = 0; i < W; i++) {
                     __builtin_prefetch(keys[j + W + i] + d);
+                    if (j + i < count) __builtin_prefetch(values[j + i] + d);
                     r[i] = load(keys[j + i] + d, dim - d);
                 }
                 transpose(r);
@@ -544,6 +546,44 @@ void multiply(const float* x, const float* panels, const float* bias, float* out
     });
 }
 
+// ---- One row by weights as oneDNN packs them: panels of 64 columns [depth][64], or, of bfloat16,
+// [depth / 2][64][2], filled up with zeros. Each panel is read from its start to its end, once.
+
+constexpr int PANEL = 64;
+
+void add_products(const float* x, const float* panel, int depth, vec* sums) {
+    for (int i = 0; i < depth; i++, panel += PANEL)
+        for (int c = 0; c < PANEL / W; c++) sums[c] = fma(all(x[i]), load(panel + c * W), sums[c]);
+}
+
+void add_products(const bf16* x, const bf16* panel, int depth, vec* sums) {
+    for (int i = 0; i < depth; i += 2, panel += 2 * PANEL) {
+        vec pair = load(x + i, depth - i);
+        for (int c = 0; c < PANEL / W; c++) {
+            uvec both;
+            memcpy(&both, panel + 2 * c * W, sizeof both);
+            sums[c] = fma(all(pair[0]), (vec)(both << 16), sums[c]);
+            sums[c] = fma(all(pair[1]), (vec)(both & 0xffff0000), sums[c]);
+        }
+    }
+}
+
+// out = silu?(x weight^T + bias); `padded` is the depth of the panels.
+template <class T>
+void multiply_row(const T* x, const T* panels, const T* bias, T* out, int depth, int padded,
+                  int columns, int silu, int threads) {
+    parallel((columns + PANEL - 1) / PANEL, threads, [&](int64_t i) {
+        vec sums[PANEL / W] = {};
+        add_products(x, panels + i * padded * PANEL, depth, sums);
+        for (int64_t d = i * PANEL, c = 0; c < PANEL / W && d < columns; d += W, c++) {
+            int n = columns - d;
+            vec y = sums[c] + (bias ? load(bias + d, n) : vec{});
+            if (silu) y /= 1.0f + exp(-y);
+            store(out + d, y, n);
+        }
+    });
+}
+
 // Turns element d and half + d of a head by the angle of d; what is beyond 2 * half stays.
 template <class T>
 void rotate(const T* from, T* to, const float* cos, const float* sin, int half, int dim) {
@@ -587,7 +627,7 @@ int32_t attend(const Batch& batch, const Layer& layer, T* query, int64_t query_s
     return false;
 }
 
-#define KERNELS(T) (void*)attend<T>, (void*)rms_norm<T>, (void*)gated<T>
+#define KERNELS(T) (void*)attend<T>, (void*)rms_norm<T>, (void*)gated<T>, (void*)multiply_row<T>
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-"""The CPU kernels of `native.cpp`: attention over pages, functions on rows, small products.
+"""The CPU kernels of `native.cpp`: attention over pages, functions on rows, products.
 
 They take float32 or bfloat16, compute in float32, and run in torch's own pool of threads. What they
 give for a row depends, to the bit, on that row alone: not on the rows beside it, nor on threads.
@@ -24,7 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _NO_WINDOW = 2**31 - 1
 _TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
-_KERNELS = {"attend": "***l*l*l*****i", "rms_norm": "****liffi", "gated": "***lillii"}
+_KERNELS = {
+    "attend": "***l*l*l*****i",
+    "rms_norm": "****liffi",
+    "gated": "***lillii",
+    "multiply_row": "****iiiii",
+}
 _FLOAT_KERNELS = {"multiply": "****liiii"}
 _RETURNS = {"attend": c_int32}
 
@@ -160,6 +165,48 @@ class SmallProduct:
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """SiLU of the product."""
         return self(x, silu=True)
+
+
+class RowProduct:
+    """x [..., in] of one row to x @ weight.T + bias [..., out], by weights that oneDNN has packed.
+
+    It takes 0.6 to 0.7 of the time of oneDNN's own product of one row, which reads memory slower
+    (130 MB of float32 on two threads). From four rows on that is level.
+    """
+
+    PANEL = 64
+
+    def __init__(
+        self, packed: tuple[int, int], weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """
+        Args:
+            packed: address and bytes of the packed weights, which the caller keeps.
+            weight: [out, in] as it was; of it, only shape and dtype are kept.
+
+        Raises:
+            ValueError: so many bytes are no panels of 64 columns.
+        """
+        self._columns, self._depth = weight.shape
+        self._dtype, self._bias = weight.dtype, bias
+        self._address, size = packed
+        self._padded, left = divmod(
+            size, -(-self._columns // self.PANEL) * self.PANEL * weight.itemsize
+        )
+        if left or self._padded < self._depth or self._padded % 2:
+            raise ValueError(f"{size} bytes are no panels of a weight {list(weight.shape)}")
+        if bias is not None:
+            _check(bias, weight, (self._columns,))
+
+    def __call__(self, x: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
+        _check(x, self._dtype, (*[1] * (x.ndim - 1), self._depth))
+        out = x.new_empty(*x.shape[:-1], self._columns)
+        _kernel("multiply_row", x)(
+            *(x.data_ptr(), self._address),
+            *(None if self._bias is None else self._bias.data_ptr(), out.data_ptr()),
+            *(self._depth, self._padded, self._columns, silu, torch.get_num_threads()),
+        )
+        return out
 
 
 class NativeBackend(AttentionBackend):

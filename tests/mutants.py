@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "salt: what was computed is remembered without",
         "runtime/engine/explain.py",
-        "lease = ghost.acquire(tokens, namespace)",
-        "lease = ghost.acquire(tokens, None)",
+        "self._known.remember(tokens, namespace)",
+        "self._known.remember(tokens)",
         f"{ENGINE}/test_explain.py",
     ),
     Mutant(

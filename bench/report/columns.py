@@ -24,7 +24,8 @@ class Column(NamedTuple):
     text: Callable[[WorkloadReport, Any], str]
 
 
-def _share(part: float, whole: float | None) -> str:
+def share(part: float, whole: float | None) -> str:
+    """In percent; a dash where there is no whole."""
     return f"{part / whole:.1%}" if whole else "–"
 
 
@@ -76,14 +77,14 @@ INDEX = [
         "of unlimited",
         "of its hits",
         "Hits relative to those of memory without end, where nothing is ever evicted.",
-        lambda w, r: _share(r.hit_tokens, w.unlimited_hits),
+        lambda w, r: share(r.hit_tokens, w.unlimited_hits),
     ),
     Column(
         "of optimum",
         "of its hits",
         "Hits relative to eviction that knows the future, one request after the other, in the "
         "same memory.",
-        lambda w, r: _share(r.hit_tokens, w.optimal_hits.get(r.memory_tokens)),
+        lambda w, r: share(r.hit_tokens, w.optimal_hits.get(r.memory_tokens)),
     ),
     _PREFILLED,
     Column(
@@ -103,7 +104,7 @@ INDEX = [
         "empty slots",
         "of held pages",
         "Of the slots in pages that are held, how many hold no token; mean of 64 samples.",
-        lambda w, r: _share(r.empty_share or 0, 1),
+        lambda w, r: share(r.empty_share or 0, 1),
     ),
     Column(
         "cache time",

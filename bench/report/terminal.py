@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.columns import share
 from radixcache.bench.report.results import TIE, Report, WorkloadReport, duels, verdicts
 from radixcache.bench.schemes.named import parse_memory
 from radixcache.bench.tables import plain, table
@@ -24,7 +25,7 @@ def index_table(workload: WorkloadReport) -> Table:
             row.memory,
             row.scheme,
             f"{row.hit_rate:.1%}",
-            _share(row.hit_tokens, workload.optimal_hits.get(row.memory_tokens, 0)),
+            share(row.hit_tokens, workload.optimal_hits.get(row.memory_tokens)),
             f"{row.computed_tokens:,}",
             f"{row.cache_us or 0:,.0f}",
             *([_remark(row)] if said else []),
@@ -41,7 +42,7 @@ def memory_table(workload: WorkloadReport) -> Table:
         [
             row.memory,
             row.scheme,
-            _share(row.hit_tokens, workload.unlimited_hits),
+            share(row.hit_tokens, workload.unlimited_hits),
             f"{row.doubled_tokens or 0:,}",
             f"{row.evicted_tokens:,}",
             f"{row.peak_used_pages or 0:,}",
@@ -88,10 +89,6 @@ def routing_table(workload: WorkloadReport) -> Table:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.0f} ms"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "–"
 
 
 def _remark(row: Figures) -> str:
@@ -156,7 +153,7 @@ def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[
             f"{workload.shape}: {workload.requests:,} requests, {workload.prompt_tokens:,} prompt "
             f"and {workload.answer_tokens:,} generated tokens, {workload.footprint:,} of them "
             f"distinct; unlimited memory hits "
-            f"{_share(workload.unlimited_hits, workload.prompt_tokens)}."
+            f"{share(workload.unlimited_hits, workload.prompt_tokens)}."
         ]
         if (differ := workload.disagreements) is not None:
             notes.append(

@@ -1,10 +1,9 @@
 """Why not a hit? One reason for each stretch of a prompt that had to be computed.
 
-The cache knows what it holds, not what it held. A *ghost index* remembers what was computed: a
-second radix tree with no KV behind its pages, which forgets what was stored longest ago. (Ghost
-lists, which remember what a cache has evicted, come from Megiddo and Modha's ARC, 2003.) It is fed
-by the scheduler and not by the cache's events, which do not tell of the half-filled blocks that a
-hash-block cache drops. A stretch is explained by what it would have taken to hit it:
+The cache knows what it holds, not what it held. A ghost index remembers what was computed: a second
+radix tree with no KV behind it. It is fed by the scheduler and not by the cache's events, which do
+not tell of the half-filled blocks that a hash-block cache drops. A stretch is explained by what it
+would have taken to hit it:
 
 - `evicted`: it was computed before, and is no longer cached; but for an eviction (or a `reset`, or
   a step that failed) it would be.
@@ -41,9 +40,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
-from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
 
 Reason = Literal["first_seen", "diverged", "evicted", "page_not_finished", "caching_off"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -170,6 +168,7 @@ class Explainer:
             Some 20 bytes each.
         marks: the tokens that are no text, such as begin and end messages.
 
+    >>> from radixcache import PagePool, RadixCache
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> explainer = Explainer(cache)
     >>> explainer.remember([1, 2, 3, 4, 5, 6])  # as if it had been computed, and evicted
@@ -189,8 +188,7 @@ class Explainer:
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
         self._marks = table_of(marks)
-        # At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
-        self._known = RadixCache(PagePool(num_tokens, page_size=1))
+        self._known = GhostIndex(num_tokens)
 
     def explain(self, tokens: TokensLike, hit: int, namespace: Hashable = None) -> list[Miss]:
         """Why only the first `hit` tokens of a prompt were found; changes nothing.
@@ -239,16 +237,7 @@ class Explainer:
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
-        tokens = as_tokens(tokens)[: self.num_tokens]
-        if not len(tokens):
-            return
-        ghost = self._known
-        if not ghost.idle:  # a call was cut off
-            ghost.recover()
-        lease = ghost.acquire(tokens, namespace)
-        ghost.reserve(lease, len(tokens))
-        ghost.publish(lease, tokens[lease.num_tokens :], written=True)
-        ghost.release(lease)
+        self._known.remember(tokens, namespace)
 
     def check(self) -> None:
         """Verify the invariants of the ghost index. O(everything)."""

@@ -19,6 +19,7 @@ class NativeOperations(Operations):
     """Kernels overwrite their inputs: rows of queries and residuals change in place."""
 
     name = NativeBackend.name
+    native_rows = True
 
     def __init__(
         self, architecture: Architecture, attention: NativeBackend, dtype: torch.dtype

@@ -63,6 +63,8 @@ class Operations:
     """What the loop does with the T rows of a step; hidden states are [T, hidden_size]."""
 
     name = f"torch {torch.__version__}"
+    native_rows = False
+    """Whether single rows are multiplied by a kernel of their own."""
 
     def __init__(
         self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
@@ -87,7 +89,7 @@ class Operations:
         return PlainProduct(weight, bias)
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
-        self._packed.append(PackedProduct(weight, bias))
+        self._packed.append(PackedProduct(weight, bias, row=self.native_rows))
         return self._packed[-1]
 
     def gate_up(self, gate: Weight, up: Weight) -> tuple[Product, ...]:

@@ -26,7 +26,7 @@ from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.replicas.members import MEMBERS
 from radixcache.runtime.replicas.prompts import Body, Prompts, parse
 from radixcache.runtime.replicas.replica import END, STARTED, Computed, Description
-from radixcache.runtime.routing.policy import Router, Standing
+from radixcache.runtime.routing.policy import Router, Standing, preference
 from radixcache.runtime.server.cache import name_of_salt
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import event
@@ -294,11 +294,8 @@ class Ingress:
     ) -> str:
         """Book a request on the best replica, or on that which it is bound to."""
         standings = self.router.standings(tokens, salt)
-        if bound in self.replicas:
-            self.router.book(key, bound, tokens, salt)
-            name = bound
-        else:
-            name = str(self.router.choose(key, tokens, salt).replica)
+        name = bound if bound in self.replicas else str(min(standings, key=preference).replica)
+        self.router.book(key, name, tokens, salt)
         self.decisions.append(Decision(time.time(), path, name, standings))
         return name
 

@@ -90,12 +90,8 @@ class Prompts:
         return self.tokenizer.encode(prompt, special=special)
 
     def _explain(self, fields: Body) -> list[int]:
-        body = ExplainRequest(**fields)
-        if body.messages is None:
-            meant = body.model_dump(include={"prompt", "add_special_tokens", "prefix"})
-            return self._first(CompletionRequest(**meant))
-        names = ChatRequest.model_fields.keys() & fields.keys()
-        return self._chat(ChatRequest(**{name: fields[name] for name in names - {"explain"}}))
+        meant = ExplainRequest(**fields).meant
+        return self._chat(meant) if isinstance(meant, ChatRequest) else self._first(meant)
 
     def _prefix(self, fields: Body | None) -> list[int]:
         if fields is None:

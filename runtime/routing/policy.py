@@ -6,8 +6,8 @@ There is no threshold between affinity and load, as both are in one unit: a cach
 requests until the queue there is longer than computing the prefix elsewhere, or the KV memory full:
 what those in flight hold there with a mean answer each, beyond its size, counts as well.
 
-What a replica has cached is not asked but remembered, in a tree for each: a `RadixCache` of as many
-pages of one token as the replica's KV holds, which evicts as the replica does. A prompt is
+What a replica has cached is not asked but remembered, in a tree for each: a `GhostIndex` of as many
+tokens as the replica's KV holds, which evicts as the replica does. A prompt is
 remembered when its replica is chosen, before it is computed, so that those that come right after
 know where their prefix will be; an answer when its request ends.
 
@@ -27,9 +27,8 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
+from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
-from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
 
 QUEUED = 0.9
 """What a queued token weighs. At 1 the second of two requests with one stem leaves for an idle
@@ -79,10 +78,10 @@ def preference(standing: Standing) -> tuple[float, int, int]:
 
 @dataclass(eq=False)
 class _Replica:
-    """What the router knows of one replica; no KV is behind its `ghost`."""
+    """What the router knows of one replica."""
 
     name: Hashable
-    ghost: RadixCache
+    ghost: GhostIndex
     queued_tokens: int = 0
     requests: int = 0
     last: int = 0
@@ -111,18 +110,6 @@ class _Replica:
         self.prompts[at:at] = [prompt] * (sign > 0)
         self.held_tokens += sign * (len(tokens) - shared)
         self.requests += sign
-
-    def remember(self, tokens: Tokens, salt: Hashable) -> None:
-        """All of `tokens` is cached there, or about to be. O(len(tokens)), amortised."""
-        tokens = tokens[: self.ghost.pool.num_pages]
-        if not len(tokens):
-            return
-        if not self.ghost.idle:  # a call was cut off
-            self.ghost.recover()
-        lease = self.ghost.acquire(tokens, salt)
-        self.ghost.reserve(lease, len(tokens))
-        self.ghost.publish(lease, tokens[lease.num_tokens :], written=True)
-        self.ghost.release(lease)
 
 
 @dataclass
@@ -170,7 +157,7 @@ class Router:
         If that is not known, guess high: too large a tree routes better than one too small.
         """
         self.forget(replica)
-        self._replicas[replica] = _Replica(replica, RadixCache(PagePool(kv_tokens, page_size=1)))
+        self._replicas[replica] = _Replica(replica, GhostIndex(kv_tokens))
 
     def forget(self, replica: Hashable) -> None:
         """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
@@ -230,7 +217,7 @@ class Router:
         replica.last = self._count
         replica.hold(tokens, salt, 1)
         replica.queued_tokens += to_compute
-        replica.remember(tokens, salt)
+        replica.ghost.remember(tokens, salt)
 
     def started(self, key: Hashable) -> None:
         """The first token has come: the prompt is computed. No error if `key` is not booked."""
@@ -258,7 +245,7 @@ class Router:
         for answer in answers:
             if len(answer) > 1:
                 text = np.concatenate((booking.tokens, as_tokens(answer)[:-1]))
-                replica.remember(text, booking.salt)
+                replica.ghost.remember(text, booking.salt)
 
     def check(self) -> None:
         """Verify that bookings and sums agree, and each tree. O(everything)."""

@@ -6,12 +6,12 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.server.answers import Explained
-from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
-from radixcache.runtime.server.chat import template_kwargs
+from radixcache.runtime.server.backend import Backend, BackendDep, client_of
+from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.completions import encode_prompts
 from radixcache.runtime.server.generation import tell
 from radixcache.runtime.server.requests import CompletionRequest, ExplainRequest
-from radixcache.runtime.server.turn import Turn, encode
+from radixcache.runtime.server.turn import encode
 
 router = APIRouter()
 
@@ -35,19 +35,8 @@ async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -
 
 async def _encode(body: ExplainRequest, request: Request, backend: Backend) -> TokensLike:
     """The prompt's tokens, as the request that is meant would have them."""
-    client = client_of(request, body.cache_salt)
-    if body.messages is None:
-        meant = body.model_dump(include={"prompt", "add_special_tokens", "cache_salt", "prefix"})
-        (tokens,) = await encode_prompts(CompletionRequest(**meant), backend, client)
+    client, meant = client_of(request, body.cache_salt), body.meant
+    if isinstance(meant, CompletionRequest):
+        (tokens,) = await encode_prompts(meant, backend, client)
         return tokens
-    turn = Turn(
-        plain_messages(body.messages),
-        backend.chat_defaults,
-        tools=body.offered,
-        template_kwargs=template_kwargs(body, backend),
-        continue_final=bool(body.continue_final_message),
-        ask=body.add_generation_prompt is not False,
-        cache_salt=body.cache_salt,
-        prefix=body.prefix,
-    )
-    return (await encode(backend, turn, client)).tokens
+    return (await encode(backend, turn_of(meant, backend), client)).tokens

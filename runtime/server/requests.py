@@ -221,6 +221,13 @@ class ExplainRequest(ToolFields, Asked):
             raise ValueError("either a prompt or messages are explained")
         return self
 
+    @property
+    def meant(self) -> ChatRequest | CompletionRequest:
+        """The request whose prompt this is; of its fields, those that the prompt depends on."""
+        kind = CompletionRequest if self.messages is None else ChatRequest
+        names = self.model_fields_set & kind.model_fields.keys()
+        return kind.model_construct(**{name: getattr(self, name) for name in names})
+
 
 class TokenizeRequest(Asked):
     """POST /tokenize: either `prompt` or `messages`."""

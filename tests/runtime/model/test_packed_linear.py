@@ -9,12 +9,21 @@ import pytest
 import torch
 from torch import nn
 
+from radixcache.kernels import native
 from radixcache.runtime.model import packed_linear
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
+from radixcache.runtime.model.packed_linear import (
+    PackedLinear,
+    PackedProduct,
+    can_pack,
+    pack_linears,
+)
 from tests.models import tiny_model
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
+needs_rows = pytest.mark.skipif(
+    not can_pack(torch.float32) or native.problem() is not None, reason="native kernels on x86-64"
+)
 
 
 class Quantised(torch.Tensor):
@@ -48,10 +57,12 @@ def test_any_number_of_rows_gives_the_product(inner, outer, bias, dtype) -> None
     torch.manual_seed(inner + outer)
     linear = nn.Linear(inner, outer, bias=bias).to(dtype)
     packed = PackedLinear(linear)
+    if dtype == torch.float32:  # bfloat16 is packed in another order without AVX512-BF16
+        assert (packed.product._row is not None) == (native.problem() is None)
     assert (packed.in_features, packed.out_features) == (inner, outer)
     assert torch.equal(packed.weight, linear.weight)
     with torch.inference_mode():
-        for shape in ((0,), (1,), (2,), (1, 31), (1, 300), (2, 3, 5)):
+        for shape in ((0,), (), (1,), (1, 1), (2,), (1, 31), (1, 300), (2, 3, 5)):
             x = torch.randn(*shape, inner).to(dtype)
             expected = x.double() @ linear.weight.double().t()
             expected += linear.bias.double() if bias else 0
@@ -59,8 +70,48 @@ def test_any_number_of_rows_gives_the_product(inner, outer, bias, dtype) -> None
             assert out.shape == (*shape, outer) and out.dtype == dtype
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
             gated = torch.nn.functional.silu(expected)
-            for got, wanted in ((out, expected), (packed.product.silu(x), gated)):
+            by_onednn = PackedProduct(linear.weight, linear.bias)(x)
+            products = (out, expected), (by_onednn, expected), (packed.product.silu(x), gated)
+            for got, wanted in products:
                 torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@needs_rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_to_the_bit_whatever_the_threads(dtype) -> None:
+    if not can_pack(dtype):
+        pytest.skip("no bfloat16 here")
+    torch.manual_seed(1)
+    product = PackedProduct(torch.randn(700, 513).to(dtype), row=True)
+    x, before = torch.randn(1, 513).to(dtype), torch.get_num_threads()
+    try:
+        rows = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rows.append(product(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+
+
+@needs_rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_stand_in_another_order_are_left_to_onednn(dtype, monkeypatch) -> None:
+    if not can_pack(dtype):
+        pytest.skip("no bfloat16 here")
+    torch.manual_seed(2)
+    weight, x = torch.randn(128, 512).to(dtype), torch.randn(1, 512).to(dtype)
+    expected = PackedProduct(weight)(x)
+    monkeypatch.setattr(
+        PackedProduct, "block", property(lambda _: (weight.data_ptr(), weight.nbytes))
+    )
+    product = PackedProduct(weight, row=True)  # finds it row by row
+    assert product._row is None and torch.equal(product(x), expected)
+    short = property(lambda _: (weight.data_ptr(), weight.nbytes - 2))
+    monkeypatch.setattr(PackedProduct, "block", short)
+    assert PackedProduct(weight, row=True)._row is None
+    with pytest.raises(ValueError, match="no panels"):
+        native.RowProduct((weight.data_ptr(), weight.nbytes - 2), weight, None)
 
 
 @needs_packing

@@ -1,0 +1,42 @@
+"""A memory of what was cached, with no KV behind it.
+
+Ghost lists, which remember what a cache has evicted, come from Megiddo and Modha's ARC (2003).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from radixcache.base import TokensLike, as_tokens
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+
+
+class GhostIndex(RadixCache):
+    """A radix tree that is told what somebody computed, and forgets what was told longest ago.
+
+    At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
+
+    Args:
+        num_tokens: how many to remember; some 20 bytes each.
+
+    >>> ghost = GhostIndex(num_tokens=8)
+    >>> ghost.remember([1, 2, 3, 4])
+    >>> ghost.match([1, 2, 3, 5])
+    3
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(PagePool(num_tokens, page_size=1))
+
+    def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
+        """All of `tokens` is cached there, as far as they fit. O(len(tokens)), amortised."""
+        tokens = as_tokens(tokens)[: self.pool.num_pages]
+        if not len(tokens):
+            return
+        if not self.idle:  # a call was cut off
+            self.recover()
+        lease = self.acquire(tokens, namespace)
+        self.reserve(lease, len(tokens))
+        self.publish(lease, tokens[lease.num_tokens :], written=True)
+        self.release(lease)
