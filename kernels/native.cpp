@@ -557,12 +557,18 @@ void add_products(const float* x, const float* panel, int depth, vec* sums) {
 
 void add_products(const bf16* x, const bf16* panel, int depth, vec* sums) {
     for (int i = 0; i < depth; i += 2, panel += 2 * PANEL) {
-        vec pair = load(x + i, depth - i);
+        uint32_t first = x[i].bits, second = i + 1 < depth ? x[i + 1].bits : 0;
+        uvec pair = (second << 16 | first) - uvec{};
         for (int c = 0; c < PANEL / W; c++) {
             uvec both;
             memcpy(&both, panel + 2 * c * W, sizeof both);
-            sums[c] = fma(all(pair[0]), (vec)(both << 16), sums[c]);
-            sums[c] = fma(all(pair[1]), (vec)(both & 0xffff0000), sums[c]);
+#if defined(__AVX512BF16__)  // the second of each pair is added before the first
+            sums[c] = (vec)_mm512_dpbf16_ps((__m512)sums[c], (__m512bh)pair, (__m512bh)both);
+#else
+            uvec high = uvec{} + 0xffff0000;
+            sums[c] = fma((vec)(pair & high), (vec)(both & high), sums[c]);
+            sums[c] = fma((vec)(pair << 16), (vec)(both << 16), sums[c]);
+#endif
         }
     }
 }

@@ -62,7 +62,7 @@ class ExactOperations(NativeOperations):
 
     @property
     def same_alone(self) -> bool:
-        return self._dtype == torch.float32 and all(p.same_alone for p in self._packed)
+        return all(product.same_alone for product in self._packed)
 
     def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
         gate, up = gate_up  # SiLU by oneDNN, as it writes, has other bits than by our kernel

@@ -96,6 +96,27 @@ def test_a_row_is_the_same_to_the_bit_whatever_the_threads(dtype) -> None:
 
 @needs_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_another_order_are_seen_when_packed(dtype, monkeypatch) -> None:
+    if not can_pack(dtype):
+        pytest.skip("no bfloat16 here")
+    torch.manual_seed(3)
+    weights = [torch.randn(512, depth).to(dtype) for depth in (512, 700, 1536)]
+    if not all(PackedProduct(weight, row=True).same_alone for weight in weights):
+        pytest.skip("oneDNN sums in another order here")
+
+    class Other(native.RowProduct):
+        def __init__(self, *given: object) -> None:
+            super().__init__(*given)  # type: ignore[arg-type]
+            self._block = 256
+
+    monkeypatch.setattr(packed_linear, "RowProduct", Other)
+    for weight in weights:
+        product = PackedProduct(weight, row=True)
+        assert product._row is not None and not product.same_alone, weight.shape
+
+
+@needs_rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_stand_in_another_order_are_left_to_onednn(dtype, monkeypatch) -> None:
     if not can_pack(dtype):
         pytest.skip("no bfloat16 here")
