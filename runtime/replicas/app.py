@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Annotated, cast
 
 from fastapi import Depends, FastAPI, Request
@@ -15,7 +16,6 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from radixcache.runtime.replicas.ingress import Ingress, portable
-from radixcache.runtime.routing.policy import Standing
 from radixcache.runtime.server import errors
 from radixcache.runtime.server.access import ADMINISTRATOR, Access
 from radixcache.runtime.server.answers import Health
@@ -114,15 +114,12 @@ async def _replicas(ingress: _Ingress) -> Replicas:
     return Replicas(
         replicas=[
             Running(
-                replica=str(s.replica),
-                kv_tokens=ingress.replicas[str(s.replica)].kv_tokens,
-                placement=ingress.replicas[str(s.replica)].placement,
-                node=ingress.replicas[str(s.replica)].node,
-                pid=ingress.replicas[str(s.replica)].pid,
-                queued_tokens=s.queued_tokens,
-                requests=s.requests,
+                replica=str(standing.replica),
+                **asdict(ingress.replicas[str(standing.replica)]),
+                queued_tokens=standing.queued_tokens,
+                requests=standing.requests,
             )
-            for s in ingress.router.standings([])
+            for standing in ingress.router.standings([])
         ],
         recent=[
             Route(
@@ -130,20 +127,13 @@ async def _replicas(ingress: _Ingress) -> Replicas:
                 path=decision.path,
                 prompt_tokens=decision.standings[0].num_tokens,
                 replica=decision.replica,
-                standings=[_stand(standing) for standing in decision.standings],
+                standings=[
+                    Stand(**standing._asdict(), cost=standing.cost)
+                    for standing in decision.standings
+                ],
             )
             for decision in reversed(ingress.decisions)
         ],
-    )
-
-
-def _stand(standing: Standing) -> Stand:
-    return Stand(
-        replica=str(standing.replica),
-        cost=standing.cost,
-        cached_tokens=standing.cached_tokens,
-        queued_tokens=standing.queued_tokens,
-        requests=standing.requests,
     )
 
 

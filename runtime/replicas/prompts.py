@@ -61,6 +61,11 @@ class Prompts:
         assert self._tokenizer is not None
         return self._tokenizer
 
+    def limit(self, max_tokens: int) -> None:
+        """The model takes so many: longer texts are not tokenised."""
+        if self._tokenizer is not None:
+            self._tokenizer.max_tokens = max_tokens
+
     def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
         """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
         reader, tokens = self._readers.get(path), []

@@ -40,14 +40,14 @@ class Description:
 
     Attributes:
         kv_tokens: that fit its KV memory.
-        names: of the model.
+        max_context: tokens that the model takes.
         placement: whose layers run where.
         node: the name of its machine, where `pid` is its process.
     """
 
     name: str
     kv_tokens: int
-    names: list[str]
+    max_context: int
     placement: str
     node: str
     pid: int
@@ -93,19 +93,18 @@ class Replica:
         return {LOAD: running + queued / QUEUED_TOKENS}
 
     def describe(self, name: str) -> Description | None:
-        """What it is; None if it is not the one that was meant."""
-        if name != self._name:
+        """What it is; None if it is not the one that was meant, or has nothing to answer with."""
+        if name != self._name or not self._llm.worker.alive:
             return None
         cache, model = self._llm.cache, self._llm.engine.model
         kv_tokens = cache.pool.num_pages * cache.page_size
-        names = self._app.state.backend.names
-        return Description(
-            self._name, kv_tokens, names, model.placement, platform.node(), os.getpid()
-        )
+        where = model.placement, platform.node(), os.getpid()
+        return Description(self._name, kv_tokens, model.max_context, *where)
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-        """The app's messages, all that are there at once; nothing to another replica's name.
+        """The app's messages, all that are there at once.
 
+        Nothing to another replica's name, or if the engine has stopped: then another one is asked.
         Whoever stops listening aborts the request, as a client who hangs up.
         """
         if name != self._name:
@@ -129,6 +128,8 @@ class Replica:
                     batch.append(await asyncio.wait_for(messages.get(), wait))
                 while not messages.empty():
                     batch.append(messages.get_nowait())
+                if batch and batch[0] is not None and batch[0].get("status") == 503:
+                    return
                 if jobs and not has_started and all(_is_computed(job) for job in jobs):
                     has_started = True
                     batch.insert(0, {"type": STARTED})
