@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
@@ -13,7 +13,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from pydantic import BaseModel
 
 from radixcache.runtime.replicas.ingress import Ingress, portable
 from radixcache.runtime.server import errors
@@ -22,45 +21,6 @@ from radixcache.runtime.server.answers import Health
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
-
-
-class Stand(BaseModel):
-    """How a replica stands for a prompt, in tokens; its cost is what the least of decides."""
-
-    replica: str
-    cost: float
-    cached_tokens: int
-    queued_tokens: int
-    requests: int
-
-
-class Route(BaseModel):
-    """Where a request went, and why: how all replicas stood for it before it was booked."""
-
-    time: float
-    path: str
-    prompt_tokens: int
-    replica: str
-    standings: list[Stand]
-
-
-class Running(BaseModel):
-    """A replica; queued are tokens that it has yet to compute, as far as the ingress knows."""
-
-    replica: str
-    kv_tokens: int
-    placement: str
-    node: str
-    pid: int
-    queued_tokens: int
-    requests: int
-
-
-class Replicas(BaseModel):
-    """GET /v1/replicas."""
-
-    replicas: list[Running]
-    recent: list[Route]
 
 
 def create_app(ingress: Ingress) -> FastAPI:
@@ -109,32 +69,28 @@ async def _health(ingress: _Ingress) -> Health:
     return Health()
 
 
-async def _replicas(ingress: _Ingress) -> Replicas:
-    """The replicas, and where the last requests went and why, the newest first."""
-    return Replicas(
-        replicas=[
-            Running(
-                replica=str(standing.replica),
-                **asdict(ingress.replicas[str(standing.replica)]),
-                queued_tokens=standing.queued_tokens,
-                requests=standing.requests,
-            )
-            for standing in ingress.router.standings([])
+async def _replicas(ingress: _Ingress) -> dict[str, Any]:
+    """The replicas, and where the last requests went and why, the newest first.
+
+    Queued are tokens that a replica has yet to compute, as far as the ingress knows. A request went
+    where the cost was least, but for those that go on from a response.
+    """
+    booked = [s._asdict() for s in ingress.router.standings([])]
+    return {
+        "replicas": [
+            asdict(ingress.replicas[one["replica"]])
+            | {name: one[name] for name in ("queued_tokens", "requests")}
+            for one in booked
         ],
-        recent=[
-            Route(
-                time=decision.time,
-                path=decision.path,
-                prompt_tokens=decision.standings[0].num_tokens,
-                replica=decision.replica,
-                standings=[
-                    Stand(**standing._asdict(), cost=standing.cost)
-                    for standing in decision.standings
-                ],
-            )
+        "recent": [
+            {
+                **vars(decision),
+                "prompt_tokens": decision.standings[0].num_tokens,
+                "standings": [{**s._asdict(), "cost": s.cost} for s in decision.standings],
+            }
             for decision in reversed(ingress.decisions)
         ],
-    )
+    }
 
 
 async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:

@@ -36,7 +36,7 @@ def build(settings: dict[str, Any]) -> Application:
     read = read_settings(given)
     options, names = read.options(), signature(LLM).parameters
     engine = {name: value for name in names if (value := getattr(read, name, None)) is not None}
-    resources = {"num_cpus": 1.0, "num_gpus": 0.0 if engine.get("device") == "cpu" else 1.0}
+    resources = deploy.resources_of(engine, 1, on_gpu=engine.get("device") != "cpu")
     count, key = read.replicas or (1, 1), secrets.token_bytes(32)
     replicas = deploy.bind(engine, options, count, read.shutdown_timeout, resources, key)
 

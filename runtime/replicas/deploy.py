@@ -107,7 +107,7 @@ def deployed(
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.WARNING)
     cores = max(1, (os.cpu_count() or 1) // replicas[1])
-    # What replicas print is in Ray's logs: a message for each worker of each that dies is no news.
+    # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
     told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         _check_address(os.environ["RAY_ADDRESS"])
@@ -116,7 +116,7 @@ def deployed(
     try:
         ray.init(**told)
         on_gpu = engine.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        resources = {"num_cpus": 1, "num_gpus": 1} if on_gpu else {"num_cpus": cores}
+        resources = resources_of(engine, cores, on_gpu)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         application = bind(engine, options, replicas, grace, resources, key)
@@ -126,9 +126,16 @@ def deployed(
             raise ModelError(f"no replica starts: {_reason()}") from None
         yield handle
     finally:
-        with suppress(Exception):  # it may not even have begun
-            serve.delete(APP)
+        if ray.is_initialized():  # else that would start a Ray of its own
+            with suppress(Exception):  # it may not even have begun
+                serve.delete(APP)
         ray.shutdown()
+
+
+def resources_of(engine: Mapping[str, Any], cores: int, on_gpu: bool) -> dict[str, float]:
+    """Of one replica: on GPUs one for each of its ranks, which are children of its process."""
+    gpus = (engine.get("tensor_parallel") or 1) * on_gpu
+    return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
 
 
 def _check_address(address: str) -> None:

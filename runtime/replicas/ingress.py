@@ -185,7 +185,7 @@ class Ingress:
             self._died &= MEMBERS.names
             for name in self.replicas.keys() - MEMBERS.names:
                 self._forget(name)
-            for name in MEMBERS.names - self.replicas.keys() - self._died:
+            for name in sorted(MEMBERS.names - self.replicas.keys() - self._died):
                 with suppress(Gone):  # it may come back
                     await self._join(name)
         if MEMBERS.names - self.replicas.keys() - self._died:

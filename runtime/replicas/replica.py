@@ -45,7 +45,7 @@ class Description:
         node: the name of its machine, where `pid` is its process.
     """
 
-    name: str
+    replica: str
     kv_tokens: int
     max_context: int
     placement: str
