@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import Any, cast
 
 from radixcache.base import Tokens, as_tokens
@@ -44,6 +45,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.chat_defaults = SamplingParams()
         self._tokenizer = tokenizer
+        self._max_tokens: float = inf
         self._readers: dict[str, Callable[[Body], list[int]]] = {
             "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
             "/v1/messages": lambda b: self._chat(as_chat_request(MessagesRequest(**b).as_chat())),
@@ -62,7 +64,8 @@ class Prompts:
         return self._tokenizer
 
     def limit(self, max_tokens: int) -> None:
-        """The model takes so many: longer texts are not tokenised."""
+        """The model takes so many: longer texts are not tokenised, and longer prompts refused."""
+        self._max_tokens = max_tokens
         if self._tokenizer is not None:
             self._tokenizer.max_tokens = max_tokens
 
@@ -76,7 +79,7 @@ class Prompts:
                     tokens = reader(body)
                 else:
                     tokens = [*self._prefix(prefix), *reader(body)]
-        return as_tokens(tokens)
+        return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
     def _chat(self, body: ChatRequest) -> list[int]:
         turn = turn_of(body, cast(Backend, self))
