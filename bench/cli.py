@@ -27,6 +27,7 @@ DEFAULT_PAGE = Path("bench-report.html")
 _REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 _LEAST, _MOST = 1e-9, 1e12  # beyond, times and rates are no numbers any more
+_MOST_REPLICAS = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
             schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
         )
     else:
-        fleet = Fleet(args.replicas, args.prefill_rate, args.step_time)
+        fleet = Fleet(args.replicas, args.prefill_rate, args.step_time, args.max_num_seqs)
         arrivals = _serving(args).arrivals
         comparison = RoutingComparison(
             ways, schemes, memories, fleet, arrivals, token_bytes, args.seed
@@ -202,6 +203,8 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidRequest(
                 f"--{name.replace('_', '-')} must be from {_LEAST:g} to {_MOST:g}, not {value:g}"
             )
+    if (args.replicas or 0) > _MOST_REPLICAS:
+        raise InvalidRequest(f"--replicas must be at most {_MOST_REPLICAS}, not {args.replicas}")
     if args.seed < 0:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
@@ -238,6 +241,13 @@ def _check_unused(args: argparse.Namespace) -> None:
         "--limit": (args.limit and args.file is None, "with a --file"),
         "--rate": (args.rate and args.arrivals != "poisson", "with --arrivals poisson"),
         "--speed": (args.speed != 1 and args.arrivals != "trace", "with --arrivals trace"),
+        "--routing": (args.routing != ["all"] and args.replicas is None, "with --replicas"),
+        "--prefill-rate": (args.prefill_rate != 8192 and not args.replicas, "with --replicas"),
+        "--schedule": (args.schedule != "fcfs" and args.replicas, "without --replicas"),
+        "--max-num-batched-tokens": (
+            args.max_num_batched_tokens != 2048 and args.replicas,
+            "without --replicas",
+        ),
     }
     for flag, (is_unused, where) in unused.items():
         if is_unused:
@@ -311,6 +321,7 @@ def _settings(
         del settings["schedule"], settings["tokens a step"]
         settings |= {
             "replicas": args.replicas,
+            "running at most": args.max_num_seqs,
             "prefilled tokens a second": args.prefill_rate,
             "seconds a decoded token": args.step_time,
         }

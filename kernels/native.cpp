@@ -314,12 +314,13 @@ struct Attention {
         int dim = layer.dim, value_dim = layer.value_dim, size = batch.page_size;
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
         const T *keys[KEYS + W], *values[KEYS];
-        for (int j = 0; j < count; j++) {
-            int at = block * KEYS + j;
-            int64_t row = ((int64_t)table[at / size] * size + at % size) * layer.kv_heads + kv_head;
-            keys[j] = k_pages + row * dim;
-            values[j] = v_pages + row * value_dim;
-            for (int d = 0; d < value_dim; d += 64 / sizeof(T)) __builtin_prefetch(values[j] + d);
+        for (int j = 0, at = block * KEYS; j < count; at++) {
+            int64_t slot = at % size, row = (table[at / size] * size + slot) * layer.kv_heads + kv_head;
+            for (; slot < size && j < count; slot++, j++, row += layer.kv_heads) {
+                keys[j] = k_pages + row * dim;
+                values[j] = v_pages + row * value_dim;
+            }
+            at = block * KEYS + j - 1;
         }
         int columns = up(count, N);
         std::fill(keys + count, keys + std::min(columns + W, KEYS + W), keys[count - 1]);
@@ -328,6 +329,7 @@ struct Attention {
                 vec r[W];
                 for (int i = 0; i < W; i++) {
                     __builtin_prefetch(keys[j + W + i] + d);
+                    if (j + i < count) __builtin_prefetch(values[j + i] + d);
                     r[i] = load(keys[j + i] + d, dim - d);
                 }
                 transpose(r);
@@ -524,9 +526,9 @@ void gated(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t 
     });
 }
 
-// out = silu?(x weight^T + bias), by weight^T in panels [columns / N][depth][N] filled up with zeros.
+// out = x weight^T + bias, by weight^T in panels [columns / N][depth][N] filled up with zeros.
 void multiply(const float* x, const float* panels, const float* bias, float* out, int64_t rows,
-              int depth, int columns, int silu, int threads) {
+              int depth, int columns, int threads) {
     int64_t strips = (columns + N - 1) / N, wide = (rows + ROWS - 1) / ROWS;
     if (rows * depth * columns < 1 << 19) threads = 1;  // less than it takes to wake another
     parallel(strips * wide, threads, [&](int64_t i) {
@@ -538,7 +540,6 @@ void multiply(const float* x, const float* panels, const float* bias, float* out
             for (int d = 0; d < N && column + d < columns; d += W) {
                 int n = columns - column - d;
                 vec y = load(sums + r * N + d) + (bias ? load(bias + column + d, n) : vec{});
-                if (silu) y /= 1.0f + exp(-y);
                 store(out + (row + r) * columns + column + d, y, n);
             }
     });
@@ -566,13 +567,20 @@ void add_products(const bf16* x, const bf16* panel, int depth, vec* sums) {
     }
 }
 
-// out = silu?(x weight^T + bias); `padded` is the depth of the panels.
+// out = silu?(x weight^T + bias); `padded` is the depth of the panels. Each `block` of the depth is
+// one chain, as oneDNN sums more rows than one.
 template <class T>
 void multiply_row(const T* x, const T* panels, const T* bias, T* out, int depth, int padded,
-                  int columns, int silu, int threads) {
+                  int block, int columns, int silu, int threads) {
     parallel((columns + PANEL - 1) / PANEL, threads, [&](int64_t i) {
         vec sums[PANEL / W] = {};
-        add_products(x, panels + i * padded * PANEL, depth, sums);
+        const T* panel = panels + i * padded * PANEL;
+        add_products(x, panel, std::min(block, depth), sums);
+        for (int from = block; from < depth; from += block) {
+            vec more[PANEL / W] = {};
+            add_products(x + from, panel + from * PANEL, std::min(block, depth - from), more);
+            for (int c = 0; c < PANEL / W; c++) sums[c] += more[c];
+        }
         for (int64_t d = i * PANEL, c = 0; c < PANEL / W && d < columns; d += W, c++) {
             int n = columns - d;
             vec y = sums[c] + (bias ? load(bias + d, n) : vec{});

@@ -28,9 +28,9 @@ _KERNELS = {
     "attend": "***l*l*l*****i",
     "rms_norm": "****liffi",
     "gated": "***lillii",
-    "multiply_row": "****iiiii",
+    "multiply_row": "****iiiiii",
 }
-_FLOAT_KERNELS = {"multiply": "****liiii"}
+_FLOAT_KERNELS = {"multiply": "****liii"}
 _RETURNS = {"attend": c_int32}
 
 
@@ -151,27 +151,28 @@ class SmallProduct:
         self._panels = padded.unflatten(0, (-1, panel)).mT.contiguous()
         self._bias = bias
 
-    def __call__(self, x: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, depth = x.shape[0], self._panels.shape[1]
         _check(x, torch.float32, (rows, depth))
         out = x.new_empty(rows, self._columns)
         _kernel("multiply", x)(
             *(x.data_ptr(), self._panels.data_ptr()),
             *(None if self._bias is None else self._bias.data_ptr(), out.data_ptr()),
-            *(rows, depth, self._columns, silu, torch.get_num_threads()),
+            *(rows, depth, self._columns, torch.get_num_threads()),
         )
         return out
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """SiLU of the product."""
-        return self(x, silu=True)
+        """SiLU of the product, by torch: its bits depend on where a row is."""
+        return torch.nn.functional.silu(self(x), inplace=True)
 
 
 class RowProduct:
     """x [..., in] of one row to x @ weight.T + bias [..., out], by weights that oneDNN has packed.
 
     It takes 0.6 to 0.7 of the time of oneDNN's own product of one row, which reads memory slower
-    (130 MB of float32 on two threads). From four rows on that is level.
+    (130 MB of float32 on two threads). From four rows on that is level. In float32 it sums in
+    oneDNN's order for more rows; whether to the bit, whoever needs it has to compare.
     """
 
     PANEL = 64
@@ -197,6 +198,7 @@ class RowProduct:
             raise ValueError(f"{size} bytes are no panels of a weight {list(weight.shape)}")
         if bias is not None:
             _check(bias, weight, (self._columns,))
+        self._block = 512 if self._depth <= 1024 else 1024
 
     def __call__(self, x: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
         _check(x, self._dtype, (*[1] * (x.ndim - 1), self._depth))
@@ -204,7 +206,8 @@ class RowProduct:
         _kernel("multiply_row", x)(
             *(x.data_ptr(), self._address),
             *(None if self._bias is None else self._bias.data_ptr(), out.data_ptr()),
-            *(self._depth, self._padded, self._columns, silu, torch.get_num_threads()),
+            *(self._depth, self._padded, self._block, self._columns, silu),
+            torch.get_num_threads(),
         )
         return out
 

@@ -159,37 +159,42 @@ class LLM:
         if tensor_parallel > 1 and exact:
             raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
         paged = _load(path, dtype, device, exact, tensor_parallel)
-        self.default_params = _default_params(paged.generation_config)
-        page_bytes = paged.bytes_per_token * page_size
-        taken = bytes_beside_pages(paged, page_size, max_num_seqs)
-        taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
-        num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
-        if kv_memory is None:  # more than every sequence at full context is never used
-            most = (paged.max_context // page_size + 2) * max_num_seqs * 4
-            num_pages = min(num_pages, most)
-        prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-        self.tokenizer = Tokenizer.load(path, paged.max_context)
-        self.guides = Guides(self.tokenizer, paged.vocab_size, paged.eos_token_ids)
-        self.engine = Engine(
-            paged,
-            paged.allocate(num_pages, page_size),
-            prefix_cache,
-            Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
-            self.tokenizer.decode if self.tokenizer else None,
-            seed,
-            partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
-            self.guides,
-        )
-        self.engine.capture_graphs()
-        marks = self.tokenizer.added if self.tokenizer else ()
-        self.explainer = Explainer(prefix_cache, marks=marks)
-        self.engine.scheduler.on_publish = partial(_before_publish, self.explainer)
-        self.prefixes = NamedPrefixes(self.engine)
-        self.kv_events = None if events is None else KVEventPublisher(prefix_cache, events)
-        after_step = None if self.kv_events is None else self.kv_events.end_step
-        self.worker = Worker(self.engine, self.prefixes, after_step)
-        self._close = finalize(self, _close, self.worker, self.kv_events, paged)
-        self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
+        try:
+            self.default_params = _default_params(paged.generation_config)
+            page_bytes = paged.bytes_per_token * page_size
+            taken = bytes_beside_pages(paged, page_size, max_num_seqs)
+            taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
+            num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
+            if kv_memory is None:  # more than every sequence at full context is never used
+                most = (paged.max_context // page_size + 2) * max_num_seqs * 4
+                num_pages = min(num_pages, most)
+            prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
+            self.tokenizer = Tokenizer.load(path, paged.max_context)
+            self.guides = Guides(self.tokenizer, paged.vocab_size, paged.eos_token_ids)
+            self.engine = Engine(
+                paged,
+                paged.allocate(num_pages, page_size),
+                prefix_cache,
+                Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
+                self.tokenizer.decode if self.tokenizer else None,
+                seed,
+                partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
+                self.guides,
+            )
+            self.engine.capture_graphs()
+            marks = self.tokenizer.added if self.tokenizer else ()
+            self.explainer = Explainer(prefix_cache, marks=marks)
+            self.engine.scheduler.on_publish = partial(_before_publish, self.explainer)
+            self.prefixes = NamedPrefixes(self.engine)
+            self.kv_events = None if events is None else KVEventPublisher(prefix_cache, events)
+            after_step = None if self.kv_events is None else self.kv_events.end_step
+            self.worker = Worker(self.engine, self.prefixes, after_step)
+            self._close = finalize(self, _close, self.worker, self.kv_events, paged)
+            self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
+        except BaseException:
+            if paged.ranks is not None:  # or they would live as long as the error's traceback
+                paged.ranks.close()
+            raise
 
     @property
     def cache(self) -> PrefixCache:
@@ -624,6 +629,8 @@ def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int)
 
 
 def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel) -> None:
+    if model.ranks is not None:  # first: the step under way may wait for one that hangs
+        model.ranks.stop()
     worker.close()
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()

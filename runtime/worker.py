@@ -256,6 +256,9 @@ class Worker:
             self._fail([*self._jobs], error)
             self._stop = True
             return
+        except EngineStopped:  # the model was closed in the middle of it
+            self._stop = True
+            return
         except Exception as error:
             log.exception("a step failed")
             self._failed_steps += 1

@@ -17,9 +17,11 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import RLock
 from typing import Any, NoReturn
 
 _nursery: tuple[int, Connection] | None = None
+_asking = RLock()
 
 
 def open_nursery() -> None:
@@ -61,9 +63,10 @@ class Forked:
 
     def poll(self) -> int | None:
         """Its exit status, or minus the signal that ended it, or None: it runs."""
-        if self.returncode is None:
-            self.returncode = _ask(self.pid)
-        return self.returncode
+        with _asking:  # a process ends once
+            if self.returncode is None:
+                self.returncode = _ask(self.pid)
+            return self.returncode
 
     def wait(self, timeout: float) -> int:
         end = time.monotonic() + timeout
@@ -94,8 +97,9 @@ def radixcache(*arguments: str) -> int:
 def _ask(*request: Any) -> Any:
     assert _nursery is not None, "tests/conftest.py opens it"
     _, ours = _nursery
-    ours.send(request)
-    return ours.recv()
+    with _asking:
+        ours.send(request)
+        return ours.recv()
 
 
 def _serve(requests: Connection) -> None:

@@ -441,15 +441,15 @@ MUTANTS = [
     Mutant(
         "exact: steps of one row",
         "runtime/model/paged_model.py",
-        "if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):",
-        "if self.exact and len(token_ids) > 1 and len(logit_rows) == 1:",
+        "if self.fills_up and (len(token_ids) == 1 or len(logit_rows) == 1):",
+        "if self.fills_up and len(token_ids) > 1 and len(logit_rows) == 1:",
         EXACT,
     ),
     Mutant(
         "exact: logits of one row",
         "runtime/model/paged_model.py",
-        "if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):",
-        "if self.exact and len(token_ids) == 1:",
+        "if self.fills_up and (len(token_ids) == 1 or len(logit_rows) == 1):",
+        "if self.fills_up and len(token_ids) == 1:",
         EXACT,
     ),
     Mutant(

@@ -2,8 +2,8 @@
 
 A replica computes prompts one after the other at a fixed rate, in order of arrival, and decodes at
 a fixed rate whatever else it does. Its cache is a real one, of any scheme; before its prefill a
-request takes room for its prompt and its whole answer, and waits if there is none. There is no
-network, no batch and no preemption: this tells where requests go, and what they find there.
+request takes a slot, and room for its prompt and its whole answer, and waits if there is none.
+There is no network, no batch and no preemption: this tells where requests go, and what they find.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class Fleet:
     Attributes:
         prefill_rate: prompt tokens that one computes in a second.
         step_time: seconds from one token of an answer to the next.
+        max_num_seqs: requests that one has begun and not ended.
     """
 
     replicas: int
     prefill_rate: float = 8192
     step_time: float = 0.025
+    max_num_seqs: int = 64
 
 
 @dataclass
@@ -113,6 +115,7 @@ class _Replica:
     cache: PrefixCache
     waiting: deque[_Job] = field(default_factory=deque)
     prefilling: bool = False
+    running: int = 0
     computed_tokens: int = 0
 
 
@@ -155,7 +158,7 @@ class _Simulation:
         self.figures, self.fleet, self.replicas, self.random = figures, fleet, replicas, random
         self.router = Router()
         for name in replicas:
-            self.router.add(name, figures.memory_tokens)
+            self.router.add(name, figures.memory_tokens, fleet.max_num_seqs)
         self.is_chat = any(arrival.turn for arrival in workload.arrivals)
         self.sessions: dict[int, int] = {}
         self.ttfts: dict[int, float] = {}
@@ -211,8 +214,9 @@ class _Simulation:
         return found
 
     def begin(self, replica: _Replica) -> None:
-        """Let the next prompt be computed, if nobody's is and there is room for it."""
-        if replica.prefilling or not replica.waiting:
+        """Let the next prompt be computed, if nobody's is and there is a slot and room for it."""
+        is_full = replica.running >= self.fleet.max_num_seqs
+        if replica.prefilling or is_full or not replica.waiting:
             return
         job, cache = replica.waiting[0], replica.cache
         lease = cache.acquire(job.prompt)
@@ -223,6 +227,7 @@ class _Simulation:
             return
         replica.waiting.popleft()
         replica.prefilling, job.lease = True, lease
+        replica.running += 1
         to_compute = len(job.prompt) - lease.cached_tokens
         replica.computed_tokens += to_compute
         self.figures.hit_tokens += lease.cached_tokens
@@ -250,5 +255,6 @@ class _Simulation:
         cache.release(job.lease)
         self.router.release(job.index, answer)
         self.in_flight -= 1
+        job.replica.running -= 1
         self.queue.ended(job.index, self.now)
         self.begin(job.replica)

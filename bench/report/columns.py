@@ -154,13 +154,13 @@ ROUTING = [
         "TTFT mean",
         "ms",
         "Time to first token, simulated, from when a request was due.",
-        lambda w, r: f"{1000 * r.ttft_mean:,.0f}",
+        lambda w, r: f"{1000 * r.ttft_mean:,.0f}" if r.ttfts else "–",
     ),
     Column(
         "TTFT p99",
         "ms",
         "Time to first token that 99 % of the requests stay within, simulated.",
-        lambda w, r: f"{1000 * r.ttft_p99:,.0f}",
+        lambda w, r: f"{1000 * r.ttft_p99:,.0f}" if r.ttfts else "–",
     ),
     Column(
         "busiest",

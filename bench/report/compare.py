@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from radixcache.bench.replay.figures import Figures
+from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.results import Report
 from radixcache.bench.report.saved import read_json
 from radixcache.bench.tables import console, plain, table
 from radixcache.errors import InvalidRequest
 
 Key = tuple[str, str, str, str]
-"""Workload, level, memory and scheme of a row."""
+"""Workload, level, memory and scheme of a row; with several replicas, the way to route as well."""
+
+Row = Figures | RoutingFigures
 
 
 def print_comparison(paths: Sequence[str]) -> int:
@@ -42,8 +45,10 @@ def compare(first: Report, second: Report, shown: Console) -> None:
     a, b = _rows(first), _rows(second)
     both = [key for key in a if key in b]
     for (workload, level), keys in groupby(both, key=lambda key: key[:2]):
-        shown.rule(plain(f"{workload}, {level} level"), align="left")
-        shown.print(_table([(a[key], b[key]) for key in keys]))
+        shown.rule(
+            plain(f"{workload}, {level}{'' if level == 'routing' else ' level'}"), align="left"
+        )
+        shown.print(_table([(*key[2:], a[key], b[key]) for key in keys]))
     if not both:
         shown.print("The two have no workload, memory and scheme in common.", markup=False)
     for name, rows, others in (("first", a, b), ("second", b, a)):
@@ -54,12 +59,15 @@ def compare(first: Report, second: Report, shown: Console) -> None:
                 shown.print(plain(f"  {', '.join(place)}: {schemes}"))
 
 
-def _rows(report: Report) -> dict[Key, Figures]:
-    return {
-        (workload.name, row.level, row.memory, row.scheme): row
-        for workload in report.workloads
-        for row in sorted(workload.rows, key=lambda row: row.level)
-    }
+def _rows(report: Report) -> dict[Key, Row]:
+    found: dict[Key, Row] = {}
+    for workload in report.workloads:
+        for row in sorted(workload.rows, key=lambda row: row.level):
+            found[workload.name, row.level, row.memory, row.scheme] = row
+        for routed in workload.routing:
+            way = f"{routed.scheme} {routed.routing}"
+            found[workload.name, "routing", routed.memory, way] = routed
+    return found
 
 
 def _changed_settings(first: Report, second: Report) -> Table:
@@ -73,32 +81,35 @@ def _changed_settings(first: Report, second: Report) -> Table:
     return shown
 
 
-def _table(pairs: list[tuple[Figures, Figures]]) -> Table:
-    """a -> b; the TTFT is the median of the engine, the cache's time that of the index level."""
-    engine = pairs[0][0].engine is not None
-    header = ["memory", "scheme", "hit %", "prefilled", "change"]
-    header.append("TTFT p50, ms" if engine else "cache, µs")
+def _table(pairs: list[tuple[str, str, Row, Row]]) -> Table:
+    """a -> b; of the index level the cache's time, of a clock the median TTFT, or the mean."""
+    header = ["memory", "scheme", "hit %", "prefilled", "change", _last(pairs[0][2])[0]]
     rows = [
         [
-            a.memory,
-            a.scheme,
-            _arrow(a, b, lambda row: 100 * row.hit_rate, 1),
-            _arrow(a, b, lambda row: row.computed_tokens, 0),
+            memory,
+            scheme,
+            _arrow(100 * a.hit_rate, 100 * b.hit_rate, 1),
+            _arrow(a.computed_tokens, b.computed_tokens, 0),
             _change(a.computed_tokens, b.computed_tokens),
-            _arrow(a, b, _ttft if engine else lambda row: row.cache_us, 1 if engine else 0),
+            _arrow(_last(a)[1], _last(b)[1], _last(a)[2]),
         ]
-        for a, b in pairs
+        for memory, scheme, a, b in pairs
     ]
     return table(header, rows, left=2)
 
 
-def _ttft(row: Figures) -> float | None:
-    return None if row.engine is None else 1000 * row.engine.ttft_p50.median
+def _last(row: Row) -> tuple[str, float | None, int]:
+    """Title, figure and digits of the last column."""
+    if isinstance(row, RoutingFigures):
+        return "TTFT, ms", 1000 * row.ttft_mean, 1
+    if row.engine is not None:
+        return "TTFT p50, ms", 1000 * row.engine.ttft_p50.median, 1
+    return "cache, µs", row.cache_us, 0
 
 
-def _arrow(a: Figures, b: Figures, figure: Callable[[Figures], float | None], digits: int) -> str:
+def _arrow(a: float | None, b: float | None, digits: int) -> str:
     """Both figures, or the one that they share."""
-    said = ["–" if x is None else f"{x:,.{digits}f}" for x in (figure(a), figure(b))]
+    said = ["–" if x is None else f"{x:,.{digits}f}" for x in (a, b)]
     return " → ".join(dict.fromkeys(said))
 
 

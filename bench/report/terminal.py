@@ -77,8 +77,7 @@ def routing_table(workload: WorkloadReport) -> Table:
             row.scheme,
             row.routing,
             f"{row.hit_rate:.1%}",
-            _time(row.ttft_mean),
-            _time(row.ttft_p99),
+            *(_time(t) if row.ttfts else "–" for t in (row.ttft_mean, row.ttft_p99)),
             f"{row.imbalance:.2f}",
             f"{row.refused:,}",
         ]

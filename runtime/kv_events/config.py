@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from radixcache.errors import InvalidRequest, MissingDependency
 
+_MOST = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class KVEventsConfig:
@@ -59,8 +61,8 @@ class KVEventsConfig:
             if name not in names:
                 raise InvalidRequest(f"KV events have no {name!r}, but {', '.join(names)}")
         for name, least in (("buffer_steps", 0), ("hwm", 0), ("max_queue_size", 1)):
-            if not least <= getattr(config, name) < 1 << 31:
-                raise InvalidRequest(f"{name} of KV events must be at least {least}")
+            if not least <= getattr(config, name) <= _MOST:
+                raise InvalidRequest(f"{name} of KV events must be from {least} to {_MOST:,}")
         return config
 
     @classmethod

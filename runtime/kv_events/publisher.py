@@ -163,8 +163,10 @@ def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
     opened.set_hwm(hwm)
     opened.setsockopt(zmq.LINGER, 0)
     opened.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED)
+    opened.setsockopt(zmq.IPV6, "[" in endpoint)
     is_bound = any(mark in endpoint for mark in ("*", "::", "ipc://", "inproc://"))
     try:
+        _check_place(endpoint)
         if is_bound or kind == zmq.ROUTER:
             opened.bind(endpoint)
         else:
@@ -174,3 +176,15 @@ def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
         opened.close()
         reason = first_sentence(error)
         raise InvalidRequest(f"KV events cannot be at {endpoint!r}: {reason}") from None
+
+
+def _check_place(endpoint: str) -> None:
+    """ValueError for what ZeroMQ takes for another port, or takes away from who listens there."""
+    kind, _, place = endpoint.partition("://")
+    port = place.rpartition(":")[2]
+    if kind == "tcp" and port != "*" and not (port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{port!r} is no port")
+    if kind == "ipc":
+        with socket.socket(socket.AF_UNIX) as other, suppress(OSError):
+            other.connect(place)
+            raise ValueError("Address already in use")

@@ -87,6 +87,7 @@ class Decoder(PagedModel):
         self._head = self._operations.product((head, None))
         del head, weights
         self._operations.loaded()
+        self.fills_up = exact and not self._operations.same_alone
         self._check(checked, expected)
 
     def _layer(

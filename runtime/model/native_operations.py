@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.native import NativeBackend, SmallProduct, rms_norm
+from radixcache.kernels.native import NativeBackend, SmallProduct, gated, rms_norm
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.operations import Layer, Operations, Pages, Product
 
@@ -58,7 +58,15 @@ class NativeOperations(Operations):
 
 
 class ExactOperations(NativeOperations):
-    """Those whose rows have the same bits in any company, if a step has two or more."""
+    """Those whose rows have the same bits in any company; if not `same_alone`, of two or more."""
+
+    @property
+    def same_alone(self) -> bool:
+        return self._dtype == torch.float32 and all(p.same_alone for p in self._packed)
+
+    def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
+        gate, up = gate_up  # SiLU by oneDNN, as it writes, has other bits than by our kernel
+        return gated(gate(x), up(x), "silu")
 
     def small_product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         if weight.dtype == torch.float32:

@@ -100,6 +100,11 @@ class Operations:
         """At load, when all products are made."""
         use_huge_pages(product.block for product in self._packed)
 
+    @property
+    def same_alone(self) -> bool:
+        """Whether one row has the bits that it has among more, by all that is known at load."""
+        return False
+
     def rotation(self, positions: torch.Tensor) -> Any:
         """Once a step: what `turn` needs to know of the rows' positions [T]."""
         angles = positions.float()[:, None] * self._frequencies

@@ -37,6 +37,7 @@ class PagedModel(ABC):
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config.
         exact: whether a row's bits depend on its own tokens only; see `exact.py`.
+        fills_up: whether steps and logits of one row get a second one, as exact mode may need.
         ranks: the other processes, if each computes a part of the model.
     """
 
@@ -64,7 +65,7 @@ class PagedModel(ABC):
             eos_token_id: of the model's config, for a generation config that has none.
             attention: the backend; None chooses the fastest that works.
         """
-        self.exact = exact
+        self.exact = self.fills_up = exact
         self.model_type, self.generation_config = model_type, generation_config
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
@@ -119,7 +120,7 @@ class PagedModel(ABC):
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        if self.exact and (len(token_ids) == 1 or len(logit_rows) == 1):
+        if self.fills_up and (len(token_ids) == 1 or len(logit_rows) == 1):
             filled = _fill_up(token_ids, batch, logit_rows, pool.spare_page)
             return self.forward(*filled, pool)[: len(logit_rows)]
         on_host = token_ids if isinstance(token_ids, np.ndarray) else np.arange(0)

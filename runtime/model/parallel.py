@@ -19,12 +19,18 @@ from typing import Any
 
 import torch
 
-from radixcache.errors import InvalidRequest, MissingDependency, ModelError, RanksLost
+from radixcache.errors import (
+    InvalidRequest,
+    MissingDependency,
+    ModelError,
+    RanksLost,
+    first_sentence,
+)
 from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_config, load_stock, resolve_device, resolve_dtype
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.ranks import Ranks, join
+from radixcache.runtime.model.ranks import Ranks, as_rank_0, join
 from radixcache.runtime.model.stock_model import StockModel
 
 
@@ -83,14 +89,17 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
     _check_cut(name_or_path, count)
     ranks = Ranks(count, follow)
     try:
-        with TemporaryDirectory(prefix="radixcache-") as folder:
+        with as_rank_0(), TemporaryDirectory(prefix="radixcache-") as folder:
             ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks")
             join(0, count, f"{folder}/ranks", place, ranks)
             model = load_stock(name_or_path, kind, place, ranks=count, make=LeadingModel)
+        ranks.loaded = True
     except BaseException as error:
+        reason = ranks.lost if ranks.lost_one() else first_sentence(error)
+        foreign = ranks.lost is not None or isinstance(error, OSError | RuntimeError)
         ranks.close()
-        if isinstance(error, OSError | RuntimeError):  # of a pipe or a collective
-            raise RanksLost(f"the ranks could not load the model: {error}") from error
+        if foreign and isinstance(error, Exception):
+            raise RanksLost(f"the ranks could not load the model: {reason}") from error
         raise
     weakref.finalize(model, ranks.close)
     model.layers_by += f" on {count} ranks"

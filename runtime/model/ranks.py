@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Event, RLock, Thread
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from radixcache.errors import InvalidRequest, RanksLost, first_sentence
+from radixcache.errors import EngineStopped, InvalidRequest, RanksLost, first_sentence
 
 _log = logging.getLogger("radixcache")
 
@@ -38,6 +38,7 @@ class Ranks:
 
     Attributes:
         lost: why nothing can be computed any more; None while all is well.
+        loaded: the model is made: from now on a loss is logged, before it is an error of who loads.
     """
 
     def __init__(self, count: int, follow: Follow) -> None:
@@ -45,6 +46,7 @@ class Ranks:
 
         Raises:
             InvalidRequest: this process is one of several already.
+            RanksLost: the system starts no more processes.
         """
         if dist.is_initialized():
             raise InvalidRequest(
@@ -52,20 +54,25 @@ class Ranks:
                 "tensor-parallel model at a time, and none under torchrun"
             )
         self.lost: str | None = None
-        self._open, self._lock = True, Lock()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import obey; "
+        self.loaded = self._closed = self._left = False
+        self._lock, self._gone, self._home = RLock(), Event(), os.getpid()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        path = [folder for folder in sys.path if isinstance(folder, str)]  # as imports do
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import obey; "
         code += f"from {follow.__module__} import {follow.__name__}; obey({follow.__name__}, "
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", f"{code}{rank})"],
-                stdin=subprocess.PIPE,
-                stdout=2,
-                env={**os.environ, **_QUIET, "LOCAL_RANK": str(rank)},
-                start_new_session=True,  # Ctrl-C is rank 0's
-            )
-            for rank in range(1, count)
-        ]
-        for rank, process in enumerate(self._processes, 1):
+        for rank in range(1, count):
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", f"{code}{rank}, {self._home})"],
+                    stdin=subprocess.PIPE,
+                    stdout=2,
+                    env={**os.environ, **_QUIET, **_variables(rank)},
+                    start_new_session=True,  # Ctrl-C is rank 0's
+                )
+            except OSError as error:
+                self._lose(f"the process of rank {rank} does not start ({first_sentence(error)})")
+                raise RanksLost(self.lost) from None
+            self._processes.append(process)
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def tell(self, *message: Any) -> None:
@@ -82,25 +89,42 @@ class Ranks:
 
         Raises:
             RanksLost: now or before.
+            EngineStopped: `stop` was called.
         """
+        cause: BaseException | None = None
         if self.lost is None:
             try:
                 self.tell(*message)
                 yield
             except BaseException as error:
-                with suppress(subprocess.TimeoutExpired):  # was it the death of another?
-                    self._processes[0].wait(0.5)
-                self._lose(f"rank 0 has failed ({first_sentence(error)})")
-                raise RanksLost(self.lost) from error
+                cause = error
+                if not self.lost_one():
+                    self._lose(f"rank 0 has failed ({first_sentence(error)})")
+        if self._closed:
+            raise EngineStopped("the model is closed") from cause
         if self.lost is not None:
-            raise RanksLost(self.lost)
+            raise RanksLost(self.lost) from cause
+
+    def lost_one(self) -> bool:
+        """Whether what rank 0 has run into is the end of another, which may be about to show."""
+        return self._gone.wait(0.5)
+
+    def stop(self) -> None:
+        """End them: what is computed fails, even if it waits for one that does not answer.
+
+        As `close`, it may be called again, from any thread; in a fork of this process, whose these
+        ranks are not, both do nothing.
+        """
+        if os.getpid() == self._home:
+            self._closed = True
+            self._lose("the model is closed")
 
     def close(self) -> None:
-        """End them, and leave the group; may be called again, from any thread."""
+        """End them, and leave the group, once nothing is computed."""
+        self.stop()
         with self._lock:
-            was_open, self._open = self._open, False
-        self._lose("the model is closed")
-        if was_open and dist.is_initialized():
+            left, self._left = self._left, True
+        if not left and os.getpid() == self._home and dist.is_initialized():
             dist.destroy_process_group()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -113,18 +137,19 @@ class Ranks:
             if self.lost is not None:
                 return
             self.lost = f"{reason}: without all its ranks, the model computes nothing more"
-        if self._open:
+            self._gone.set()
+        if self.loaded and not self._closed:
             _log.critical("%s", self.lost)
         for process in self._processes:
             process.kill()
             process.wait()
             with suppress(OSError):  # what is left to be sent
                 cast(IO[bytes], process.stdin).close()
-        if self._open and dist.is_initialized() and dist.get_backend() == "nccl":
+        if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()  # NCCL waits for the dead
 
 
-def obey(follow: Follow, rank: int) -> None:
+def obey(follow: Follow, rank: int, parent: int) -> None:
     """The life of another rank: `follow`, until rank 0 ends or closes the file, or it fails."""
     messages: SimpleQueue[Any] = SimpleQueue()
 
@@ -139,14 +164,33 @@ def obey(follow: Follow, rank: int) -> None:
             time.sleep(1)
         os._exit(0)
 
-    parent = os.getppid()
     for watch in (listen, look):
         Thread(target=watch, daemon=True).start()
     try:
         follow(rank, messages.get)
     except BaseException as error:
+        time.sleep(1)  # if another has failed, rank 0 says so, and ends this one
         print(f"radixcache: rank {rank} ends: {first_sentence(error)}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+@contextmanager
+def as_rank_0() -> Iterator[None]:
+    """Make this process's environment that of rank 0, until the model is loaded."""
+    before = {name: os.environ.get(name) for name in _variables(0)}
+    os.environ.update(_variables(0))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _variables(rank: int) -> dict[str, str]:
+    """By which transformers chooses a GPU, and gloo the address that it listens on."""
+    return {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def join(
@@ -163,8 +207,6 @@ def join(
         if ranks.lost is not None:
             raise RanksLost(ranks.lost)
         time.sleep(0.01)
-    if device.type == "cpu":  # gloo would listen on the address of the host's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=store,

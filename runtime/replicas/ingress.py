@@ -211,7 +211,7 @@ class Ingress:
             raise
         self._prompts.limit(found.max_context)
         self.replicas[name] = found
-        self.router.add(name, found.kv_tokens)
+        self.router.add(name, found.kv_tokens, found.max_num_seqs)
         self._changed.set()
 
     def _forget(self, name: str) -> None:

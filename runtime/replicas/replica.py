@@ -41,6 +41,7 @@ class Description:
     Attributes:
         kv_tokens: that fit its KV memory.
         max_context: tokens that the model takes.
+        max_num_seqs: that run at the same time.
         placement: whose layers run where.
         node: the name of its machine, where `pid` is its process.
     """
@@ -48,6 +49,7 @@ class Description:
     replica: str
     kv_tokens: int
     max_context: int
+    max_num_seqs: int
     placement: str
     node: str
     pid: int
@@ -97,9 +99,15 @@ class Replica:
         if name != self._name or not self._llm.worker.alive:
             return None
         cache, model = self._llm.cache, self._llm.engine.model
-        kv_tokens = cache.pool.num_pages * cache.page_size
-        where = model.placement, platform.node(), os.getpid()
-        return Description(self._name, kv_tokens, model.max_context, *where)
+        return Description(
+            replica=self._name,
+            kv_tokens=cache.pool.num_pages * cache.page_size,
+            max_context=model.max_context,
+            max_num_seqs=self._llm.engine.scheduler.max_num_seqs,
+            placement=model.placement,
+            node=platform.node(),
+            pid=os.getpid(),
+        )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
         """The app's messages, all that are there at once.

@@ -3,8 +3,8 @@
 What a replica has to do before that is counted in tokens: those of the prompt that it must compute,
 and, a little less, those that were sent there before and are not computed yet. The least sum wins.
 There is no threshold between affinity and load, as both are in one unit: a cached prefix attracts
-requests until the queue there is longer than computing the prefix elsewhere, or the KV memory full:
-what those in flight hold there with a mean answer each, beyond its size, counts as well.
+requests until the queue there is longer than computing the prefix elsewhere, or the replica full:
+a request that finds no memory there, or too many that run, waits for answers to end.
 
 What a replica has cached is not asked but remembered, in a tree for each: a `GhostIndex` of as many
 tokens as the replica's KV holds, which evicts as the replica does. A prompt is
@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +35,8 @@ replica, to save the few tokens of the first that are not stem, and computes the
 part of the queue is computed by now. From 0.5 down load counts too little."""
 
 SHORT = 4
-"""What a token weighs that has no room: it waits for answers to end, not for prompts."""
+"""What a token weighs that has no room: it waits for answers to end, not for prompts. A step that
+generates a token for each of 64 requests takes as long as some 200 tokens of a prompt."""
 ANSWER = 512
 """Tokens of an answer before any has been seen. Better too many: waiting for room takes longest."""
 
@@ -50,7 +50,8 @@ class Standing(NamedTuple):
         queued_tokens: of other requests, that it has yet to compute.
         requests: sent there and not ended.
         last: when a request was sent there last, in requests; 0 if never.
-        short_tokens: by which its KV memory is too small for this request and those not ended.
+        short_tokens: of KV by which its memory is too small for this request and those not ended,
+            or of the answers that must end before it may run, whichever is more.
     """
 
     replica: Hashable
@@ -82,6 +83,7 @@ class _Replica:
 
     name: Hashable
     ghost: GhostIndex
+    max_num_seqs: int
     queued_tokens: int = 0
     requests: int = 0
     last: int = 0
@@ -93,8 +95,10 @@ class _Replica:
     def standing(self, tokens: Tokens, salt: Hashable, answer: float) -> Standing:
         """How it stands for a prompt, if each answer has `answer` tokens. O(len(tokens))."""
         count, cached = len(tokens), self.ghost.match(tokens, salt)
-        held = self.held_tokens + count - cached + int((self.requests + 1) * answer)
-        short = max(0, held - self.ghost.pool.num_pages)
+        requests = self.requests + 1
+        held = self.held_tokens + count - cached + int(requests * answer)
+        waited = int((requests - self.max_num_seqs) * answer)
+        short = max(0, held - self.ghost.pool.num_pages, waited)
         load = self.queued_tokens, self.requests, self.last
         return Standing(self.name, count, cached, *load, short)
 
@@ -151,13 +155,16 @@ class Router:
         self._count = 0
         self._answer: float = ANSWER  # the mean of what has ended, the last ones most
 
-    def add(self, replica: Hashable, kv_tokens: int) -> None:
-        """A replica has joined, or forgotten all it had cached; `kv_tokens` fit its KV memory.
+    def add(self, replica: Hashable, kv_tokens: int, max_num_seqs: int = 64) -> None:
+        """A replica has joined, or forgotten all it had cached.
 
-        If that is not known, guess high: too large a tree routes better than one too small.
+        Args:
+            kv_tokens: that fit its KV memory. If that is not known, guess high: too large a tree
+                routes better than one too small.
+            max_num_seqs: requests that run there at the same time.
         """
         self.forget(replica)
-        self._replicas[replica] = _Replica(replica, GhostIndex(kv_tokens))
+        self._replicas[replica] = _Replica(replica, GhostIndex(kv_tokens), max_num_seqs)
 
     def forget(self, replica: Hashable) -> None:
         """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
@@ -182,13 +189,7 @@ class Router:
         """
         self.release(key)
         tokens = as_tokens(tokens)
-        best: Standing | None = None
-        for replica in sorted(self._replicas.values(), key=attrgetter("queued_tokens")):
-            if best is not None and QUEUED * replica.queued_tokens >= best.cost:
-                break  # the queue alone costs more, there and at those that follow
-            standing = replica.standing(tokens, salt, self._answer)
-            if best is None or preference(standing) < preference(best):
-                best = standing
+        best = min(self.standings(tokens, salt), key=preference, default=None)
         if best is None:
             raise InvalidRequest("there is no replica to choose")
         self._book(key, best, tokens, salt)
@@ -253,7 +254,9 @@ class Router:
             booked = [b for b in self._bookings.values() if b.replica == name]
             assert replica.requests == len(booked), "requests are miscounted"
             assert replica.queued_tokens == sum(b.to_compute for b in booked), "so are tokens"
-            assert replica.last <= self._count
+            prompts = sorted((hash(b.salt), b.tokens.tobytes()) for b in booked)
+            assert replica.prompts == prompts, "prompts are lost or left"
+            assert 0 <= replica.last <= self._count
             assert replica.ghost.idle, "a lease was left"
             replica.ghost.check()
         assert {b.replica for b in self._bookings.values()} <= self._replicas.keys()

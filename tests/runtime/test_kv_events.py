@@ -412,8 +412,9 @@ def test_what_is_asked_for_is_read_or_refused_in_a_sentence(monkeypatch: pytest.
     assert "'port'" in refusal('{"port": 1}') and "replay_endpoint" in refusal('{"port": 1}')
     assert "`int`" in refusal({"hwm": "many"}) and "hwm" in refusal({"hwm": "many"})
     assert "publisher" in refusal({"publisher": "kafka"})
-    assert "at least 1" in refusal({"max_queue_size": 0})
-    assert "at least 0" in refusal({"buffer_steps": -1})
+    assert "max_queue_size of KV events must be from 1" in refusal({"max_queue_size": 0})
+    assert "from 0 to 1,000,000,000" in refusal({"buffer_steps": -1})
+    assert "from 0 to 1,000,000,000" in refusal({"buffer_steps": (1 << 31) - 1})
     for broken in (
         "",
         "{",
@@ -444,6 +445,8 @@ def test_what_is_asked_for_is_read_or_refused_in_a_sentence(monkeypatch: pytest.
         "tcp://*",
         "smoke://a",
         "tcp://*:port",
+        "tcp://*:99999",  # ZeroMQ would bind 34463
+        "tcp://*:-1",
         "tcp://a\0b:1",
         "ipc:///no/x/y",
     ],
@@ -456,6 +459,18 @@ def test_a_place_that_makes_no_sense_is_named(name: str, place: str):
     ):
         pass
     assert not cache.events
+
+
+def test_a_file_that_another_publisher_listens_at_is_taken(tmp_path: Path):
+    place, cache = f"ipc://{tmp_path}/e", RadixCache(PagePool(16, 4))
+    with pytest.raises(InvalidRequest, match="already in use"):
+        publishing(cache, endpoint=place, replay_endpoint=place).__enter__()
+    with publishing(cache, endpoint=place):
+        for name in ("endpoint", "replay_endpoint"):
+            with pytest.raises(InvalidRequest, match="already in use"):
+                publishing(cache, **{name: place}).__enter__()
+    with publishing(cache, endpoint=place):  # what is left of one that has ended is no publisher
+        pass
 
 
 def test_a_place_that_is_taken_ends_serve(capsys: pytest.CaptureFixture[str]):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.replay.replicas import Fleet, RoutingFigures, run_replicas
+from radixcache.bench.report.saved import read_json
 from radixcache.bench.schemes.bounds import build_trie, unlimited_hits
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.schemes.routing import RULES
@@ -36,13 +38,14 @@ def run(
     memory: int = 1 << 14,
     scheme: str = "radix-1",
     arrivals: Arrivals | None = None,
+    fleet: Fleet | None = None,
 ) -> RoutingFigures:
     return run_replicas(
         workload,
         routing,
         parse_scheme(scheme),
         memory,
-        Fleet(replicas, prefill_rate=100.0, step_time=1.0),
+        fleet or Fleet(replicas, prefill_rate=100.0, step_time=1.0),
         arrivals or Arrivals(as_recorded=True),
     )
 
@@ -62,6 +65,23 @@ def test_a_request_waits_until_there_is_room_for_its_answer() -> None:
     assert run(workload, "cost", 1, memory=200).ttfts == pytest.approx([1.0, 22.0])
     refused = run(workload, "cost", 1, memory=110)
     assert refused.refused == 1 and refused.ttfts == pytest.approx([1.0])
+
+
+def test_a_request_waits_until_another_ends_if_as_many_run_as_may() -> None:
+    workload = timed((0.0, 0, 100, 21), (0.0, 500, 100, 1), (0.0, 700, 100, 1))
+    one = Fleet(1, prefill_rate=100.0, step_time=1.0, max_num_seqs=1)
+    found = run(workload, "cost", 1, fleet=one)
+    assert found.ttfts == pytest.approx([1.0, 22.0, 23.0])  # the first ends after 21 seconds
+    two = Fleet(1, prefill_rate=100.0, step_time=1.0, max_num_seqs=2)
+    assert run(workload, "cost", 1, fleet=two).ttfts == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_a_stem_that_all_share_fills_no_replica_while_others_are_idle() -> None:
+    # Each can run 64 of them for 5 s: what comes at 80 a second needs seven replicas.
+    workload = generate("chat:conversations=300,turns=1,system=1000,user=50,answer=200", 0, 1 << 15)
+    scheme, arrivals = parse_scheme("radix-16"), Arrivals(rate=80.0, seed=1)
+    found = run_replicas(workload, "cost", scheme, 200_000, Fleet(8), arrivals)
+    assert found.ttft_mean < 0.05  # seconds; 0.7 where only prefill and memory count
 
 
 def test_cost_sends_a_request_where_its_prefix_is_unless_the_queue_is_longer() -> None:
@@ -146,10 +166,40 @@ def test_the_command_compares_all_ways_in_a_table_of_80_columns(
     assert report["settings"]["replicas"] == 4
 
 
+def test_who_serves_nobody_is_not_the_fastest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "bench documents:documents=1,questions=1 --replicas 2 --memory 99 --json".split()
+    assert main([*words, str(tmp_path / "x")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "radix-16" in line]
+    assert [row[4:6] for row in rows] == [["–", "–"]] * len(RULES)
+
+
+def test_two_reports_of_routing_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, replicas, other in (("a", 2, "random"), ("b", 4, "session")):
+        words = f"bench chat:conversations=4,turns=2 --replicas {replicas} --memory 5000".split()
+        to = ["--json", str(tmp_path / name)]
+        assert main([*words, "--routing", "cost", other, *to]) == 0
+    capsys.readouterr()
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = capsys.readouterr().out
+    first, second = (read_json(tmp_path / name).workloads[0].routing[0] for name in "ab")
+    assert f"{first.computed_tokens:,} → {second.computed_tokens:,}" in said
+    assert f"{1000 * first.ttft_mean:,.1f} → {1000 * second.ttft_mean:,.1f}" in said
+    assert "routing, 5000: radix-16 random" in said and "radix-16 session" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         ("--replicas 0", "--replicas must be more than 0"),
+        ("--replicas 1000000000", "--replicas must be at most 1024"),
+        ("--routing cost", "--routing goes with --replicas only"),
+        ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
+        ("--replicas 2 --schedule longest-prefix", "--schedule goes without --replicas only"),
+        ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
         ("--replicas 2 --routing best", "no routing 'best'"),
         ("--replicas 2 --level both", "--level index alone"),
         ("--replicas 2 --prefill-rate 0", "--prefill-rate must be more than 0"),

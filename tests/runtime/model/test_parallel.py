@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +26,11 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
-from radixcache.runtime.model import parallel
+from radixcache.runtime.model import local_linear, parallel
 from radixcache.runtime.model.packed_linear import PackedLinear
 from radixcache.runtime.model.ranks import Ranks
 from radixcache.runtime.model.stock_model import StockModel
+from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
 
 pytest.importorskip("accelerate")
@@ -38,6 +41,42 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "max_num_seqs": 6,
 }
+
+
+class ForkedRank:
+    """What `subprocess.Popen` starts, without the seconds that it takes to import."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="rank-"))
+        os.mkfifo(folder / "in")
+        self._forked = Forked(folder, be_rank, folder / "in", command[2], os.getpid(), env)
+        self.pid = self._forked.pid
+        self.stdin = (folder / "in").open("wb")  # waits until it is opened there
+        shutil.rmtree(folder)
+
+    def wait(self, timeout: float = 1e9) -> int:
+        end = time.monotonic() + timeout
+        while (status := self._forked.poll()) is None and time.monotonic() < end:
+            time.sleep(0.005)
+        if status is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return status
+
+    def kill(self) -> None:
+        self._forked.send_signal(signal.SIGKILL)
+
+
+def be_rank(stdin: Path, code: str, parent: int, env: dict[str, str]) -> int:
+    os.dup2(os.open(stdin, os.O_RDONLY), 0)
+    os.environ.update(env)
+    exec(code.replace(f", {parent})", f", {os.getppid()})"))  # its parent is another here
+    return 1
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_linear  # imported, so that the forks need not
+    monkeypatch.setattr(subprocess, "Popen", ForkedRank)
 
 
 def ranks_of(llm: LLM) -> Ranks:
@@ -100,7 +139,7 @@ def check_equal(
     monkeypatch.undo()
     different = [i for i in range(count) if got[i] != wanted[i]]
     assert not different, f"{len(different)} of {count} answers differ: {different}"
-    assert told.count("copy") >= count // 20 and told.count("forward") > count // 2
+    assert told.count("copy") >= max(1, count // 20) and told.count("forward") > count // 2
 
 
 def is_running(pid: int) -> bool:
@@ -118,16 +157,27 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return condition()
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of a launcher that started this process
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
     model = tiny_model("qwen3", tmp_path)
+    with pytest.raises(InvalidRequest, match="hold no page") as error:
+        LLM(model, tensor_parallel=2, kv_memory=1)
+    assert error.traceback  # which holds what was made; its ranks have ended all the same
     with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel=2, **SETTINGS) as llm:
+        assert os.environ["LOCAL_RANK"] == "7" and "GLOO_SOCKET_IFNAME" not in os.environ
         assert "transformers on 2 ranks" in repr(llm)
         assert llm.engine.model.shapes[0].heads == NUM_KV_HEADS // 2
-        check_equal(llm, alone, 20, seed=0, monkeypatch=monkeypatch)
+        check_equal(llm, alone, 10, seed=0, monkeypatch=monkeypatch)
         with pytest.raises(InvalidRequest, match="one tensor-parallel model at a time"):
             LLM(model, tensor_parallel=2)
+        if not (child := os.fork()):  # whose copy of the model is not the ranks' own
+            llm.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0 and llm.worker.alive
 
         (process,) = ranks_of(llm)._processes
         streams = [llm.stream([1, 2, n], SamplingParams(max_tokens=400)) for n in range(8)]
@@ -141,6 +191,22 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
         assert not llm.worker.alive
         with pytest.raises(EngineStopped):
             llm.generate([[1, 2, 3]])
+
+
+@pytest.mark.usefixtures("forked")
+def test_closing_does_not_wait_for_a_rank_that_is_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+        stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=480, ignore_eos=True))
+        next(stream)
+        (process,) = ranks_of(llm)._processes
+        os.kill(process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    with pytest.raises(EngineStopped):
+        list(stream)
+    assert not is_running(process.pid) and not caplog.records
 
 
 @pytest.mark.exhaustive
@@ -182,18 +248,36 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
         assert not is_running(ranks_of(llm)._processes[0].pid)
 
 
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("place", ["join", "load_stock"])  # before all have met, and after
 def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tell = Ranks.tell
+    made: list[Ranks] = []
 
-    def die(ranks: Ranks, *message: Any) -> None:
-        tell(ranks, *message)
-        ranks._processes[0].kill()
+    class Watched(Ranks):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
 
-    monkeypatch.setattr(Ranks, "tell", die)
+    def die(*args: Any, **options: Any) -> Any:
+        made[0]._processes[0].kill()
+        return go_on(*args, **options)
+
+    go_on = getattr(parallel, place)
+    monkeypatch.setattr(parallel, place, die)
+    monkeypatch.setattr(parallel, "Ranks", Watched)
     with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
         LLM(tiny_model("llama", tmp_path), tensor_parallel=2)
+    assert not caplog.records  # it is said once
+
+
+def test_a_process_that_does_not_start_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    with pytest.raises(RanksLost, match=r"rank 1 does not start .*No such file"):
+        Ranks(2, parallel.follow)
 
 
 SCRIPT = """

@@ -17,8 +17,8 @@ Prefix = tuple[Hashable, tuple[int, ...]]
 class Books:
     """What a router should know whose trees evict nothing, by brute force."""
 
-    def __init__(self, kv_tokens: int) -> None:
-        self.kv_tokens = kv_tokens
+    def __init__(self, kv_tokens: int, max_num_seqs: int) -> None:
+        self.kv_tokens, self.max_num_seqs = kv_tokens, max_num_seqs
         self.answer = float(ANSWER)
         self.prefixes: dict[str, set[Prefix]] = {}
         self.booked: dict[int, tuple[str, list[int], Hashable]] = {}
@@ -39,9 +39,11 @@ class Books:
         queued = sum(self.to_compute[key] for key in here)
         last = max((n for n, sent in enumerate(self.sent, 1) if sent == name), default=0)
         cached = self.cached(name, tokens, salt)
-        short = self.held(here) + len(tokens) - cached + int((len(here) + 1) * self.answer)
+        held = self.held(here) + len(tokens) - cached + int((len(here) + 1) * self.answer)
+        to_end = int((len(here) + 1 - self.max_num_seqs) * self.answer)
+        short = max(0, held - self.kv_tokens, to_end)
         to_compute = len(tokens) if cached < len(tokens) / 10 else len(tokens) - cached
-        cost = to_compute + QUEUED * queued + SHORT * max(0, short - self.kv_tokens)
+        cost = to_compute + QUEUED * queued + SHORT * short
         return cost, len(here), last
 
     def held(self, keys: list[int]) -> int:
@@ -74,7 +76,7 @@ class Books:
 def test_random_operations_go_as_by_brute_force(seed: int) -> None:
     print(f"seed {seed}")
     rng = Random(f"router {seed}")
-    router, books = Router(), Books(kv_tokens=3_000)
+    router, books = Router(), Books(kv_tokens=3_000, max_num_seqs=4)
     words = rng.choice([2, 5, 1000])
     say = lambda most: [rng.randrange(words) for _ in range(rng.randint(1, most))]  # noqa: E731
     stems = [say(12) for _ in range(4)]
@@ -92,7 +94,7 @@ def test_random_operations_go_as_by_brute_force(seed: int) -> None:
         some = rng.randrange(key + 1)
         if len(names) < 2 or operation < 0.06:
             name = rng.choice("abcd")
-            router.add(name, kv_tokens=3_000)
+            router.add(name, 3_000, max_num_seqs=4)
             books.forget(name)
             books.prefixes[name] = set()
         elif operation < 0.10:
@@ -188,6 +190,27 @@ def test_equal_prompts_that_do_not_end_spread_once_the_memory_of_a_replica_is_fu
     for key in range(10, 20):  # all of those on the second
         router.release(key)
     assert router.order(range(100))[0] == 1
+
+
+def test_what_may_not_run_yet_goes_elsewhere() -> None:
+    router = Router()
+    for name in range(3):
+        router.add(name, 100_000, max_num_seqs=4)
+    chosen = []
+    for key in range(12):
+        chosen.append(router.choose(key, range(1000)).replica)
+        router.started(key)
+    assert chosen == [0] * 4 + [1] * 4 + [2] * 4
+    assert router.choose("full", range(1000)).short_tokens == ANSWER
+    router.release(5)
+    assert router.order(range(1000))[0] == 1
+
+
+def test_a_prompt_that_cannot_be_read_goes_to_each_in_turn() -> None:
+    router = Router()
+    for name in range(3):
+        router.add(name, 100_000)
+    assert [router.choose(key, []).replica for key in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_head_that_all_prompts_share_keeps_no_replica_idle() -> None:
