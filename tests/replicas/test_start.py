@@ -73,5 +73,6 @@ def test_a_signal_while_it_starts(seconds: float):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGTERM, signal.SIGTERM)  # Ray's handler: its number
+    # By the signal, or Ray's handler with its number; or Ray aborts, if that interrupts its start.
+    assert process.returncode in (-signal.SIGTERM, signal.SIGTERM, -signal.SIGABRT)
     _wait_until_gone(mark)
