@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, cast
+from dataclasses import asdict
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
@@ -12,55 +13,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from pydantic import BaseModel
 
 from radixcache.runtime.replicas.ingress import Ingress, portable
-from radixcache.runtime.routing.policy import Standing
 from radixcache.runtime.server import errors
 from radixcache.runtime.server.access import ADMINISTRATOR, Access
 from radixcache.runtime.server.answers import Health
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
-
-
-class Stand(BaseModel):
-    """How a replica stands for a prompt, in tokens; its cost is what the least of decides."""
-
-    replica: str
-    cost: float
-    cached_tokens: int
-    queued_tokens: int
-    requests: int
-
-
-class Route(BaseModel):
-    """Where a request went, and why: how all replicas stood for it before it was booked."""
-
-    time: float
-    path: str
-    prompt_tokens: int
-    replica: str
-    standings: list[Stand]
-
-
-class Running(BaseModel):
-    """A replica; queued are tokens that it has yet to compute, as far as the ingress knows."""
-
-    replica: str
-    kv_tokens: int
-    placement: str
-    node: str
-    pid: int
-    queued_tokens: int
-    requests: int
-
-
-class Replicas(BaseModel):
-    """GET /v1/replicas."""
-
-    replicas: list[Running]
-    recent: list[Route]
 
 
 def create_app(ingress: Ingress) -> FastAPI:
@@ -109,42 +69,28 @@ async def _health(ingress: _Ingress) -> Health:
     return Health()
 
 
-async def _replicas(ingress: _Ingress) -> Replicas:
-    """The replicas, and where the last requests went and why, the newest first."""
-    return Replicas(
-        replicas=[
-            Running(
-                replica=str(s.replica),
-                kv_tokens=ingress.replicas[str(s.replica)].kv_tokens,
-                placement=ingress.replicas[str(s.replica)].placement,
-                node=ingress.replicas[str(s.replica)].node,
-                pid=ingress.replicas[str(s.replica)].pid,
-                queued_tokens=s.queued_tokens,
-                requests=s.requests,
-            )
-            for s in ingress.router.standings([])
+async def _replicas(ingress: _Ingress) -> dict[str, Any]:
+    """The replicas, and where the last requests went and why, the newest first.
+
+    Queued are tokens that a replica has yet to compute, as far as the ingress knows. A request went
+    where the cost was least, but for those that go on from a response.
+    """
+    booked = [s._asdict() for s in ingress.router.standings([])]
+    return {
+        "replicas": [
+            asdict(ingress.replicas[one["replica"]])
+            | {name: one[name] for name in ("queued_tokens", "requests")}
+            for one in booked
         ],
-        recent=[
-            Route(
-                time=decision.time,
-                path=decision.path,
-                prompt_tokens=decision.standings[0].num_tokens,
-                replica=decision.replica,
-                standings=[_stand(standing) for standing in decision.standings],
-            )
+        "recent": [
+            {
+                **vars(decision),
+                "prompt_tokens": decision.standings[0].num_tokens,
+                "standings": [{**s._asdict(), "cost": s.cost} for s in decision.standings],
+            }
             for decision in reversed(ingress.decisions)
         ],
-    )
-
-
-def _stand(standing: Standing) -> Stand:
-    return Stand(
-        replica=str(standing.replica),
-        cost=standing.cost,
-        cached_tokens=standing.cached_tokens,
-        queued_tokens=standing.queued_tokens,
-        requests=standing.requests,
-    )
+    }
 
 
 async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:

@@ -6,6 +6,7 @@ would each know a part of what is cached.
 
 from __future__ import annotations
 
+import secrets
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +36,14 @@ def build(settings: dict[str, Any]) -> Application:
     read = read_settings(given)
     options, names = read.options(), signature(LLM).parameters
     engine = {name: value for name in names if (value := getattr(read, name, None)) is not None}
-    resources = {"num_cpus": 1.0, "num_gpus": 0.0 if engine.get("device") == "cpu" else 1.0}
-    replicas = deploy.bind(
-        engine, options, read.replicas or (1, 1), read.shutdown_timeout, resources
-    )
+    resources = deploy.resources_of(engine, 1, on_gpu=engine.get("device") != "cpu")
+    count, key = read.replicas or (1, 1), secrets.token_bytes(32)
+    replicas = deploy.bind(engine, options, count, read.shutdown_timeout, resources, key)
 
     def make_app() -> Any:
         name, app = deploy.REPLICA, serve.get_replica_context().app_name
-        return deploy.make_app(serve.get_deployment_handle(name, app), engine, options, "")
+        handle, prompts = serve.get_deployment_handle(name, app), deploy.load_prompts(engine)
+        return deploy.make_app(handle, prompts, options, "", key)
 
     ingress: Any = serve.ingress(make_app)(_Ingress)
     deployment = serve.deployment(

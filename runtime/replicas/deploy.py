@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,11 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.replicas import sender
 from radixcache.runtime.replicas.app import create_app
+from radixcache.runtime.replicas.calls import Calls
 from radixcache.runtime.replicas.ingress import Ingress
 from radixcache.runtime.replicas.prompts import Prompts
 from radixcache.runtime.replicas.replica import Replica
@@ -47,6 +49,7 @@ def bind(
     replicas: tuple[int, int],
     grace: float,
     resources: Mapping[str, float],
+    key: bytes,
 ) -> Application:
     """The deployment of the replicas, of which there are from `replicas[0]` to `replicas[1]`.
 
@@ -54,6 +57,7 @@ def bind(
         engine: keyword arguments of `LLM`.
         grace: seconds for what runs on a replica that is no longer needed.
         resources: of each, as `num_cpus` and `num_gpus`.
+        key: by which all name salts.
     """
     low, high = replicas
     count: dict[str, Any] = {"num_replicas": low}
@@ -77,10 +81,9 @@ def bind(
         ),
         ray_actor_options=dict(resources),
         graceful_shutdown_timeout_s=grace,
+        max_constructor_retry_count=1,  # of the first ones; those that replace others try on
         **count,
     )(Replica)
-    key = secrets.token_bytes(32)
-    cache.share_key(key)  # the ingress names salts as they do
     model = engine.get("model")
     if model is not None and Path(model).exists():  # replicas run elsewhere
         engine = {**engine, "model": str(Path(model).resolve())}
@@ -89,34 +92,83 @@ def bind(
 
 @contextmanager
 def deployed(
-    engine: Mapping[str, Any], options: Options, replicas: tuple[int, int], grace: float
+    engine: Mapping[str, Any],
+    options: Options,
+    replicas: tuple[int, int],
+    grace: float,
+    key: bytes,
 ) -> Iterator[DeploymentHandle]:
-    """Replicas on the Ray cluster of RAY_ADDRESS, or on one that is started for them here."""
+    """Replicas on the Ray cluster of RAY_ADDRESS, or on one that is started for them here.
+
+    Raises:
+        InvalidRequest: there is no cluster at that address.
+        ModelError: the replicas do not start.
+    """
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.WARNING)
     cores = max(1, (os.cpu_count() or 1) // replicas[1])
-    if "RAY_ADDRESS" not in os.environ:
-        ray.init(num_cpus=cores * replicas[1] + 1, include_dashboard=False, logging_level="warning")
+    # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
+    told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
+    if "RAY_ADDRESS" in os.environ:
+        _check_address(os.environ["RAY_ADDRESS"])
     else:
-        ray.init(logging_level="warning")
+        told |= {"num_cpus": cores * replicas[1] + 1, "include_dashboard": False}
     try:
+        ray.init(**told)
         on_gpu = engine.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        resources = {"num_cpus": 1, "num_gpus": 1} if on_gpu else {"num_cpus": cores}
+        resources = resources_of(engine, cores, on_gpu)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        application = bind(engine, options, replicas, grace, resources)
-        yield serve.run(application, name=APP, route_prefix=None, logging_config=quiet)
+        application = bind(engine, options, replicas, grace, resources, key)
+        try:
+            handle = serve.run(application, name=APP, route_prefix=None, logging_config=quiet)
+        except RuntimeError:
+            raise ModelError(f"no replica starts: {_reason()}") from None
+        yield handle
     finally:
-        serve.delete(APP)
+        if ray.is_initialized():  # else that would start a Ray of its own
+            with suppress(Exception):  # it may not even have begun
+                serve.delete(APP)
         ray.shutdown()
 
 
+def resources_of(engine: Mapping[str, Any], cores: int, on_gpu: bool) -> dict[str, float]:
+    """Of one replica: on GPUs one for each of its ranks, which are children of its process."""
+    gpus = (engine.get("tensor_parallel") or 1) * on_gpu
+    return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
+
+
+def _check_address(address: str) -> None:
+    """`InvalidRequest` if nothing listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), 5).close()
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"RAY_ADDRESS must be HOST:PORT of a cluster, or auto, not {address}: "
+            f"{first_sentence(error)}"
+        ) from None
+
+
+def _reason() -> str:
+    """The last line of what a replica's constructor raised."""
+    message = serve.status().applications[APP].deployments[REPLICA].message
+    last = message.strip().rpartition("\n")[2]
+    return last.partition("Error: ")[2] or last
+
+
 def make_app(
-    handle: DeploymentHandle, engine: Mapping[str, Any], options: Options, note: str
+    handle: DeploymentHandle, prompts: Prompts, options: Options, note: str, key: bytes
 ) -> FastAPI:
     """The ingress of running replicas."""
-    tokenizer = Tokenizer.load(str(engine.get("model") or BUNDLED_MODEL))
-    return create_app(Ingress(handle, options, Prompts(tokenizer), note))
+    cache.share_key(key)  # it names salts as they do
+    return create_app(Ingress(Calls(handle), options, prompts, note))
+
+
+def load_prompts(engine: Mapping[str, Any]) -> Prompts:
+    """What reads the prompts of a model; `ModelError` if its tokenizer does not load."""
+    return Prompts(Tokenizer.load(str(engine.get("model") or BUNDLED_MODEL)))
 
 
 def run(
@@ -127,8 +179,9 @@ def run(
     grace: float,
 ) -> None:
     """Serve until a signal ends it."""
-    with deployed(engine, options, replicas, grace) as handle:
+    prompts, key = load_prompts(engine), secrets.token_bytes(32)
+    with deployed(engine, options, replicas, grace, key) as handle:
         low, high = replicas
         count = f"{low}" if low == high else f"{low} to {high}"
-        app = make_app(handle, engine, options, f"{count} replicas, run by Ray Serve")
+        app = make_app(handle, prompts, options, f"{count} replicas, run by Ray Serve", key)
         listen_and_serve(app, listener, grace)

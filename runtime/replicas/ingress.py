@@ -9,31 +9,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Hashable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
-from ray.exceptions import ActorDiedError, RayActorError
-from ray.serve.exceptions import RayServeException
-from starlette.datastructures import Headers, MutableHeaders, QueryParams
-from starlette.requests import ClientDisconnect
+from starlette.datastructures import MutableHeaders, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from radixcache.base import Tokens
 from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.replicas.members import MEMBERS
+from radixcache.runtime.replicas.pins import Pin, Pins, deletion, key_of, salt_of, with_salt
 from radixcache.runtime.replicas.prompts import Body, Prompts, parse
 from radixcache.runtime.replicas.replica import END, STARTED, Computed, Description
 from radixcache.runtime.routing.policy import Router, Standing, preference
-from radixcache.runtime.server.cache import name_of_salt
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import event
 from radixcache.runtime.server.settings import Options
 
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
+T = TypeVar("T")
+
+TRIES = 3
+"""Replicas that get a request, if they die over it: it may be the request that kills them."""
 
 JOIN_SECONDS = 120.0
 """How long a request waits where no replica runs, because the last one has died."""
@@ -52,8 +52,20 @@ _PORTABLE = (
 )
 
 
-class _Gone(Exception):
-    """The replica has died, or was gone before."""
+class Gone(Exception):
+    """The replica does not answer: it has died, or is about to."""
+
+    def __init__(self, name: str, has_died: bool = False) -> None:
+        super().__init__(name)
+        self.name = name
+        self.has_died = has_died
+
+
+class Calls(Protocol):
+    """How to reach a replica; see `calls.py`."""
+
+    async def describe(self, name: str) -> Description | None: ...
+    def answer(self, name: str, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]: ...
 
 
 @dataclass(frozen=True)
@@ -103,23 +115,21 @@ class Ingress:
         draining: nothing is taken any more.
     """
 
-    def __init__(
-        self, handle: DeploymentHandle, options: Options, prompts: Prompts, note: str = ""
-    ) -> None:
+    def __init__(self, calls: Calls, options: Options, prompts: Prompts, note: str = "") -> None:
         self.options = options
         self.notes = [note]
         self.router = Router()
         self.replicas: dict[str, Description] = {}
         self.decisions: deque[Decision] = deque(maxlen=100)
         self.draining = False
-        self._handle = handle
+        self._calls = calls
         self._prompts = prompts
         self._died: set[str] = set()
-        self._pins: dict[tuple[Any, Any], tuple[float, Scope, Body, bytes]] = {}
-        """By salt and name: until when, and the request that made it."""
+        self._pins = Pins()
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._open = 0
         self._idle = asyncio.Event()
 
@@ -142,7 +152,8 @@ class Ingress:
     async def running(self) -> AsyncIterator[None]:
         """While this lasts, replicas come and go."""
         loop = asyncio.get_running_loop()
-        await self._handle.describe.remote("")  # starts Serve's router
+        with suppress(Gone):
+            await self._calls.describe("")  # starts Serve's router
         MEMBERS.listen(lambda: loop.call_soon_threadsafe(self._spawn, self._update()))
         await self._any_replica()
         try:
@@ -162,48 +173,57 @@ class Ingress:
 
     # -- who runs ------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _update(self) -> None:
-        """Agree with what Serve says; who joins learns the named prefixes first."""
+        """Agree with what Serve says."""
         async with self._lock:
             self._died &= MEMBERS.names
             for name in self.replicas.keys() - MEMBERS.names:
                 self._forget(name)
-            for name in MEMBERS.names - self.replicas.keys() - self._died:
-                try:
-                    found = await self._handle.describe.remote(name)
-                    if found is not None:
-                        await self._teach(name)
-                        self.replicas[name] = found
-                        self.router.add(name, found.kv_tokens, found.max_num_seqs)
-                        self._changed.set()
-                except ActorDiedError:
-                    self._died.add(name)
-                except (RayActorError, RayServeException, _Gone):
-                    pass  # it may come back
+            for name in sorted(MEMBERS.names - self.replicas.keys() - self._died):
+                with suppress(Gone):  # it may come back
+                    await self._join(name)
         if MEMBERS.names - self.replicas.keys() - self._died:
             await asyncio.sleep(_RETRY_SECONDS)
             self._spawn(self._update())
 
-    async def _teach(self, name: str) -> None:
-        for salt_and_name, (until, scope, _, body) in [*self._pins.items()]:
-            if until < time.monotonic():
-                del self._pins[salt_and_name]
-            else:
-                await self._whole(name, scope, body)
+    async def _join(self, name: str) -> None:
+        """Take a replica in, once it has pinned what the others have."""
+        try:
+            found = await self._calls.describe(name)
+            if found is None:
+                return
+            known: dict[Any, Pin] = {}
+            while known != (pins := self._pins.live()):
+                for key in [key for key in known if known[key] != pins.get(key)]:
+                    pin = known.pop(key)
+                    await self._whole(name, deletion(pin.scope, pin.fields), b"")
+                for key in pins.keys() - known.keys():
+                    await self._whole(name, pins[key].scope, pins[key].body)
+                    known[key] = pins[key]
+        except Gone as gone:
+            self._lose(gone)
+            raise
+        self._prompts.limit(found.max_context)
+        self.replicas[name] = found
+        self.router.add(name, found.kv_tokens, found.max_num_seqs)
+        self._changed.set()
 
     def _forget(self, name: str) -> None:
         self.replicas.pop(name, None)
         self.router.forget(name)
 
-    def _lose(self, name: str) -> None:
-        """It does not answer. If it still runs, it joins again, as if nothing were cached there."""
-        if name in self.replicas:
-            self._forget(name)
+    def _lose(self, gone: Gone) -> None:
+        """If it still runs, it joins again, as if nothing were cached there."""
+        if gone.has_died:
+            self._died.add(gone.name)
+        if gone.name in self.replicas:
+            self._forget(gone.name)
             self._spawn(self._update())
 
     async def _any_replica(self) -> None:
@@ -221,23 +241,23 @@ class Ingress:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        body = await _read(receive)
         if self.draining:
             raise ApiError.unavailable("the server is shutting down")
+        if body is None:
+            return
         self._open += 1
+        work = asyncio.ensure_future(self._serve(portable(scope), body, send))
+        hang_up = asyncio.ensure_future(_hang_up(receive))
         try:
-            body = await _read(receive)
-            work = asyncio.ensure_future(self._serve(portable(scope), body, send))
-            hang_up = asyncio.ensure_future(_hang_up(receive))
-            try:
-                await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-            finally:
-                hang_up.cancel()
-                work.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await work
+            await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
         finally:
+            hang_up.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await work
             self._open -= 1
             if not self._open:
                 self._idle.set()
@@ -245,10 +265,12 @@ class Ingress:
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         path, fields = scope["path"].removesuffix("/"), parse(body)
         await self._any_replica()
-        if path == "/v1/prefixes" and scope["method"] == "POST":
-            await self._pin(scope, fields, body, send)
-        elif scope["method"] == "DELETE" or path.startswith(_FOR_ALL):
-            await self._answer_all(scope, body, send)
+        pins = path == "/v1/prefixes" and scope["method"] == "POST"
+        if pins or scope["method"] == "DELETE" or path.startswith(_FOR_ALL):
+            work = self._pin(scope, fields, body) if pins else self._answer_all(scope, body)
+            # Who hangs up must not leave it done on some of them.
+            name, messages = await asyncio.shield(self._spawn(work))
+            await send_all(messages, name, send)
         else:
             await self._answer_one(scope, path, fields, body, send)
 
@@ -256,22 +278,23 @@ class Ingress:
         self, scope: Scope, path: str, fields: Body, body: bytes, send: Send
     ) -> None:
         """By the replica where the prompt costs least; by the next one, if that dies in time."""
-        salt = fields.get("cache_salt")
-        salt = salt if isinstance(salt, str) else None
-        pin = self._pins.get((salt, str(fields.get("prefix"))))
-        tokens = await asyncio.to_thread(self._prompts.read, path, fields, pin and pin[2])
+        salt = salt_of(fields)
+        prefix = self._pins.find(salt, fields.get("prefix"))
+        client = ("salt", salt) if salt else (scope.get("client") or [None])[0]
+        async with self._turns.setdefault(client, asyncio.Lock()):  # nor one on all threads
+            tokens = await asyncio.to_thread(self._prompts.read, path, fields, prefix)
         bound = await self._bound_to(scope, fields)
         key, relay = uuid4().hex, _Relay(send)
         generates = path in _GENERATES and scope["method"] == "POST"
         try:
-            while True:
+            for _ in range(TRIES):
                 await self._any_replica()
                 if generates:
                     name = self._choose(key, path, tokens, salt, bound)
                 else:
                     name = bound or str(self.router.order(tokens, salt)[0])
                 try:
-                    async with aclosing(self._messages(name, scope, body)) as messages:
+                    async with aclosing(self._calls.answer(name, scope, body)) as messages:
                         async for message in messages:
                             if message["type"] == STARTED:
                                 self.router.started(key)
@@ -280,12 +303,14 @@ class Ingress:
                             else:
                                 await relay.pass_on(message, name)
                     return
-                except _Gone:
+                except Gone as gone:
+                    self._lose(gone)
                     bound = None
                     if relay.begun:  # what is cut off without a word ends with the connection
                         if relay.is_stream:
                             await send({"type": "http.response.body", "body": _broken(path)})
                         return
+            raise ApiError.unavailable(f"{TRIES} replicas have died over this request")
         finally:
             self.router.release(key)
 
@@ -306,113 +331,78 @@ class Ingress:
                 self.router.book(key, name, tokens, salt)
                 self.router.release(key, *answers)
 
-    async def _messages(
-        self, name: str, scope: Scope, body: bytes
-    ) -> AsyncGenerator[Message, None]:
-        """What a replica answers, `STARTED` and `END` included; `_Gone` if it has died."""
-        stream = self._handle.options(stream=True).answer.remote(name, scope, body)
-        is_whole = False
-        try:
-            async for batch in stream:
-                for message in batch:
-                    is_whole = message["type"] == END
-                    yield message
-        except (RayActorError, RayServeException) as error:
-            if isinstance(error, ActorDiedError):
-                self._died.add(name)
-            self._lose(name)
-            raise _Gone from error
-        finally:
-            if not is_whole:
-                with suppress(Exception):  # as it ended
-                    stream.cancel()
-        if not is_whole:  # nobody of that name runs any more
-            self._lose(name)
-            raise _Gone
-
     # -- all replicas --------------------------------------------------------------------------
 
     async def _whole(self, name: str, scope: Scope, body: bytes) -> list[Message]:
         """The messages of an answer that is small."""
-        messages = [message async for message in self._messages(name, scope, body)]
+        messages = [message async for message in self._calls.answer(name, scope, body)]
         return [message for message in messages if message["type"].startswith("http.")]
 
     async def ask_all(self, scope: Scope, body: bytes) -> dict[str, list[Message]]:
-        """What each replica answers, but for those that die over it."""
-        names = sorted(self.replicas)
-        found = await asyncio.gather(
-            *(self._whole(name, scope, body) for name in names), return_exceptions=True
-        )
+        """What each replica answers, those that join meanwhile included, those that die not."""
         answers: dict[str, list[Message]] = {}
-        for name, answer in zip(names, found, strict=True):
-            if isinstance(answer, list):
-                answers[name] = answer
-            elif not isinstance(answer, _Gone):
-                raise answer
+
+        async def ask(name: str) -> None:
+            try:
+                answers[name] = await self._whole(name, scope, body)
+            except Gone as gone:
+                self._lose(gone)
+
+        asked: set[str] = set()
+        while new := self.replicas.keys() - asked:
+            asked |= new
+            await asyncio.gather(*map(ask, new))
         if not answers:
             raise ApiError.unavailable("no replica is running")
-        return answers
+        return dict(sorted(answers.items()))
 
-    async def _answer_all(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _answer_all(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
         """Each replica does it: a flush fails if one refuses, all else succeeds if one has it."""
-        answers = await self.ask_all(scope, body)
-        by_status = sorted(answers.items(), key=lambda item: item[1][0]["status"])
-        name, messages = by_status[-1 if scope["path"] == "/v1/cache/flush" else 0]
-        if messages[0]["status"] == 200:
-            self._unpin(scope)
-        await send_all(messages, name, send)
-
-    def _unpin(self, scope: Scope) -> None:
-        """Whoever joins from now on need not know the prefix that was deleted, if one was."""
-        *_, place, name = scope["path"].split("/")
-        salt = Headers(scope=scope).get("cache-salt")
-        for key in [*self._pins]:
-            of_client = place == "prefixes" and key == (salt, name)
-            if of_client or (name_of_salt(key[0]), key[1]) == (place, name):
-                del self._pins[key]
-
-    async def _pin(self, scope: Scope, fields: Body, body: bytes, send: Send) -> None:
-        """On all replicas, or on none."""
-        async with self._lock:  # who joins meanwhile learns it with the others
+        async with self._turns.setdefault(key_of(scope), asyncio.Lock()):
             answers = await self.ask_all(scope, body)
-            refused = [n for n, messages in answers.items() if messages[0]["status"] != 200]
-            key = fields.get("cache_salt"), fields.get("name")
+            by_status = sorted(answers.items(), key=lambda item: item[1][0]["status"])
+            name, messages = by_status[-1 if scope["path"] == "/v1/cache/flush" else 0]
+            if messages[0]["status"] == 200:
+                self._pins.drop(scope)
+        return name, messages
+
+    async def _pin(self, scope: Scope, fields: Body, body: bytes) -> tuple[str, list[Message]]:
+        """On all replicas, or on none."""
+        undo = deletion(scope, fields)
+        async with self._turns.setdefault(key_of(undo), asyncio.Lock()):
+            answers = await self.ask_all(scope, body)
+            refused = [name for name, found in answers.items() if found[0]["status"] != 200]
+            name = min(refused or answers)
             if not refused:
-                until = time.monotonic() + (fields.get("lifetime") or float("inf"))
-                self._pins[key] = until, scope, fields, body
-            elif len(refused) < len(answers):
-                headers = _with_salt(scope["headers"], key[0])
-                undo = {**scope, "path": f"/v1/prefixes/{key[1]}", "headers": headers}
-                for name in answers.keys() - refused:
-                    with suppress(_Gone):
-                        await self._whole(name, {**undo, "method": "DELETE"}, b"")
-        name = refused[0] if refused else min(answers)
-        await send_all(answers[name], name, send)
+                self._pins.keep(Pin(scope, fields, _expiry(answers[name])))
+            for other in answers.keys() - refused if refused else ():
+                with suppress(Gone):
+                    await self._whole(other, undo, b"")
+        return name, answers[name]
 
     async def _bound_to(self, scope: Scope, fields: Body) -> str | None:
         """The replica that must answer: that of `?replica=`, or of the response before."""
-        named = QueryParams(scope["query_string"]).get("replica")
-        if named is None and scope["path"].startswith("/v1/cache"):
-            # who looks again sees the same one
-            return min(self.replicas, default=None)
-        if named is not None and named not in self.replicas:
-            raise ApiError.not_found(f"no replica {named!r} is running", "replica")
+        if scope["path"].startswith("/v1/cache"):
+            named = QueryParams(scope["query_string"]).get("replica")
+            if named is not None and named not in self.replicas:
+                raise ApiError.not_found(f"no replica {named!r} is running", "replica")
+            # Who looks again sees the same one.
+            return named or min(self.replicas, default=None)
         before = fields.get("previous_response_id")
-        if named is not None or not isinstance(before, str):
-            return named
-        headers = _with_salt(scope["headers"], fields.get("cache_salt"))
-        ask = {**scope, "method": "GET", "path": f"/v1/responses/{before}", "headers": headers}
+        if not isinstance(before, str):
+            return None
+        ask = {**with_salt(scope, fields), "method": "GET", "path": f"/v1/responses/{before}"}
         answers = await self.ask_all(ask, b"")
         return next((n for n, found in answers.items() if found[0]["status"] == 200), None)
 
 
-async def _read(receive: Receive) -> bytes:
-    """The whole body."""
+async def _read(receive: Receive) -> bytes | None:
+    """The whole body; None if the client hangs up."""
     parts, more = [], True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientDisconnect
+            return None
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
@@ -434,10 +424,10 @@ def portable(scope: Scope) -> Scope:
     return {name: scope[name] for name in _PORTABLE if name in scope}
 
 
-def _with_salt(headers: list[tuple[bytes, bytes]], salt: Any) -> list[tuple[bytes, bytes]]:
-    """For routes that have no body to say the salt in."""
-    kept = [(name, value) for name, value in headers if name != b"cache-salt"]
-    return [*kept, (b"cache-salt", salt.encode())] if isinstance(salt, str) else kept
+def _expiry(answer: list[Message]) -> float | None:
+    """When the prefix that a replica has pinned expires, in the seconds of `time.monotonic`."""
+    left = parse(b"".join(message.get("body", b"") for message in answer)).get("expires_in")
+    return None if left is None else time.monotonic() + left
 
 
 def _broken(path: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import Any, cast
 
 from radixcache.base import Tokens, as_tokens
@@ -44,6 +45,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.chat_defaults = SamplingParams()
         self._tokenizer = tokenizer
+        self._max_tokens: float = inf
         self._readers: dict[str, Callable[[Body], list[int]]] = {
             "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
             "/v1/messages": lambda b: self._chat(as_chat_request(MessagesRequest(**b).as_chat())),
@@ -61,6 +63,12 @@ class Prompts:
         assert self._tokenizer is not None
         return self._tokenizer
 
+    def limit(self, max_tokens: int) -> None:
+        """The model takes so many: longer texts are not tokenised, and longer prompts refused."""
+        self._max_tokens = max_tokens
+        if self._tokenizer is not None:
+            self._tokenizer.max_tokens = max_tokens
+
     def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
         """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
         reader, tokens = self._readers.get(path), []
@@ -71,7 +79,7 @@ class Prompts:
                     tokens = reader(body)
                 else:
                     tokens = [*self._prefix(prefix), *reader(body)]
-        return as_tokens(tokens)
+        return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
     def _chat(self, body: ChatRequest) -> list[int]:
         turn = turn_of(body, cast(Backend, self))

@@ -40,16 +40,16 @@ class Description:
 
     Attributes:
         kv_tokens: that fit its KV memory.
+        max_context: tokens that the model takes.
         max_num_seqs: that run at the same time.
-        names: of the model.
         placement: whose layers run where.
         node: the name of its machine, where `pid` is its process.
     """
 
-    name: str
+    replica: str
     kv_tokens: int
+    max_context: int
     max_num_seqs: int
-    names: list[str]
     placement: str
     node: str
     pid: int
@@ -95,20 +95,24 @@ class Replica:
         return {LOAD: running + queued / QUEUED_TOKENS}
 
     def describe(self, name: str) -> Description | None:
-        """What it is; None if it is not the one that was meant."""
-        if name != self._name:
+        """What it is; None if it is not the one that was meant, or has nothing to answer with."""
+        if name != self._name or not self._llm.worker.alive:
             return None
         cache, model = self._llm.cache, self._llm.engine.model
-        kv_tokens = cache.pool.num_pages * cache.page_size
-        slots = self._llm.engine.scheduler.max_num_seqs
-        names = self._app.state.backend.names
         return Description(
-            self._name, kv_tokens, slots, names, model.placement, platform.node(), os.getpid()
+            replica=self._name,
+            kv_tokens=cache.pool.num_pages * cache.page_size,
+            max_context=model.max_context,
+            max_num_seqs=self._llm.engine.scheduler.max_num_seqs,
+            placement=model.placement,
+            node=platform.node(),
+            pid=os.getpid(),
         )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-        """The app's messages, all that are there at once; nothing to another replica's name.
+        """The app's messages, all that are there at once.
 
+        Nothing to another replica's name, or if the engine has stopped: then another one is asked.
         Whoever stops listening aborts the request, as a client who hangs up.
         """
         if name != self._name:
@@ -132,6 +136,8 @@ class Replica:
                     batch.append(await asyncio.wait_for(messages.get(), wait))
                 while not messages.empty():
                     batch.append(messages.get_nowait())
+                if batch and batch[0] is not None and batch[0].get("status") == 503:
+                    return
                 if jobs and not has_started and all(_is_computed(job) for job in jobs):
                     has_started = True
                     batch.insert(0, {"type": STARTED})

@@ -55,7 +55,7 @@ class Tokenizer:
         from radixcache.runtime.text.bound import TextBound
 
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._bound: TextBound | None = None
         self._one_at_a_time: AbstractContextManager[object] = Lock()
         if getattr(tokenizer, "is_fast", False):
@@ -90,10 +90,10 @@ class Tokenizer:
     @contextmanager
     def _reading(self, text: str) -> Iterator[None]:
         """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair."""
-        if self._bound is not None and self._bound.least_tokens(text) > self._max_tokens:
+        if self._bound is not None and self._bound.least_tokens(text) > self.max_tokens:
             raise ContextExceeded(
                 f"a text of {len(text)} characters has more tokens than the context of "
-                f"{self._max_tokens}"
+                f"{self.max_tokens}"
             )
         try:
             with self._one_at_a_time:

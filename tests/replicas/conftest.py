@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2 as httpx
@@ -80,8 +81,17 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def deployment() -> Iterator[Deployment]:
     pytest.importorskip("ray")
+    with deployed("--replicas", "3") as (found, process):
+        yield found
+        _drain(found, process)
+        assert process.wait(60) == signal.SIGTERM  # Ray's handler exits with its number
+
+
+@contextmanager
+def deployed(*flags: str) -> Iterator[tuple[Deployment, subprocess.Popen[bytes]]]:
+    """A server of these flags, and its process, which is killed in the end."""
     port = free_port()
-    command = [sys.executable, "-m", "radixcache", "serve", "--replicas", "3", "--port", str(port)]
+    command = [sys.executable, "-m", "radixcache", "serve", *flags, "--port", str(port)]
     command += ["--kv-memory", str(KV_TOKENS * 4096), "--api-key", KEY, "--admin-key", ADMIN]
     process = subprocess.Popen(command, env=environment())
     try:
@@ -94,9 +104,7 @@ def deployment() -> Iterator[Deployment]:
                 break
             except httpx.TransportError:
                 time.sleep(0.2)
-        yield found
-        _drain(found, process)
-        assert process.wait(60) == signal.SIGTERM  # Ray's handler exits with its number
+        yield found, process
     finally:
         process.kill()
 
