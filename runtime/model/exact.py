@@ -6,8 +6,8 @@ gives that:
 
 - attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
 - products on packed weights, whose rows are equal in any number from two on, and of small weights
-  in float32 by a native kernel;
-- steps and logits of one row are filled up to two (`PagedModel.forward`);
+  in float32, or of one row, by a native kernel;
+- where one row comes out otherwise, steps and logits of one are filled up (`PagedModel.forward`);
 - in transformers' layers, activations that no row shares a vector in (`exact_layers.py`).
 
 None of it is promised by whoever wrote torch and oneDNN. So each load compares, too.
