@@ -314,13 +314,13 @@ struct Attention {
         int dim = layer.dim, value_dim = layer.value_dim, size = batch.page_size;
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
         const T *keys[KEYS + W], *values[KEYS];
-        for (int j = 0, at = block * KEYS; j < count; at++) {
-            int64_t slot = at % size, row = (table[at / size] * size + slot) * layer.kv_heads + kv_head;
+        for (int j = 0; j < count;) {  // page by page
+            int at = block * KEYS + j, slot = at % size;
+            int64_t row = ((int64_t)table[at / size] * size + slot) * layer.kv_heads + kv_head;
             for (; slot < size && j < count; slot++, j++, row += layer.kv_heads) {
                 keys[j] = k_pages + row * dim;
                 values[j] = v_pages + row * value_dim;
             }
-            at = block * KEYS + j - 1;
         }
         int columns = up(count, N);
         std::fill(keys + count, keys + std::min(columns + W, KEYS + W), keys[count - 1]);

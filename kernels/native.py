@@ -171,11 +171,11 @@ class RowProduct:
     """x [..., in] of one row to x @ weight.T + bias [..., out], by weights that oneDNN has packed.
 
     It takes 0.6 to 0.7 of the time of oneDNN's own product of one row, which reads memory slower
-    (130 MB of float32 on two threads). From four rows on that is level. In float32 it sums in
-    oneDNN's order for more rows; whether to the bit, whoever needs it has to compare.
+    (130 MB of float32 on two threads). From four rows on that is level. It sums as oneDNN does for
+    more rows; whether to the bit, whoever needs it has to compare.
     """
 
-    PANEL = 64
+    _PANEL = 64
 
     def __init__(
         self, packed: tuple[int, int], weight: torch.Tensor, bias: torch.Tensor | None
@@ -191,9 +191,8 @@ class RowProduct:
         self._columns, self._depth = weight.shape
         self._dtype, self._bias = weight.dtype, bias
         self._address, size = packed
-        self._padded, left = divmod(
-            size, -(-self._columns // self.PANEL) * self.PANEL * weight.itemsize
-        )
+        columns = -(-self._columns // self._PANEL) * self._PANEL
+        self._padded, left = divmod(size, columns * weight.itemsize)
         if left or self._padded < self._depth or self._padded % 2:
             raise ValueError(f"{size} bytes are no panels of a weight {list(weight.shape)}")
         if bias is not None:
