@@ -589,7 +589,7 @@ void multiply_row(const T* x, const T* panels, const T* bias, T* out, int depth,
         }
         for (int64_t d = i * PANEL, c = 0; c < PANEL / W && d < columns; d += W, c++) {
             int n = columns - d;
-            vec y = sums[c] + (bias ? load(bias + d, n) : vec{});
+            vec y = bias ? sums[c] + load(bias + d, n) : sums[c];  // -0 + 0 would be 0
             if (silu) y /= 1.0f + exp(-y);
             store(out + d, y, n);
         }

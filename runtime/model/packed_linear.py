@@ -40,7 +40,8 @@ class PackedProduct:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, row: bool = False
     ) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        self._bias = bias
+        # A copy: the layer's own may get another dtype, as by `Module.to`.
+        self._bias = None if bias is None else bias.detach().clone()
         self._row: RowProduct | None = None
         self.same_alone = False
         if row and native.problem() is None:
@@ -65,7 +66,7 @@ class PackedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._row is not None and x.numel() == x.shape[-1]:
-            return self._row(x)
+            return self._row(x.contiguous())
         return self._by_onednn(x, self._bias)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ class PackedProduct:
         again (measured).
         """
         if self._row is not None and x.numel() == x.shape[-1]:
-            return self._row(x, silu=True)
+            return self._row(x.contiguous(), silu=True)
         return self._by_onednn(x, self._bias, "swish")
 
     @property

@@ -116,6 +116,34 @@ def test_sums_in_another_order_are_seen_when_packed(dtype, monkeypatch) -> None:
 
 
 @needs_rows
+def test_a_row_whose_elements_stand_apart_is_multiplied() -> None:
+    torch.manual_seed(4)
+    product, x = PackedProduct(torch.randn(64, 130), row=True), torch.randn(1, 260)[:, ::2]
+    assert product._row is not None and not x.is_contiguous()
+    assert torch.equal(product(x), product(x.contiguous()))
+    assert torch.equal(product.silu(x), product.silu(x.contiguous()))
+
+
+@needs_rows
+def test_sums_that_vanish_keep_the_sign_that_they_have_among_more_rows() -> None:
+    product = PackedProduct(torch.full((70, 600), -1e-30), row=True)
+    two, one = product(torch.full((2, 600), 1e-30)), product(torch.full((1, 600), 1e-30))
+    assert not two.any() and torch.equal(one.signbit(), two[:1].signbit())
+
+
+@needs_rows
+def test_the_dtype_of_a_layer_s_bias_may_change_after_it_is_packed() -> None:
+    torch.manual_seed(5)
+    linear, x = nn.Linear(130, 64), torch.randn(1, 130)
+    packed = PackedLinear(linear)
+    expected = packed(x)
+    packed.to(torch.bfloat16)
+    assert packed.bias.dtype == torch.bfloat16
+    assert torch.equal(packed(x), expected)
+    torch.testing.assert_close(packed(torch.cat([x, x]))[:1], expected)
+
+
+@needs_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_stand_in_another_order_are_left_to_onednn(dtype, monkeypatch) -> None:
     if not can_pack(dtype):
