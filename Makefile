@@ -45,7 +45,7 @@ test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (4 minutes o
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
-test-replicas: $(REPLICAS)/.stamp  ## three replicas on Ray Serve, one of which is killed (2 minutes)
+test-replicas: $(REPLICAS)/.stamp  ## three replicas on Ray Serve, one of which is killed (4 minutes)
 	@$(REPLICAS)/bin/python -m pytest tests/replicas $(ARGS)
 
 test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more seeds, public data
