@@ -95,7 +95,10 @@ def _table(pairs: list[tuple[str, str, Row, Row]]) -> Table:
         ]
         for memory, scheme, a, b in pairs
     ]
-    return table(header, rows, left=2)
+    shown = table(header, rows, left=2)
+    for column in shown.columns[2:]:  # where there is no room, a figure breaks at its arrow
+        column.no_wrap = False
+    return shown
 
 
 def _last(row: Row) -> tuple[str, float | None, int]:

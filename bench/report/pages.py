@@ -18,7 +18,6 @@ from radixcache.bench.report.plots import few, plots, spoiled, still, styles
 from radixcache.bench.report.results import Report, WorkloadReport, verdicts
 from radixcache.bench.report.terminal import remarks
 
-TITLE = "Prefix caching: radix against hash-block"
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'"
 
@@ -40,8 +39,8 @@ def write_report(report: Report, path: Path) -> None:
 
 def as_html(report: Report) -> str:
     """The page. It loads nothing, and its policy lets it load nothing."""
-    specs: list[object] = []
-    body = [f"<header><h1>{escape(TITLE)}</h1><ol>"]
+    title, specs = _title(report), list[object]()
+    body = [f"<header><h1>{title}</h1><ol>"]
     for number, workload in enumerate(report.workloads):
         name = f'<a href="#w{number}">{escape(workload.name)}</a>'
         body.append(f"<li>{name} {_headline(workload)}</li>")
@@ -52,7 +51,7 @@ def as_html(report: Report) -> str:
     data = json.dumps(specs, separators=(",", ":")).replace("<", "\\u003c")
     head = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     head += '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head += f"<title>{escape(TITLE)}</title><style>{(_HERE / 'page.css').read_text()}</style>"
+    head += f"<title>{title}</title><style>{(_HERE / 'page.css').read_text()}</style>"
     scripts = [
         f'<script type="application/json" id="plots">{data}</script>',
         f"<script>{_library()}</script>",
@@ -69,6 +68,11 @@ def _library() -> str:
 
     library: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed")
     return library
+
+
+def _title(report: Report) -> str:
+    routed = any(workload.routing for workload in report.workloads)
+    return f"Prefix caching: {'ways to route' if routed else 'radix against hash-block'}"
 
 
 def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
@@ -178,7 +182,7 @@ def _settings(report: Report) -> Iterator[str]:
 
 
 def _markdown(report: Report, stem: str) -> str:
-    parts, number = [f"# {TITLE}"], 0
+    parts, number = [f"# {_title(report)}"], 0
     for workload in report.workloads:
         name = escape(workload.name, quote=False)
         parts += [f"## {name}", f"**{headline(workload)}**", summary(workload)]

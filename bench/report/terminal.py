@@ -10,6 +10,7 @@ from rich.text import Text
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.columns import share
+from radixcache.bench.report.headline import headline, milliseconds
 from radixcache.bench.report.results import TIE, Report, WorkloadReport, duels, verdicts
 from radixcache.bench.schemes.named import parse_memory
 from radixcache.bench.tables import plain, table
@@ -87,7 +88,7 @@ def routing_table(workload: WorkloadReport) -> Table:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.0f} ms"
+    return f"{seconds:,.2f} s" if seconds >= 1 else milliseconds(seconds)
 
 
 def _remark(row: Figures) -> str:
@@ -162,6 +163,8 @@ def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[
             )
         tables = [index_table(workload), engine_table(workload), routing_table(workload)]
         tables[1:1] = [memory_table(workload)] if whole else []
+        if workload.routing:
+            notes.append(headline(workload))
         notes += [*remarks(workload), *verdicts(workload)]
         yield workload.name, notes, [t for t in tables if t.row_count]
 

@@ -129,6 +129,9 @@ RULES: dict[str, Rule] = {
     "cost": cost,
 }
 
+BLIND = ("random", "two-choices", "least-queued")
+"""Those that ask neither what is cached nor whose conversation it is."""
+
 
 def find_rules(names: Sequence[str]) -> list[str]:
     """The rules of these names, each once; all of them for "all".

@@ -107,7 +107,7 @@ class Backend:
         notes = [self.llm.engine.model.placement]
         if (events := self.llm.kv_events) is not None:
             places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
-            notes.append(f"KV events at {places}: whoever reaches it reads all tokens and salts")
+            notes.append(f"KV events at {places}: whoever connects reads all tokens and salts")
         return notes
 
     @property

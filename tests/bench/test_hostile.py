@@ -17,12 +17,15 @@ import pytest
 from radixcache.bench.replay.figures import summarise
 from radixcache.bench.replay.play import Outcome
 from radixcache.bench.replay.replicas import RoutingFigures
+from radixcache.bench.report.compare import compare
 from radixcache.bench.report.files import write
 from radixcache.bench.report.headline import headline
 from radixcache.bench.report.pages import as_html
 from radixcache.bench.report.results import Report, WorkloadReport
 from radixcache.bench.report.saved import to_csv
+from radixcache.bench.report.terminal import print_report
 from radixcache.bench.schemes.named import parse_scheme
+from radixcache.bench.tables import console
 from radixcache.bench.workloads import loaders
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
@@ -154,8 +157,45 @@ def test_replicas_that_refused_are_not_the_fastest_and_have_lines_in_the_csv():
     assert as_html(Report({}, [found]))
     lines = list(csv.DictReader(to_csv(Report({"seed": 1}, [found])).splitlines()))
     assert [line["refused"] for line in lines] == ["2", "0"] and lines[1]["ttft_mean"] == "3.0"
+    assert "fastest that ignores" not in headline(found)
     del found.routing[1]
     assert headline(found).startswith("Requests were refused everywhere")
+
+
+def test_what_routing_is_worth_is_said_beside_the_best_way_that_ignores_caches(capsys):
+    def way(name, ttft, hit, memory="30%"):
+        return RoutingFigures("w", name, "radix-16", memory, 64, 0, hit, 10 - hit, [ttft], [1, 0])
+
+    rows = [way("random", 0.09, 1), way("least-queued", 0.05, 2), way("session", 0.02, 7)]
+    rows += [way("sglang", 0.00435, 9), way("cost", 0.0043, 9), way("random", 0.01, 9, "100%")]
+    found = WorkloadReport("w", "", 2, 10, 5, 9, 4, routing=rows)
+    print_report(Report({}, [found]), console())
+    assert " ".join(capsys.readouterr().out.split()).count(headline(found)) == 1
+    assert headline(found) == (
+        "Routed by cost, requests have their first token earliest, after 4.3 ms in the mean, and "
+        "hit 90 % of the prompt tokens (sglang within 2 %); by least-queued, the fastest that "
+        "ignores what is shared, after 50 ms, and 20 %."
+    )
+    assert "<title>Prefix caching: ways to route</title>" in as_html(Report({}, [found]))
+
+
+def test_a_comparison_at_80_columns_cuts_no_figure(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def way(ttft, hit):
+        whole = 113_000_000
+        return RoutingFigures(
+            "w", "longest-match", "radix-16", "1000000", 64, 0, hit, whole, [ttft], [whole, 0]
+        )
+
+    first, second = (
+        Report({}, [WorkloadReport("w", "", 2, 10, 5, 9, 4, routing=[row])])
+        for row in (way(6859.1, 0), way(8244.2, 12_345_678))
+    )
+    compare(first, second, console())
+    said = capsys.readouterr().out
+    assert "…" not in said and max(map(len, said.splitlines())) <= 80
+    assert all(f in said for f in ("113,000,000", "6,859,100.0", "8,244,200.0", "longest-match"))
 
 
 def test_refused_requests_lower_no_mean():
