@@ -84,7 +84,9 @@ class EvictionOrder:
 
     def first(self) -> Node | None:
         """The leaf to evict next. O(1)."""
-        return self._places[0][2] if self._places else None
+        for _, _, leaf in self._places:
+            return leaf
+        return None
 
     def check(self) -> None:
         """Assert that every place is that of its leaf, under the key that it has now."""

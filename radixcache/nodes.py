@@ -21,8 +21,6 @@ from radixcache.pages import Pages
 
 Tokens = NDArray[np.int32]
 
-NO_STEP = -1
-
 NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
 NOBODY: set[Cursor] = cast(Any, frozenset())
 """What most nodes have, which are unleased leaves: one for all, as an empty set has 200 bytes."""
@@ -56,24 +54,18 @@ class Node:
         "children",
         "created",
         "end",
-        "first_page",
         "last_use",
         "leases",
-        "num_pages",
         "parent",
         "place",
         "priority",
         "run",
         "serial",
         "start",
-        "step",
         "uses",
-        "written",
     )
 
-    def __init__(
-        self, parent: Node | None, run: Run, start: int, end: int, first_page: int, num_pages: int
-    ) -> None:
+    def __init__(self, parent: Node | None, run: Run, start: int, end: int) -> None:
         self.parent = parent
         self.children = NO_CHILDREN
         """Children by their first token; see `adopt`."""
@@ -81,13 +73,6 @@ class Node:
         """Where the tokens and pages are."""
         self.start = start
         self.end = end
-        self.first_page = first_page
-        """Index in the page table of `pages[0]`: start // page_size."""
-        self.num_pages = num_pages
-        self.step = NO_STEP
-        """The step that wrote to this node last."""
-        self.written = 0
-        """While that step is in flight: positions below this one are written."""
         self.last_use = 0
         """Of this node and of what was evicted below it, as are `uses` and `priority`."""
         self.created = 0
@@ -111,14 +96,26 @@ class Node:
         return self.run.data.item(self.start - self.run.start)
 
     @property
+    def first_page(self) -> int:
+        """Index in the page table of `pages[0]`."""
+        return self.start // self.run.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that cover the edge."""
+        page_size = self.run.page_size
+        return (self.end - 1) // page_size + 1 - self.start // page_size
+
+    @property
     def pages(self) -> Pages:
         """[num_pages] the pages that cover the edge; a view."""
-        return self.run.pages(self.first_page, self.first_page + self.num_pages)
+        run, page_size = self.run, self.run.page_size
+        return run.pages(self.start // page_size, (self.end - 1) // page_size + 1)
 
     def page_at(self, index: int) -> int:
         """The page that this node holds at `index` of the page table."""
         run = self.run
-        return run.data.item(run.room + index - run.first_page)
+        return run.data.item(run.room + index - run.start // run.page_size)
 
     def adopt(self, child: Node) -> None:
         """Make `child` the child under its first token, instead of another one there."""
@@ -149,45 +146,48 @@ class Node:
 
     def extend(self, tokens: Tokens, pages: Pages) -> None:
         """Append to the edge of a leaf. Amortised O(len)."""
-        self.run.append(tokens, pages)
+        self.run.grow(tokens, pages)
         self.end += len(tokens)
-        self.num_pages += len(pages)
 
-    def truncate(self, end: int, num_pages: int) -> Pages:
-        """Cut the edge of a leaf to end at `end` with `num_pages` pages; returns those cut off."""
-        cut = self.run.pages(self.first_page + num_pages, self.first_page + self.num_pages)
+    def truncate(self, end: int) -> Pages:
+        """Cut the edge of a leaf to end at `end`, after its start; returns the pages cut off."""
+        run, page_size = self.run, self.run.page_size
+        cut = run.pages((end - 1) // page_size + 1, (self.end - 1) // page_size + 1)
         self.end = end
-        self.num_pages = num_pages
-        self.run.shrink()
+        run.shrink()
         return cut
 
 
 _END = attrgetter("end")
 _NOTHING = np.empty(0, np.int32)
 
+_SPARE = 64
+"""Tokens for which a run may keep room, if there are few in it: less than its objects take."""
 
-class Run:
+
+class Run(list[Node]):
     """Consecutive nodes of one path: each but the first is a child of the one before.
+
+    It is the list of these nodes, at least one, because most runs are one short leaf, and a list
+    beside it would take as much memory as 22 of its tokens.
 
     Attributes:
         start: position of the first token.
-        first_page: index of the first page in the page table, ``start // page_size``.
         data: the tokens of positions [start, end of the last node), then spare room; from index
             `room` on the pages that cover them, then spare room. One array, because the header of
             another one is as large as 28 tokens.
-        nodes: in order; at least one.
 
     Args:
         room: tokens for which there should be room, if more than `tokens`.
     """
 
-    __slots__ = ("data", "first_page", "nodes", "room", "start")
+    __slots__ = ("data", "page_size", "room", "start")
 
     def __init__(
-        self, start: int, tokens: Tokens, first_page: int, pages: Pages, room: int = 0
+        self, start: int, tokens: Tokens, pages: Pages, page_size: int, room: int = 0
     ) -> None:
         self.start = start
-        self.first_page = first_page
+        self.page_size = page_size
         self.room, end_pages = len(tokens), len(pages)
         if room > self.room:
             end_pages = end_pages * room // self.room + 1
@@ -195,29 +195,32 @@ class Run:
         self.data: NDArray[np.int32] = np.empty(self.room + end_pages, np.int32)
         self.data[: len(tokens)] = tokens
         self.data[self.room : self.room + len(pages)] = pages
-        self.nodes: list[Node] = []
 
     @property
     def length(self) -> int:
         """Tokens in use."""
-        return self.nodes[-1].end - self.start
+        return self[-1].end - self.start
+
+    @property
+    def first_page(self) -> int:
+        """Index in the page table of the first page."""
+        return self.start // self.page_size
 
     @property
     def num_pages(self) -> int:
         """Pages in use."""
-        last = self.nodes[-1]
-        return last.first_page + last.num_pages - self.first_page
+        return (self[-1].end - 1) // self.page_size + 1 - self.start // self.page_size
 
     def pages(self, first: int, end: int) -> Pages:
         """Page table entries [first, end); a view."""
-        before = self.room - self.first_page
+        before = self.room - self.start // self.page_size
         return self.data[before + first : before + end]
 
-    def index(self, position: int) -> int:
+    def find(self, position: int) -> int:
         """Index of the node that holds the token before `position`. O(log nodes)."""
-        return bisect_left(self.nodes, position, key=_END)
+        return bisect_left(self, position, key=_END)
 
-    def append(self, tokens: Tokens, pages: Pages) -> None:
+    def grow(self, tokens: Tokens, pages: Pages) -> None:
         """Put `tokens` and `pages` after all others. Amortised O(len)."""
         length, num_pages, room = self.length, self.num_pages, self.room
         end, end_pages = length + len(tokens), num_pages + len(pages)
@@ -230,31 +233,30 @@ class Run:
         self.data[length:end] = tokens
         self.data[room + num_pages : room + end_pages] = pages
 
-    def prepend(self, start: int, tokens: Tokens, first_page: int, pages: Pages) -> None:
+    def prepend(self, tokens: Tokens, pages: Pages) -> None:
         """Put `tokens` and `pages` before all others. O(length)."""
         self._pack(tokens, pages)
-        self.start = start
-        self.first_page = first_page
+        self.start -= len(tokens)
 
     def adopt(self, nodes: list[Node]) -> None:
         """Take over nodes whose tokens and pages are here already."""
-        self.nodes += nodes
+        self += nodes
         for node in nodes:
             node.run = self
 
     def cut(self, at: int) -> None:
         """Give the nodes from index `at` on, if any, a run of their own. O(their length)."""
-        if at < len(self.nodes):
-            rest = self.nodes[at:]
+        if at < len(self):
+            rest = self[at:]
             start, first_page = rest[0].start, rest[0].first_page
             tokens = self.data[start - self.start : self.length]
             pages = self.pages(first_page, self.first_page + self.num_pages)
-            Run(start, tokens, first_page, pages).adopt(rest)
-            del self.nodes[at:]
+            Run(start, tokens, pages, self.page_size).adopt(rest)
+            del self[at:]
 
     def shrink(self) -> None:
         """Give back memory if less than half is in use: amortised O(1) per token cut off."""
-        if self.length < self.room // 2:
+        if 2 * self.length + _SPARE < self.room:
             self._pack(_NOTHING, _NOTHING)
 
     def _pack(self, tokens: Tokens, pages: Pages) -> None:

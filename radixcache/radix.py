@@ -20,7 +20,7 @@ from radixcache.eviction import (
     any_boundary,
 )
 from radixcache.lease import Lease, PageCopy
-from radixcache.nodes import NO_STEP, Node, Run
+from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
 from radixcache.tree import RadixTree
@@ -194,19 +194,19 @@ class RadixCache(PrefixCache):
         boundary = position // page_size
         page = -1  # the half-filled page at the cursor, if it is not the lease's own yet
         if boundary < lease._num_own_from:
-            page = int(lease._table[boundary])
+            page = lease._table.item(boundary)
         copy = page >= 0 and not (
             position == lease.node.end and self._tree.held_alone(lease.node, position, page)
         )
         pages = self._allocate(wanted + copy, lease)
         if copy:
             lease._table[boundary] = pages[0]
-            lease._copies.append(PageCopy(page, int(pages[0]), position % page_size))
+            lease._copies.append(PageCopy(page, pages.item(0), position % page_size))
             self.stats.copied_pages += 1
         elif page >= 0:
             self.pool.hold(page)
         lease._num_own_from = min(lease._num_own_from, boundary)
-        lease._set_pages(have, pages[int(copy) :])
+        lease._set_pages(have, pages[1:] if copy else pages)
         lease.capacity = lease._num_pages * page_size
 
     @mutation
@@ -264,19 +264,18 @@ class RadixCache(PrefixCache):
         # its own on the last one if that is not full: the lease goes on writing there.
         new_first = first + (in_place and half_filled)
         if end % page_size and last >= new_first:
-            self.pool.hold(int(table[last]))
+            self.pool.hold(table.item(last))
         if new_first > first and end // page_size > first:
             self.pool.drop(table[first:new_first])
         lease._num_own_from = end // page_size
         pages = table[new_first : last + 1]
         if in_place:
-            if tree.written(node) == node.end:
-                node.step, node.written = (NO_STEP if written else tree.step), position
             node.extend(tokens, pages)
         else:
             node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
             node.created = lease.created = lease.created or node.serial
-            node.step, node.written = (NO_STEP if written else tree.step), position
+        if not written:
+            tree.in_flight.setdefault(node, position)
         self._move(lease, node, end)
         self._emit_about(Stored, node, position)
 
@@ -289,7 +288,7 @@ class RadixCache(PrefixCache):
 
     def _end_step(self) -> None:
         tree = self._tree
-        tree.step += 1
+        tree.in_flight.clear()
         if tree.postponed:
             postponed, tree.postponed = tree.postponed, []
             for node in postponed:
@@ -322,8 +321,7 @@ class RadixCache(PrefixCache):
             written = tree.written(node)
             self._emit_about(Evicted, node, written)
             if written > node.start:
-                kept = (written - 1) // self.page_size + 1 - node.first_page
-                self.pool.drop(node.truncate(written, kept))
+                self.pool.drop(node.truncate(written))
                 unsettled.append(node)
             else:
                 self.pool.drop(node.pages)
@@ -381,18 +379,17 @@ class RadixCache(PrefixCache):
                 if not self._expose_tails():
                     break
                 continue
-            count = min(num_pages - freed, leaf.num_pages)
-            kept = leaf.num_pages - count
+            kept = max(0, leaf.num_pages - (num_pages - freed))
             end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
             self.stats.evicted_tokens += leaf.end - end
             self._emit_about(Evicted, leaf, end)
             if kept:
-                self.pool.drop(leaf.truncate(end, kept))
+                freed += self.pool.drop(leaf.truncate(end))
             else:
                 self.pool.drop(leaf.pages)
                 self._order.discard(leaf)
                 self._settle(self._tree.remove(leaf))
-            freed = self.pool.num_free - before  # a merge after a removal frees a page, too
+                freed = self.pool.num_free - before  # a merge after a removal frees a page, too
         self.stats.evicted_pages += freed
         return freed
 
@@ -400,29 +397,30 @@ class RadixCache(PrefixCache):
         """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
         missing = count - self.pool.num_free
         if missing > 0:
-            if not self._can_evict(missing):
+            if not self._can_evict(missing, most_held=self.pool.num_pages - count):
                 raise OutOfPages(
                     f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
                     f"not enough evictable"
                 )
             if lease.node.parent is not None and lease.num_tokens < lease.node.end:
                 self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
-            self._evict(count - self.pool.num_free)
+                missing = count - self.pool.num_free
+            self._evict(missing)
         self._num_held += count
         self._look = None
         return self.pool.allocate(count)
 
-    def _can_evict(self, num_pages: int) -> bool:
-        most = self.pool.num_pages - self.pool.num_free - num_pages
-        if self._num_held > most or self._is_held_counted:
-            return self._num_held <= most
+    def _can_evict(self, num_pages: int, most_held: int) -> bool:
+        """Whether `num_pages` pages can go, that is whether leases hold at most `most_held`."""
+        if self._num_held > most_held or self._is_held_counted:
+            return self._num_held <= most_held
         sure = 0
         for leaf in islice(self._order, 8 * len(self._leases)):  # the count takes longer
             sure += leaf.num_pages - (leaf.start % self.page_size > 0)  # the first may be shared
             if sure >= num_pages:
                 return True
         self._num_held, self._is_held_counted = self._count_held(), True
-        return self._num_held <= most
+        return self._num_held <= most_held
 
     def _count_held(self) -> int:
         """The pages that leases hold, run by run, each down to the deepest cursor in it or below.
@@ -430,23 +428,23 @@ class RadixCache(PrefixCache):
         O(leases + runs above them).
         """
         held = 0
-        ends: dict[Run, int] = {}
+        ends: dict[Node, int] = {}
+        """Down to where leases hold pages, by the first node of the run."""
         for lease in self._leases:
             node, end, own = lease.node, lease.num_tokens, lease._num_own_from
             held += lease._num_pages - own
             if end % self.page_size and own < -(-end // self.page_size):
                 held -= self._tree.holders(node, own, lease._table.item(own)) > 0
-            while ends.get(node.run, -1) < end:
-                is_new = node.run not in ends
-                ends[node.run] = end
-                above = node.run.nodes[0].parent
-                if not is_new or above is None:
+            while ends.get(first := node.run[0], -1) < end:
+                is_new = first not in ends
+                ends[first] = end
+                if not is_new or first.parent is None:
                     break
-                node, end = above, above.end
-        for run, end in ends.items():
-            held += -(-end // self.page_size) - run.first_page
-            if run.start % self.page_size:  # a run above may hold the first page, too
-                first, index = run.nodes[0], run.first_page
+                node, end = first.parent, first.parent.end
+        for first, end in ends.items():
+            index = first.first_page
+            held += -(-end // self.page_size) - index
+            if first.start % self.page_size:  # a run above may hold the first page, too
                 held -= self._tree.holders(first.parent, index, first.page_at(index)) > 0
         return held
 

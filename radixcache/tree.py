@@ -35,8 +35,8 @@ class RadixTree:
         self.page_size = pool.page_size
         self.boundary = boundary
         self.roots: dict[Hashable, Node] = {}
-        self.step = 0
-        """Number of the step being scheduled; what it writes is in flight."""
+        self.in_flight: dict[Node, int] = {}
+        """Nodes that the step being scheduled writes to, and the first position that it writes."""
         self.postponed: list[Node] = []
         """Nodes that may be mergeable once nothing is in flight."""
         self._serial = 0
@@ -53,7 +53,7 @@ class RadixTree:
 
     def written(self, node: Node) -> int:
         """Positions of `node` below this one hold written KV; those from it on are in flight."""
-        return min(node.written, node.end) if node.step == self.step else node.end
+        return self.in_flight.get(node, node.end)
 
     def descend(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int]:
         """Follow `tokens` from a cursor as far as the tree holds them; returns the new cursor.
@@ -64,7 +64,7 @@ class RadixTree:
         while done < count:
             run = node.run
             offset = position - run.start
-            length = min(run.nodes[-1].end - position, count - done)
+            length = min(run[-1].end - position, count - done)
             if length:
                 same = common_length(
                     run.data[offset : offset + length], tokens[done : done + length]
@@ -72,7 +72,7 @@ class RadixTree:
                 position += same
                 done += same
                 if position > node.end:
-                    node = run.nodes[run.index(position)]
+                    node = run[run.find(position)]
                 if done == count:
                     break
             if position < node.end:
@@ -98,7 +98,7 @@ class RadixTree:
             if first < end:
                 table[first - start : end - start] = run.pages(first, end)
                 end = first
-            parent = run.nodes[0].parent
+            parent = run[0].parent
             assert parent is not None or end <= start
             node = parent or node
         return table
@@ -174,11 +174,10 @@ class RadixTree:
     def _start_run(
         self, parent: Node | None, start: int, tokens: Tokens, pages: Pages, room: int = 0
     ) -> Node:
-        first_page = start // self.page_size
-        run = Run(start, tokens, first_page, pages, room)
-        node = Node(parent, run, start, start + len(tokens), first_page, len(pages))
+        run = Run(start, tokens, pages, self.page_size, room)
+        node = Node(parent, run, start, start + len(tokens))
         node.serial = self._next_serial()
-        run.nodes.append(node)
+        run += [node]  # `append` would make room for four
         return node
 
     def _next_serial(self) -> int:
@@ -193,23 +192,19 @@ class RadixTree:
         """
         parent, run, page_size = node.parent, node.run, self.page_size
         assert parent is not None and node.start < position < node.end
-        last_page = node.first_page + node.num_pages
-        lower_first = position // page_size
-        upper_pages = (position - 1) // page_size + 1 - node.first_page
-        upper = Node(parent, run, node.start, position, node.first_page, upper_pages)
+        upper = Node(parent, run, node.start, position)
         if position % page_size:
-            self.pool.hold(node.page_at(lower_first))
+            self.pool.hold(node.page_at(position // page_size))
         upper.serial = self._next_serial()
         upper.created = node.created
         upper.last_use = node.last_use
-        upper.step = node.step
-        upper.written = min(node.written, position)
+        written = self.written(node)
+        if written < position:
+            self.in_flight[upper] = written
+            self.in_flight[node] = position
         parent.adopt(upper)
-        run.nodes.insert(run.index(node.end), upper)
+        run.insert(run.find(node.end), upper)
         node.start = position
-        node.first_page = lower_first
-        node.num_pages = last_page - lower_first
-        node.written = max(node.written, position)
         upper.adopt(node)
         for lease in [lease for lease in node.leases if lease.num_tokens <= position]:
             node.leave(lease)
@@ -248,21 +243,17 @@ class RadixTree:
         kept = child.first_page - node.first_page
         if node.num_pages > kept:  # both hold the page at the boundary; the child's stands
             self.pool.drop(node.pages[kept:])
-        written = self.written(node)
-        if written == node.end:
-            written = self.written(child)
-        if written < child.end:
-            child.step, child.written = self.step, written
+        written = self.in_flight.pop(node, node.end)
+        if written < node.end:
+            self.in_flight[child] = written
         if child.run is run:
-            del run.nodes[run.index(node.end)]
+            del run[run.find(node.end)]
         else:  # not the other way: nodes before may hold another page at the boundary
-            child.run.prepend(node.start, node.tokens, node.first_page, node.pages[:kept])
-            run.nodes.pop()
-            if run.nodes:
+            child.run.prepend(node.tokens, node.pages[:kept])
+            run.pop()
+            if run:
                 run.shrink()
         child.start = node.start
-        child.first_page = node.first_page
-        child.num_pages += kept
         parent.adopt(child)
         node.parent = None
         node.children = NO_CHILDREN
@@ -274,7 +265,7 @@ class RadixTree:
         it begins, two runs stay. O(runs), and O(path) if there are more than `MAX_RUNS`.
         """
         runs = [node.run]
-        while (parent := runs[-1].nodes[0].parent) is not None:
+        while (parent := runs[-1][0].parent) is not None:
             runs.append(parent.run)
         if len(runs) <= MAX_RUNS:
             return
@@ -282,24 +273,24 @@ class RadixTree:
         above = runs.pop()
         while runs:
             run = runs.pop()
-            parent = run.nodes[0].parent
+            parent = run[0].parent
             assert parent is not None
             half_filled = run.start % self.page_size > 0
             first, end = run.first_page, run.first_page + run.num_pages
-            if half_filled and parent.page_at(first) != run.nodes[0].page_at(first):
+            if half_filled and parent.page_at(first) != run[0].page_at(first):
                 above = run
                 continue
-            above.cut(above.index(parent.end) + 1)
-            above.append(run.data[: run.length], run.pages(first + half_filled, end))
-            above.adopt(run.nodes)
+            above.cut(above.find(parent.end) + 1)
+            above.grow(run.data[: run.length], run.pages(first + half_filled, end))
+            above.adopt(run)
 
     def remove(self, leaf: Node) -> Node:
         """Unlink a leaf whose pages are dropped already; returns its parent."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.leases
         parent.disown(leaf)
-        run.nodes.pop()
-        if run.nodes:
+        run.pop()
+        if run:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
         parent.uses += leaf.uses
@@ -319,15 +310,14 @@ class RadixTree:
 
     def check_node(self, node: Node) -> None:
         """Assert the invariants of one node, its links, and its place in its run."""
-        page_size, run = self.page_size, node.run
+        run = node.run
         for first, child in node.children.items():
             assert child.parent is node and child.start == node.end, "broken link"
             assert child.first_token == first, "child under a wrong token"
-        at = run.index(node.end)
-        assert run.nodes[at] is node, "a node is not in its run"
-        assert at == 0 or run.nodes[at - 1] is node.parent, "a run does not follow a path"
-        assert node is not run.nodes[0] or node.start == run.start, "a run begins elsewhere"
-        assert run.first_page == run.start // page_size
+        at = run.find(node.end)
+        assert run[at] is node, "a node is not in its run"
+        assert at == 0 or run[at - 1] is node.parent, "a run does not follow a path"
+        assert node is not run[0] or node.start == run.start, "a run begins elsewhere"
         assert run.length <= run.room <= len(run.data) - run.num_pages
         assert node.children or node.children is NO_CHILDREN
         assert node.leases or node.leases is NOBODY
@@ -335,6 +325,5 @@ class RadixTree:
             assert node.start == node.end == node.num_pages == 0, "a root is empty"
             return
         assert node.start < node.end, "empty edge"
-        assert node.first_page == node.start // page_size
-        assert node.num_pages == (node.end - 1) // page_size + 1 - node.first_page
+        assert node.start <= self.written(node) <= node.end, "written elsewhere"
         assert self.mergeable(node) is None, "a missed merge"

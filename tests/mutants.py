@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "no copy of a page at a branch",
         "radixcache/radix.py",
-        "lease._copies.append(PageCopy(page, int(pages[0]), position % page_size))",
+        "lease._copies.append(PageCopy(page, pages.item(0), position % page_size))",
         "pass",
         f"{INDEX} {ENGINE}/test_engine.py",
     ),
@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "eviction takes the whole leaf",
         "radixcache/radix.py",
-        "count = min(num_pages - freed, leaf.num_pages)",
-        "count = leaf.num_pages",
+        "kept = max(0, leaf.num_pages - (num_pages - freed))",
+        "kept = 0",
         INDEX,
     ),
     Mutant(
