@@ -88,6 +88,10 @@ class EvictionOrder:
             return leaf
         return None
 
+    def discard_first(self) -> None:
+        """Make that leaf not evictable: `discard` would look for it first. O(log n)."""
+        self._places.pop(0)[2].place = None
+
     def check(self) -> None:
         """Assert that every place is that of its leaf, under the key that it has now."""
         for key, serial, leaf in self._places:

@@ -109,8 +109,8 @@ class Node:
     @property
     def pages(self) -> Pages:
         """[num_pages] the pages that cover the edge; a view."""
-        run, page_size = self.run, self.run.page_size
-        return run.pages(self.start // page_size, (self.end - 1) // page_size + 1)
+        run = self.run
+        return run.pages(self.start // run.page_size, (self.end - 1) // run.page_size + 1)
 
     def page_at(self, index: int) -> int:
         """The page that this node holds at `index` of the page table."""
@@ -146,7 +146,7 @@ class Node:
 
     def extend(self, tokens: Tokens, pages: Pages) -> None:
         """Append to the edge of a leaf. Amortised O(len)."""
-        self.run.grow(tokens, pages)
+        self.run.append(tokens, pages)
         self.end += len(tokens)
 
     def truncate(self, end: int) -> Pages:
@@ -165,23 +165,21 @@ _SPARE = 64
 """Tokens for which a run may keep room, if there are few in it: less than its objects take."""
 
 
-class Run(list[Node]):
+class Run:
     """Consecutive nodes of one path: each but the first is a child of the one before.
-
-    It is the list of these nodes, at least one, because most runs are one short leaf, and a list
-    beside it would take as much memory as 22 of its tokens.
 
     Attributes:
         start: position of the first token.
         data: the tokens of positions [start, end of the last node), then spare room; from index
             `room` on the pages that cover them, then spare room. One array, because the header of
             another one is as large as 28 tokens.
+        nodes: in order; at least one.
 
     Args:
         room: tokens for which there should be room, if more than `tokens`.
     """
 
-    __slots__ = ("data", "page_size", "room", "start")
+    __slots__ = ("data", "nodes", "page_size", "room", "start")
 
     def __init__(
         self, start: int, tokens: Tokens, pages: Pages, page_size: int, room: int = 0
@@ -195,11 +193,12 @@ class Run(list[Node]):
         self.data: NDArray[np.int32] = np.empty(self.room + end_pages, np.int32)
         self.data[: len(tokens)] = tokens
         self.data[self.room : self.room + len(pages)] = pages
+        self.nodes: list[Node] = []
 
     @property
     def length(self) -> int:
         """Tokens in use."""
-        return self[-1].end - self.start
+        return self.nodes[-1].end - self.start
 
     @property
     def first_page(self) -> int:
@@ -209,18 +208,18 @@ class Run(list[Node]):
     @property
     def num_pages(self) -> int:
         """Pages in use."""
-        return (self[-1].end - 1) // self.page_size + 1 - self.start // self.page_size
+        return (self.nodes[-1].end - 1) // self.page_size + 1 - self.start // self.page_size
 
     def pages(self, first: int, end: int) -> Pages:
         """Page table entries [first, end); a view."""
         before = self.room - self.start // self.page_size
         return self.data[before + first : before + end]
 
-    def find(self, position: int) -> int:
+    def index(self, position: int) -> int:
         """Index of the node that holds the token before `position`. O(log nodes)."""
-        return bisect_left(self, position, key=_END)
+        return bisect_left(self.nodes, position, key=_END)
 
-    def grow(self, tokens: Tokens, pages: Pages) -> None:
+    def append(self, tokens: Tokens, pages: Pages) -> None:
         """Put `tokens` and `pages` after all others. Amortised O(len)."""
         length, num_pages, room = self.length, self.num_pages, self.room
         end, end_pages = length + len(tokens), num_pages + len(pages)
@@ -233,35 +232,31 @@ class Run(list[Node]):
         self.data[length:end] = tokens
         self.data[room + num_pages : room + end_pages] = pages
 
-    def prepend(self, tokens: Tokens, pages: Pages) -> None:
-        """Put `tokens` and `pages` before all others. O(length)."""
-        self._pack(tokens, pages)
-        self.start -= len(tokens)
-
     def adopt(self, nodes: list[Node]) -> None:
         """Take over nodes whose tokens and pages are here already."""
-        self += nodes
+        self.nodes += nodes
         for node in nodes:
             node.run = self
 
     def cut(self, at: int) -> None:
         """Give the nodes from index `at` on, if any, a run of their own. O(their length)."""
-        if at < len(self):
-            rest = self[at:]
+        if at < len(self.nodes):
+            rest = self.nodes[at:]
             start, first_page = rest[0].start, rest[0].first_page
             tokens = self.data[start - self.start : self.length]
             pages = self.pages(first_page, self.first_page + self.num_pages)
             Run(start, tokens, pages, self.page_size).adopt(rest)
-            del self[at:]
+            del self.nodes[at:]
 
     def shrink(self) -> None:
         """Give back memory if less than half is in use: amortised O(1) per token cut off."""
         if 2 * self.length + _SPARE < self.room:
-            self._pack(_NOTHING, _NOTHING)
+            self.prepend(_NOTHING, _NOTHING)
 
-    def _pack(self, tokens: Tokens, pages: Pages) -> None:
-        """Leave no spare room, and put `tokens` and `pages` before all others."""
+    def prepend(self, tokens: Tokens, pages: Pages) -> None:
+        """Put `tokens` and `pages` before all others, and leave no spare room. O(length)."""
         length, num_pages = self.length, self.num_pages
         old = self.data[:length], self.data[self.room : self.room + num_pages]
         self.data = np.concatenate((tokens, old[0], pages, old[1]))
         self.room = len(tokens) + length
+        self.start -= len(tokens)

@@ -387,7 +387,7 @@ class RadixCache(PrefixCache):
                 freed += self.pool.drop(leaf.truncate(end))
             else:
                 self.pool.drop(leaf.pages)
-                self._order.discard(leaf)
+                self._order.discard_first()
                 self._settle(self._tree.remove(leaf))
                 freed = self.pool.num_free - before  # a merge after a removal frees a page, too
         self.stats.evicted_pages += freed
@@ -435,7 +435,7 @@ class RadixCache(PrefixCache):
             held += lease._num_pages - own
             if end % self.page_size and own < -(-end // self.page_size):
                 held -= self._tree.holders(node, own, lease._table.item(own)) > 0
-            while ends.get(first := node.run[0], -1) < end:
+            while ends.get(first := node.run.nodes[0], -1) < end:
                 is_new = first not in ends
                 ends[first] = end
                 if not is_new or first.parent is None:

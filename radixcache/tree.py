@@ -64,7 +64,7 @@ class RadixTree:
         while done < count:
             run = node.run
             offset = position - run.start
-            length = min(run[-1].end - position, count - done)
+            length = min(run.nodes[-1].end - position, count - done)
             if length:
                 same = common_length(
                     run.data[offset : offset + length], tokens[done : done + length]
@@ -72,7 +72,7 @@ class RadixTree:
                 position += same
                 done += same
                 if position > node.end:
-                    node = run[run.find(position)]
+                    node = run.nodes[run.index(position)]
                 if done == count:
                     break
             if position < node.end:
@@ -94,11 +94,13 @@ class RadixTree:
         table = np.empty(end - start, np.int32)
         while end > start:
             run = node.run
-            first = max(run.first_page, start)
+            top = run.start // self.page_size
+            first = max(top, start)
             if first < end:
-                table[first - start : end - start] = run.pages(first, end)
+                pages = run.data[run.room + first - top : run.room + end - top]
+                table[first - start : end - start] = pages
                 end = first
-            parent = run[0].parent
+            parent = run.nodes[0].parent
             assert parent is not None or end <= start
             node = parent or node
         return table
@@ -177,7 +179,7 @@ class RadixTree:
         run = Run(start, tokens, pages, self.page_size, room)
         node = Node(parent, run, start, start + len(tokens))
         node.serial = self._next_serial()
-        run += [node]  # `append` would make room for four
+        run.nodes = [node]  # `append` would make room for four
         return node
 
     def _next_serial(self) -> int:
@@ -203,7 +205,7 @@ class RadixTree:
             self.in_flight[upper] = written
             self.in_flight[node] = position
         parent.adopt(upper)
-        run.insert(run.find(node.end), upper)
+        run.nodes.insert(run.index(node.end), upper)
         node.start = position
         upper.adopt(node)
         for lease in [lease for lease in node.leases if lease.num_tokens <= position]:
@@ -247,11 +249,11 @@ class RadixTree:
         if written < node.end:
             self.in_flight[child] = written
         if child.run is run:
-            del run[run.find(node.end)]
+            del run.nodes[run.index(node.end)]
         else:  # not the other way: nodes before may hold another page at the boundary
             child.run.prepend(node.tokens, node.pages[:kept])
-            run.pop()
-            if run:
+            run.nodes.pop()
+            if run.nodes:
                 run.shrink()
         child.start = node.start
         parent.adopt(child)
@@ -265,7 +267,7 @@ class RadixTree:
         it begins, two runs stay. O(runs), and O(path) if there are more than `MAX_RUNS`.
         """
         runs = [node.run]
-        while (parent := runs[-1][0].parent) is not None:
+        while (parent := runs[-1].nodes[0].parent) is not None:
             runs.append(parent.run)
         if len(runs) <= MAX_RUNS:
             return
@@ -273,24 +275,24 @@ class RadixTree:
         above = runs.pop()
         while runs:
             run = runs.pop()
-            parent = run[0].parent
+            parent = run.nodes[0].parent
             assert parent is not None
             half_filled = run.start % self.page_size > 0
             first, end = run.first_page, run.first_page + run.num_pages
-            if half_filled and parent.page_at(first) != run[0].page_at(first):
+            if half_filled and parent.page_at(first) != run.nodes[0].page_at(first):
                 above = run
                 continue
-            above.cut(above.find(parent.end) + 1)
-            above.grow(run.data[: run.length], run.pages(first + half_filled, end))
-            above.adopt(run)
+            above.cut(above.index(parent.end) + 1)
+            above.append(run.data[: run.length], run.pages(first + half_filled, end))
+            above.adopt(run.nodes)
 
     def remove(self, leaf: Node) -> Node:
         """Unlink a leaf whose pages are dropped already; returns its parent."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.leases
         parent.disown(leaf)
-        run.pop()
-        if run:
+        run.nodes.pop()
+        if run.nodes:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
         parent.uses += leaf.uses
@@ -314,10 +316,10 @@ class RadixTree:
         for first, child in node.children.items():
             assert child.parent is node and child.start == node.end, "broken link"
             assert child.first_token == first, "child under a wrong token"
-        at = run.find(node.end)
-        assert run[at] is node, "a node is not in its run"
-        assert at == 0 or run[at - 1] is node.parent, "a run does not follow a path"
-        assert node is not run[0] or node.start == run.start, "a run begins elsewhere"
+        at = run.index(node.end)
+        assert run.nodes[at] is node, "a node is not in its run"
+        assert at == 0 or run.nodes[at - 1] is node.parent, "a run does not follow a path"
+        assert node is not run.nodes[0] or node.start == run.start, "a run begins elsewhere"
         assert run.length <= run.room <= len(run.data) - run.num_pages
         assert node.children or node.children is NO_CHILDREN
         assert node.leases or node.leases is NOBODY
