@@ -630,6 +630,8 @@ class RadixCache(PrefixCache):
         assert self._num_held <= held.sum(), "the number of held pages is out of date"
         assert self._num_held == held.sum() or not self._is_held_counted, "the same"
         assert self._in_flight.keys() <= self._leases.keys()
+        assert self._tree.in_flight.keys() <= set(self._tree), "a node in flight has gone"
+        assert self._in_flight or not self._tree.in_flight, "in flight for nobody"
         self.pool.check(refs)
 
     def _check_lease(self, lease: RadixLease) -> None:

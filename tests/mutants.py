@@ -130,6 +130,27 @@ MUTANTS = [
         f"{INDEX}/test_eviction.py",
     ),
     Mutant(
+        "the lower half of what a split cuts is not in flight",
+        "radixcache/tree.py",
+        "            self.in_flight[node] = position\n",
+        "            self.in_flight.pop(node)\n",
+        INDEX,
+    ),
+    Mutant(
+        "what merges is not in flight",
+        "radixcache/tree.py",
+        "self.in_flight[child] = written",
+        "pass",
+        f"{INDEX}/test_radix_facts.py",
+    ),
+    Mutant(
+        "the step stays in flight",
+        "radixcache/radix.py",
+        "tree.in_flight.clear()",
+        "pass",
+        INDEX,
+    ),
+    Mutant(
         "reserved pages count as evictable",
         "radixcache/radix.py",
         "self._num_held += count",

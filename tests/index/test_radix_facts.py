@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -975,6 +977,43 @@ def test_no_cache_never_shares_and_never_leaks() -> None:
     assert cache.match(SYSTEM) == 0 and cache.pool.num_free == 16 and not heard
     stats = cache.stats
     assert (stats.requests, stats.query_tokens, stats.hit_tokens) == (2, 20, 0)
+
+
+def test_what_was_split_and_merged_again_in_a_step_is_still_in_flight() -> None:
+    cache = a_cache(page_size=1, num_pages=10)
+    put(cache, [20, 21])
+    lease = begin(cache, [1, 2, 3, 4, 5, 6])
+    other = cache.acquire([1, 2, 3, 9, 9, 9])
+    cache.reserve(other, 6)  # evicts, and so cuts the node where it stands
+    cache.release(other)
+    cache.check()
+    cache.rollback()
+    cache.check()
+    assert lease.num_tokens == 0 == cache.cached_length([1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_short_leaf_takes_at_most_22_bytes_a_token_beside_its_tokens_and_pages(
+    page_size: int,
+) -> None:
+    leaves, length, below = 500, 32, 1008
+    tokens = np.random.default_rng(0).integers(0, 128_000, below + leaves * length, np.int32)
+    stem, *tails = np.split(tokens, range(below, len(tokens), length))
+    prompts = [np.concatenate((stem, tail)).tolist() for tail in tails]
+    cache = a_cache(page_size, len(tokens) // page_size + 1)
+    put(cache, prompts.pop())
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for prompt in prompts:
+            put(cache, prompt)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert cache.stats.evicted_pages == 0
+    assert taken / len(prompts) / length < 22 + 4 + 4 / page_size
 
 
 def test_no_cache_keeps_the_same_contract() -> None:
