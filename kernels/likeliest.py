@@ -49,8 +49,11 @@ def by_sort(probs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -
     limits = [(_limit(k, vocab), p if p < 1 else 2.0) for k, p in zip(top_k, top_p, strict=True)]
     most, mass = send(limits, probs.device, probs.dtype)[:, :, None].unbind(1)  # [R, 1] each
     ordered, order = probs.sort(dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    dropped = (torch.arange(vocab, device=probs.device) >= most) | (before >= mass)
+    sums = ordered.cumsum(-1)
+    # Of what they sum up to, which float32 lets be some 1e-5 from 1 in a large vocabulary.
+    dropped = (torch.arange(vocab, device=probs.device) >= most) | (
+        sums - ordered >= mass * sums[:, -1:]
+    )
     dropped[:, 0] = False
     return torch.empty_like(probs).scatter_(-1, order, ordered.masked_fill_(dropped, 0))
 

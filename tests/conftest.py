@@ -10,6 +10,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # libgomp's threads spin while they wait, which takes up to 25 times as long as sleeping.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# hypothesis would import trio for its plugin, and look through all memory for its random state.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 # What is imported stays: to look through it for garbage, again and again, takes a second or two.
 gc.disable()

@@ -18,13 +18,17 @@ def covering(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     Faults that need three or more values at once are what the exhaustive run is for (pairwise
     testing; Cohen et al., "The AETG System", 1997, choose greedily in this way, too).
     """
-    cases = list(product(*axes.values()))
+    return covering_of(list(axes), list(product(*axes.values())))
+
+
+def covering_of(names: Sequence[str], cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """The same over these cases alone, where not all combinations are any."""
     chosen = set(cover_pairs(cases))
     params = [
         pytest.param(*case, marks=() if case in chosen else pytest.mark.exhaustive)
         for case in cases
     ]
-    return pytest.mark.parametrize(tuple(axes), params)
+    return pytest.mark.parametrize(tuple(names), params)
 
 
 def cover_pairs(cases: Sequence[Case]) -> list[Case]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,9 +66,13 @@ class Import(NamedTuple):
         return self.name.partition(".")[0]
 
 
-def imports(path: Path) -> list[Import]:
+def imports(path: Path) -> tuple[Import, ...]:
     """Everything that a source file imports. `from a import b` counts as a.b."""
+    return _imports(path, (ROOT / path).read_text(encoding="utf-8"))
 
+
+@cache  # several tests ask for the same files
+def _imports(path: Path, text: str) -> tuple[Import, ...]:
     def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
@@ -77,13 +82,13 @@ def imports(path: Path) -> list[Import]:
                 if child.level:
                     base = [*place(path).parts[: -child.level], *base]
                 yield from (Import(".".join([*base, a.name]), lazy) for a in child.names)
-            else:
+            elif not isinstance(child, ast.expr):  # in which nothing is imported
                 yield from walk(child, lazy or isinstance(child, LAZY) or is_typing_only(child))
 
-    return list(walk(ast.parse((ROOT / path).read_text(encoding="utf-8")), False))
+    return tuple(walk(ast.parse(text), False))
 
 
-LAZY = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+LAZY = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def is_typing_only(node: ast.AST) -> bool:

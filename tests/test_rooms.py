@@ -103,15 +103,17 @@ def circle(graph: Graph) -> list[str]:
     return []
 
 
-GRAPH = read_graph()
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return read_graph()
 
 
-def test_every_arrow_leads_down() -> None:
-    assert not arrows_upward(GRAPH)
+def test_every_arrow_leads_down(graph: Graph) -> None:
+    assert not arrows_upward(graph)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert not circle(GRAPH)
+def test_no_modules_import_each_other_in_a_circle(graph: Graph) -> None:
+    assert not circle(graph)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("bench.peers.index.cases", "bench.peers.engines.cases", False),
     ],
 )
-def test_an_arrow_planted_upward_is_seen(module: str, target: str, is_circle: bool) -> None:
-    assert {module, target} <= set(GRAPH)
-    planted = {**GRAPH, module: GRAPH[module] | {target}}
+def test_an_arrow_planted_upward_is_seen(
+    module: str, target: str, is_circle: bool, graph: Graph
+) -> None:
+    assert {module, target} <= set(graph)
+    planted = {**graph, module: graph[module] | {target}}
     assert arrows_upward(planted) == [(module, target)]
     assert bool(circle(planted)) == is_circle
 
@@ -170,10 +174,10 @@ def test_a_folder_runs_nothing_when_it_is_imported(path: Path) -> None:
     assert [type(statement) for statement in body] == [ast.Expr]
 
 
-def test_a_circle_planted_within_a_room_is_seen() -> None:
+def test_a_circle_planted_within_a_room_is_seen(graph: Graph) -> None:
     gate, paged = "radixcache.runtime.model.gate", "radixcache.runtime.model.stock_model"
-    assert gate in GRAPH[paged]
-    planted = {**GRAPH, gate: GRAPH[gate] | {paged}}
+    assert gate in graph[paged]
+    planted = {**graph, gate: graph[gate] | {paged}}
     assert not arrows_upward(planted)
     assert set(circle(planted)) == {gate, paged}
 

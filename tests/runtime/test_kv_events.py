@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -461,14 +462,27 @@ def test_a_place_that_makes_no_sense_is_named(name: str, place: str):
     assert not cache.events
 
 
+def wait_until_nobody_listens(file: Path) -> None:
+    """ZeroMQ lets go of a closed socket's file in a thread of its own, in its own time."""
+    end = time.monotonic() + 30
+    while True:
+        with socket.socket(socket.AF_UNIX) as other:
+            if other.connect_ex(str(file)):
+                return
+        assert time.monotonic() < end, "it still listens"
+        time.sleep(0.005)
+
+
 def test_a_file_that_another_publisher_listens_at_is_taken(tmp_path: Path):
     place, cache = f"ipc://{tmp_path}/e", RadixCache(PagePool(16, 4))
     with pytest.raises(InvalidRequest, match="already in use"):
         publishing(cache, endpoint=place, replay_endpoint=place).__enter__()
+    wait_until_nobody_listens(tmp_path / "e")
     with publishing(cache, endpoint=place):
         for name in ("endpoint", "replay_endpoint"):
             with pytest.raises(InvalidRequest, match="already in use"):
                 publishing(cache, **{name: place}).__enter__()
+    wait_until_nobody_listens(tmp_path / "e")
     with publishing(cache, endpoint=place):  # what is left of one that has ended is no publisher
         pass
 

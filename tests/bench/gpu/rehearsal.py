@@ -33,7 +33,8 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
     threads = torch.get_num_threads()
     group = partial(cascade.group_by_prefix, min_rows=cascade.MIN_ROWS, min_tokens=32)
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported: memory is tidied up after each of many engines
+    if freezes := not gc.get_freeze_count():  # pytest's process has frozen what it imported
+        gc.freeze()  # what is imported: memory is tidied up after each of many engines
     try:
         with (
             pretend_gpu() as gpu,
@@ -48,7 +49,8 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             yield Place(CUDA, torch.float32, SMALL, out, kernels)
     finally:
         torch.set_num_threads(threads)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def _pretending(device: Device) -> Callable[[Worker], None]:

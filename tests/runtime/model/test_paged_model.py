@@ -22,6 +22,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.stock_model import StockModel
+from tests.cover import covering_of
 from tests.models import (
     BYTES_PER_TOKEN,
     EOS,
@@ -135,13 +136,14 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
     return model
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        *((family, "stock") for family in FAMILIES),
-        *((family, layers) for family in LOOPED for layers in OPERATIONS),
-    ],
+KINDS = [
+    *((family, "stock") for family in FAMILIES),
+    *((family, layers) for family in LOOPED for layers in OPERATIONS),
+]
+
+
+@covering_of(
+    ["family", "layers", "packed"], [(*kind, packed) for kind in KINDS for packed in (False, True)]
 )
 def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
     monkeypatch, family, layers, packed, tmp_path
