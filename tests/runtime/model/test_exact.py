@@ -27,8 +27,9 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.native_operations import ExactOperations
 from radixcache.runtime.model.operations import Operations
-from radixcache.runtime.model.packed_linear import PackedProduct, can_pack
+from radixcache.runtime.model.packed_linear import PackedLinear, PackedProduct, can_pack
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.stock_model import StockModel
 from tests.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import LOOPED, Tally, differing, exact_model, play
@@ -207,20 +208,37 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype)
 
 
 @needs_exact
-@pytest.mark.parametrize(("family", "dtype"), [("gemma2", "float32"), ("gemma2", "bfloat16")])
-def test_where_one_row_may_have_other_bits_there_is_none(family, dtype, monkeypatch) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", "float32"), ("llama", "bfloat16")])
+def test_where_the_check_finds_other_bits_of_one_row_there_is_none(
+    family, dtype, monkeypatch
+) -> None:
     model = exact_model(family, dtype)
+    monkeypatch.setattr(model, "fills_up", False)
     counted, compute = [], model._logits
 
-    def count(pool: Any, tokens: Any, positions: Any, rows: Any) -> torch.Tensor:
+    def one_row_differs(pool: Any, tokens: Any, positions: Any, rows: Any) -> torch.Tensor:
         counted.append((len(tokens), len(rows)))
-        return compute(pool, tokens, positions, rows)
+        logits = compute(pool, tokens, positions, rows)
+        return logits.nextafter(logits + 1) if len(rows) == 1 else logits
 
-    monkeypatch.setattr(model, "_logits", count)
+    monkeypatch.setattr(model, "_logits", one_row_differs)
+    exact.check(model)
+    assert model.fills_up and (1, 1) in counted
+    counted.clear()
     play(model, SEED)
     exact.check(model)  # asks for the last row's logits alone, too
     assert model.fills_up and len(counted) > 20
     assert all(tokens > 1 and rows != 1 for tokens, rows in counted), "a row was alone"
+
+
+@needs_exact
+def test_transformers_layers_take_one_row_alone_where_every_product_may() -> None:
+    for dtype in exact_schedules.DTYPES:
+        model = exact_model("gemma2", dtype)
+        assert isinstance(model, StockModel)
+        linears = [m for m in model._model.modules() if isinstance(m, PackedLinear)]
+        assert len(linears) > 10
+        assert model.fills_up or all(linear.product.same_alone for linear in linears)
 
 
 @needs_exact
@@ -314,10 +332,13 @@ RULES = [
 
 @needs_exact
 @pytest.mark.parametrize("rule", RULES)
-def test_without_a_rule_bits_differ_and_the_load_refuses_it(rule, monkeypatch) -> None:
+def test_without_a_rule_bits_differ_and_the_load_sees_it(rule, monkeypatch) -> None:
     family = rule(monkeypatch)
     load = partial(load_model, exact_schedules.folder(family), device="cpu")
-    if rule is not by_default:
+    if rule is one_row_in_another_order:  # then steps of one row are filled up
+        model = load(exact=True)
+        assert model.fills_up and not play(model, SEED).differing
+    elif rule is not by_default:
         with pytest.raises(
             ModelError, match=r"exact mode does not hold for .* of a token are other"
         ):
@@ -346,6 +367,7 @@ def test_the_check_names_what_differs(layer, part, named, monkeypatch) -> None:
             slot[0, 3] = -slot[0, 3]
         return logits
 
+    monkeypatch.setattr(model, "fills_up", model.fills_up)
     monkeypatch.setattr(model, "forward", damage)
     with pytest.raises(ModelError, match=rf": {named} of a token are other bits in other chunks"):
         exact.check(model)
