@@ -111,8 +111,8 @@ def deployed(
         InvalidRequest: there is no cluster at that address.
         ModelError: the replicas do not start.
     """
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for logger in ("ray", "ray.serve"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
     cores = max(1, (os.cpu_count() or 1) // replicas[1])
     # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
     told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
