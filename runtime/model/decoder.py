@@ -9,10 +9,10 @@ computes is held against `reference` as it is loaded; transformers' layers run i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding
 from tqdm import tqdm
 from transformers.generation.configuration_utils import GenerationConfig
 
@@ -69,9 +69,9 @@ class Decoder(PagedModel):
         )
         self._operations = choose_operations(architecture, self.attention, dtype, exact)
         self.layers_by = f"radixcache with {self._operations.name}"
-        self._embedding = weight("model.embed_tokens.weight")
+        embedding = weight("model.embed_tokens.weight")
         checked = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % vocab_size
-        hidden = self._embedding[checked].float()
+        hidden = embedding[checked].float()
         norms = [weight(f"model.layers.{i}.input_layernorm.weight") for i in range(len(kinds))]
         norms.append(weight("model.norm.weight"))
         self._first_norm = norms[0]
@@ -81,11 +81,13 @@ class Decoder(PagedModel):
             weights = {name: weight(f"model.layers.{number}.{name}") for name in shapes}
             hidden = reference.run_layer(architecture, number, hidden, weights)
             self._layers.append(self._layer(number, weights, norms[number + 1]))
-        head = self._embedding if architecture.tied else weight("lm_head.weight")
+        head = embedding if architecture.tied else weight("lm_head.weight")
         hidden = reference.rms_norm(hidden, norms[-1], architecture.eps)
         expected = hidden @ head.float().T
         self._head = self._operations.product((head, None))
-        del head, weights
+        tied = self._head if architecture.tied else None
+        self._embed = self._operations.lookup(embedding, tied)
+        del embedding, head, weights
         self._operations.loaded()
         self.fills_up = exact and not self._operations.same_alone
         self._check(checked, expected)
@@ -119,7 +121,7 @@ class Decoder(PagedModel):
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         operations = self._operations
-        residual = embedding(token_ids, self._embedding)
+        residual = self._embed(token_ids)
         rotation = operations.rotation(positions)
         x = operations.norm(residual, self._first_norm)
         for layer, pages in zip(self._layers, pool.layers, strict=True):
@@ -129,15 +131,15 @@ class Decoder(PagedModel):
                 if not len(logit_rows):
                     return x.new_empty(0, self.vocab_size)
             residual, x = operations.project(x, layer.out, residual, layer.mlp_norm)
-            x = operations.gated(x, layer.gate_up)
-            residual, x = operations.project(x, layer.down, residual, layer.norm_after)
+            mlp = partial(operations.mlp, layer)
+            residual, x = operations.project(x, mlp, residual, layer.norm_after)
         return self._head(x)
 
     def _check(self, tokens: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare the logits of a sequence that comes in chunks, the last of one token."""
         pool, pages = self.allocate(4, 4), np.array([2, 0, 1], np.int32)
         got, done = [], 0
-        for count in (7, len(tokens) - 8, 1):
+        for count in (len(tokens) - 3, 2, 1):
             done += count
             batch = PagedBatch.of([pages], [count], [done], 4)
             chunk = tokens[done - count : done].cpu().numpy()

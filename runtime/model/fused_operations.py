@@ -6,6 +6,7 @@ activation; Qwen3 normalises heads with two more. Attention is `kernels/flashinf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,11 @@ class FusedOperations(Operations):
         return normed
 
     def project(
-        self, x: torch.Tensor, product: Product, residual: torch.Tensor, norm: torch.Tensor
+        self,
+        x: torch.Tensor,
+        product: Callable[[torch.Tensor], torch.Tensor],
+        residual: torch.Tensor,
+        norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = product(x)
         self._kernels.fused_add_rmsnorm(x, residual, norm, self.eps)
@@ -53,6 +58,9 @@ class FusedOperations(Operations):
         out = both.new_empty(len(both), both.shape[1] // 2)
         self._kernels.silu_and_mul(both, out=out)
         return out
+
+    def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        return layer.down(self.gated(x, layer.gate_up))
 
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer

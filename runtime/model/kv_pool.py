@@ -12,6 +12,7 @@ import torch
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import send
+from radixcache.runtime.model.system_memory import HUGE
 from radixcache.runtime.sizes import parse_memory
 
 _CPU_LIMIT = 1 << 30
@@ -131,6 +132,9 @@ def _available_memory() -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched pages of the operating system, torch's are written.
+    # numpy's zeros are untouched pages of the operating system, torch's are written. Each layer
+    # writes its own huge ones: where the first does not begin with one, all share two with others.
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+    memory = np.zeros(count + HUGE, dtype=np.uint8)
+    first = -memory.ctypes.data % HUGE
+    return torch.from_numpy(memory[first : first + count]).view(dtype).view(shape)

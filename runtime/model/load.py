@@ -24,6 +24,7 @@ from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.packed_linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.system_memory import give_back
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.stock_model import StockModel
@@ -84,6 +85,7 @@ def load_model(
         model = load_stock(name_or_path, kind, place, attention, exact)
     if exact:
         exactness.check(model)
+    give_back()
     return model
 
 

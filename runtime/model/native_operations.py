@@ -6,6 +6,7 @@ torch's: oneDNN applies SiLU as it writes, and the kernel for both was nowhere f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,11 @@ class NativeOperations(Operations):
         return rms_norm(x.contiguous(), self._ones if weight is None else weight, self.eps)
 
     def project(
-        self, x: torch.Tensor, product: Product, residual: torch.Tensor, norm: torch.Tensor
+        self,
+        x: torch.Tensor,
+        product: Callable[[torch.Tensor], torch.Tensor],
+        residual: torch.Tensor,
+        norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return residual, rms_norm(product(x), norm, self.eps, residual=residual)
 

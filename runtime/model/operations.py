@@ -10,6 +10,9 @@ last elements take other code. Norms and rotations keep it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +21,11 @@ from torch.nn import functional as F
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.kernels.native import SmallProduct
 from radixcache.runtime.model.architecture import Architecture
-from radixcache.runtime.model.huge_pages import use_huge_pages
-from radixcache.runtime.model.packed_linear import PackedProduct, packs
+from radixcache.runtime.model.packed_linear import PackedProduct, PackedRows, packs
+from radixcache.runtime.model.system_memory import use_huge_pages
+
+_MLP_ROWS = 512
+"""Rows whose activations between the products of an MLP are held at once."""
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 Weight = tuple[torch.Tensor, torch.Tensor | None]
@@ -96,6 +102,16 @@ class Operations:
         """At load: what `gated` multiplies by."""
         return self.product(gate), self.product(up)
 
+    def lookup(
+        self, embedding: torch.Tensor, tied: Product | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """At load: what gives the rows of `embedding` [vocab_size, hidden_size] for token ids [T];
+        those that `tied` has of the same weights, where their order is known."""
+        if isinstance(tied, PackedProduct):
+            with suppress(ValueError):
+                return PackedRows(tied, embedding)
+        return partial(F.embedding, weight=embedding)
+
     def loaded(self) -> None:
         """At load, when all products are made."""
         use_huge_pages(product.block for product in self._packed)
@@ -119,7 +135,11 @@ class Operations:
         return normed if weight is None else normed.mul_(weight)
 
     def project(
-        self, x: torch.Tensor, product: Product, residual: torch.Tensor, norm: torch.Tensor
+        self,
+        x: torch.Tensor,
+        product: Callable[[torch.Tensor], torch.Tensor],
+        residual: torch.Tensor,
+        norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual with the product of x added, and its norm; the old one may be lost."""
         residual = product(x).add_(residual)
@@ -129,6 +149,16 @@ class Operations:
         """silu(gate) * up [T, intermediate_size]."""
         gate, up = gate_up
         return up(x).mul_(gate.silu(x))
+
+    def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """The gated MLP [T, hidden_size], before its residual is added; of many rows
+        in parts, in place."""
+        parts = x.tensor_split(list(range(_MLP_ROWS, len(x) - 1, _MLP_ROWS)))  # none of one row
+        if len(parts) == 1:
+            return layer.down(self.gated(x, layer.gate_up))
+        for rows in parts:
+            rows.copy_(layer.down(self.gated(rows, layer.gate_up)))
+        return x
 
     def heads(self, qkv: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Those of queries and keys of `qkv`, normalised where the model does so."""

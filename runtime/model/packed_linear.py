@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import platform
 from contextlib import suppress
+from ctypes import c_byte
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from radixcache.kernels import native
 from radixcache.kernels.native import RowProduct
-from radixcache.runtime.model.huge_pages import use_huge_pages
+from radixcache.runtime.model.system_memory import use_huge_pages
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of a product of one row, by its greatest element; weights in another order are beyond 0.1."""
@@ -62,7 +64,11 @@ class PackedProduct:
     def _by_onednn(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
     ) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, activation, [], "")
+        shape, count = x.shape[:-1], x.shape[:-1].numel()
+        if spare := _round_up(count) - count:
+            x = F.pad(x.reshape(count, -1), (0, 0, 0, spare))
+        y = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, activation, [], "")
+        return y[:count].view(*shape, -1) if spare else y
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._row is not None and x.numel() == x.shape[-1]:
@@ -89,6 +95,50 @@ class PackedProduct:
         """Address and bytes of the packed weights."""
         operators = torch.ops.mkldnn
         return operators.data_ptr(self._packed), operators._nbytes(self._packed)
+
+
+def _round_up(rows: int) -> int:
+    """The rows that a product is given: at most an eighth more, and few different numbers.
+
+    For each number oneDNN compiles a kernel, in a millisecond, and holds half a MiB from then on
+    (measured): a server, whose steps have any number of rows, would grow by hundreds.
+    """
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+class PackedRows:
+    """Rows of a weight [out, in] by their numbers, out of what a product has packed.
+
+    An output layer that is tied to the embedding so needs no second copy. oneDNN packs panels of
+    some columns, [in][columns], or of bfloat16 [in / 2][columns][2], filled up with zeros: here 4
+    bytes are read at a time.
+    """
+
+    def __init__(self, product: PackedProduct, weight: torch.Tensor) -> None:
+        """
+        Raises:
+            ValueError: the weights are packed in another order.
+        """
+        address, size = product.block
+        memory = torch.frombuffer((c_byte * size).from_address(address), dtype=torch.int32)
+        self._product, self._dtype = product, weight.dtype
+        rows, self._depth = weight.shape
+        some = torch.arange(0, rows, -(-rows // 256)), torch.arange(max(0, rows - 64), rows)
+        for self._width in (64, 48, 32, 24, 16, 8):  # by the registers that the processor has
+            panels = -(-rows // self._width)
+            if len(memory) % (panels * self._width):
+                continue
+            self._panels = memory.view(panels, -1, self._width)
+            deep = self._panels.shape[1] * 4 >= self._depth * weight.itemsize
+            if deep and all(torch.equal(self(ids), weight[ids]) for ids in some):
+                return
+        raise ValueError("the weights are packed in another order")
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Those of `ids` [T], as [T, in]."""
+        found = self._panels[ids // self._width, :, ids % self._width].view(self._dtype)
+        return found[:, : self._depth].contiguous()
 
 
 class PackedLinear(nn.Module):
@@ -122,7 +172,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def packs(weight: torch.Tensor, *, small: bool = False) -> bool:
     """Whether packing this weight makes its product faster; `small`: whether it can be packed."""
-    big = small or weight.numel() >= _MIN_WEIGHTS
+    # torch's own product in bfloat16 is oneDNN's, too, compiled for any number of rows.
+    big = small or weight.dtype == torch.bfloat16 or weight.numel() >= _MIN_WEIGHTS
     return weight.device.type == "cpu" and big and can_pack(weight.dtype)
 
 

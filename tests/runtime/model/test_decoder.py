@@ -326,6 +326,42 @@ def test_the_last_layer_ends_with_the_rows_whose_logits_are_wanted(qwen, monkeyp
     assert rows == [7] * (NUM_LAYERS - 1) + [1] + [7] * (NUM_LAYERS - 1)
 
 
+def test_many_rows_go_through_the_mlp_in_parts_of_two_rows_or_more(qwen, monkeypatch) -> None:
+    model = load_model(qwen, device="cpu")
+    assert isinstance(model, Decoder)
+    whole, layer, rows = model._operations.gated, model._layers[0], list[int]()
+    monkeypatch.setattr(operations, "_MLP_ROWS", 5)
+
+    def gated(x: torch.Tensor, weights: Any) -> torch.Tensor:
+        rows.append(len(x))
+        return whole(x, weights)
+
+    monkeypatch.setattr(model._operations, "gated", gated)
+    torch.manual_seed(3)
+    for count in range(1, 19):
+        x = torch.randn(count, model._architecture.hidden_size)
+        expected = layer.down(whole(x.clone(), layer.gate_up))
+        rows.clear()
+        assert relative_error([model._operations.mlp(layer, x)], [expected]) < 1e-5
+        assert sum(rows) == count and max(rows) <= 6 and (min(rows) > 1 or count == 1)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_embedding_is_read_from_the_packed_head(dtype, tmp_path, monkeypatch) -> None:
+    if not can_pack(getattr(torch, dtype)):
+        pytest.skip("no bfloat16 here")
+    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
+    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=True)
+    tied = load_model(folder, device="cpu", dtype=dtype)
+    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert isinstance(tied, Decoder)
+    ids = torch.arange(len(weight))
+    assert torch.equal(tied._embed(ids), weight.to(tied.dtype))
+    if torch.cpu._is_avx512_supported():
+        assert isinstance(tied._embed, packed_linear.PackedRows)
+
+
 def test_weights_side_by_side_are_joined_without_a_copy() -> None:
     whole = torch.randn(9, 4)
     first, second, third = whole.split([2, 3, 4])

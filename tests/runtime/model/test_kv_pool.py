@@ -15,6 +15,7 @@ from radixcache.runtime.model.kv_pool import (
     count_pages,
     default_memory,
 )
+from radixcache.runtime.model.system_memory import HUGE
 from radixcache.runtime.sizes import parse_memory
 
 CPU = torch.device("cpu")
@@ -92,3 +93,4 @@ def test_unused_pages_cost_no_memory() -> None:
     pool.layers[0][0][7, 3] = 1.0
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 << 10  # KiB
+    assert pool.layers[0][0].data_ptr() % HUGE == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixcache.kernels import native
 from radixcache.runtime.model import packed_linear
@@ -15,6 +16,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.packed_linear import (
     PackedLinear,
     PackedProduct,
+    PackedRows,
     can_pack,
     pack_linears,
 )
@@ -205,3 +207,55 @@ def test_nothing_is_packed_where_it_cannot_be(monkeypatch) -> None:
     model = toy()
     pack_linears(model)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+class RowsOfProducts(TorchDispatchMode):
+    """The numbers of rows that oneDNN is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "linear_pointwise" in str(func):
+            self.seen.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@needs_packing
+def test_onednn_is_given_few_numbers_of_rows_and_none_changes_another() -> None:
+    torch.manual_seed(5)
+    product, x = PackedProduct(torch.randn(48, 64)), torch.randn(1030, 64)
+    whole = product(x)
+    with RowsOfProducts() as rows:
+        for count in range(2, 1031):
+            assert torch.equal(product(x[:count]), whole[:count])
+            assert count <= rows.seen[-1] <= max(count, 9 * count // 8)
+    assert rows.seen[:15] == list(range(2, 17)) and len(set(rows.seen)) < 66
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(700, 384), (64, 2), (1, 16), (1003, 77), (130, 514), (16, 3)])
+def test_rows_are_read_from_packed_weights(shape, dtype) -> None:
+    if not can_pack(dtype):
+        pytest.skip("no bfloat16 here")
+    torch.manual_seed(sum(shape))
+    weight = torch.randn(shape).to(dtype)
+    product = PackedProduct(weight)
+    try:
+        rows = PackedRows(product, weight)
+    except ValueError:
+        if shape[1] > 16 and torch.cpu._is_avx512_supported():
+            raise
+        pytest.skip("packed in an order of its own")
+    ids = torch.randint(len(weight), (50,))
+    assert torch.equal(rows(ids), weight[ids]) and rows(ids).is_contiguous()
+    assert torch.equal(rows(torch.arange(len(weight))), weight)
+    assert rows(ids[:0]).shape == (0, shape[1])
+    del product
+    assert torch.equal(rows(ids), weight[ids])
+    other = weight.clone()
+    other[-1] += 1
+    with pytest.raises(ValueError, match="another order"):
+        PackedRows(PackedProduct(other), weight)

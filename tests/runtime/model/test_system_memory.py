@@ -1,15 +1,15 @@
-"""Huge pages are advice: whatever lies in the memory stays."""
+"""Huge pages are advice: whatever lies in the memory stays. What is free goes back."""
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from radixcache.runtime.model.huge_pages import _merge, use_huge_pages
-
-HUGE = 2 << 20
+from radixcache.runtime.model.system_memory import HUGE, _merge, give_back, use_huge_pages
 
 
 def test_neighbours_are_taken_together() -> None:
@@ -35,3 +35,15 @@ def test_elsewhere_nothing_is_asked_for(monkeypatch, platform) -> None:
 
 def test_memory_that_is_not_there_is_no_error() -> None:
     assert use_huge_pages([(HUGE, 4 * HUGE)]) == 0
+
+
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="glibc only")
+def test_what_is_free_between_what_is_not_goes_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [bytes(b"x" * 50_000) for _ in range(1000)]
+    del blocks[:-1]  # the last holds the end of the heap
+    before = resident()
+    give_back()
+    assert before - resident() > 20_000_000, len(blocks)
