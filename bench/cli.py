@@ -285,7 +285,7 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
     try:
         from transformers.utils import logging
 
-        from radixcache.runtime.llm import BUNDLED_MODEL
+        from radixcache.runtime.files import BUNDLED_MODEL
         from radixcache.runtime.model.load import load_model
     except ModuleNotFoundError as error:
         raise MissingDependency(

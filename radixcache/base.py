@@ -45,6 +45,8 @@ Tokens = NDArray[np.int32]
 TokensLike = Tokens | Sequence[int]
 """What the interface accepts; anything but an int32 array is converted once, at the boundary."""
 
+_INT32 = np.dtype(np.int32)
+
 
 def as_tokens(tokens: TokensLike) -> Tokens:
     """`tokens` as a one-dimensional int32 array; no copy if it is one already.
@@ -56,7 +58,7 @@ def as_tokens(tokens: TokensLike) -> Tokens:
         array = np.asarray(tokens)
     except ValueError:  # rows of different lengths
         raise InvalidRequest("tokens must be a flat sequence of integers") from None
-    if array.dtype == np.int32 and array.ndim == 1:
+    if array.dtype == _INT32 and array.ndim == 1:
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequest("tokens must be a flat sequence of integers")

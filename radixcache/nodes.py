@@ -25,13 +25,14 @@ NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
 NOBODY: set[Cursor] = cast(Any, frozenset())
 """What most nodes have, which are unleased leaves: one for all, as an empty set has 200 bytes."""
 
-_GLANCE = 256
-"""Tokens compared before all the rest are: most mismatches come early."""
+_GLANCE, _MANY = 256, 8192
+"""Of many tokens so few are compared before all are, as most mismatches come early; of fewer, a
+second comparison costs more than it saves."""
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
     """Length of the common prefix of two equally long, non-empty arrays. O(n), vectorised."""
-    if len(a) > 2 * _GLANCE:
+    if len(a) > _MANY:
         same = common_length(a[:_GLANCE], b[:_GLANCE])
         if same < _GLANCE:
             return same

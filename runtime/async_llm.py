@@ -15,8 +15,9 @@ from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.llm import LLM, Finals, Message, Outputs, Prompt, Prompts, check_names
+from radixcache.runtime.llm import LLM, Finals, Outputs, Prompt, Prompts, check_names
 from radixcache.runtime.prefixes import NamedPrefix
+from radixcache.runtime.text.tokenizer import Message
 from radixcache.runtime.worker import News
 
 T = TypeVar("T")

@@ -33,6 +33,7 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as Completion
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.model.decode_graphs import bytes_beside_pages
@@ -42,15 +43,12 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Message, Tokenizer
 from radixcache.runtime.text.tool_calls import check_tools
 from radixcache.runtime.text.turns import Turns, thoughts_of
 from radixcache.runtime.worker import Job, News, Worker, answer
 
 T = TypeVar("T")
-
-BUNDLED_MODEL = Path(__file__).parent / "tabletalk"
-"""The model that is used if none is named: it answers questions about tables of people."""
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,
@@ -68,8 +66,6 @@ class TokensPrompt(TypedDict):
 Prompt = str | TokensPrompt | TokensLike
 Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
 """One prompt or several; token ids alone are one."""
-Message = dict[str, Any]
-"""A chat message: {"role": "user", "content": "..."}."""
 
 
 class _Input(NamedTuple):

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
-from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.sampling import SamplingParams
+
+if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.engine.engine import Engine
 
 MAX_PREFERRED = 256
 """Of one salt. They may share all of their pages, and each is looked at by each that comes."""

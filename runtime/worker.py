@@ -14,14 +14,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from radixcache.errors import EngineFailed, EngineStopped, RanksLost, WrongThread
-from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.prefixes import NamedPrefixes
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
 

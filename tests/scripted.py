@@ -26,7 +26,7 @@ from radixcache import LLM
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime import llm as llm_module
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.hash_model import read_rows

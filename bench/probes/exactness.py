@@ -29,7 +29,8 @@ from radixcache.bench.probes.people import FIELDS, make_table
 from radixcache.bench.probes.random_llama import save_random_llama
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.llm import BUNDLED_MODEL, Prompt
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.llm import Prompt
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 

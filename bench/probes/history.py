@@ -18,7 +18,7 @@ from typing import Any
 from radixcache import PagePool, RadixCache
 from radixcache.base import CacheStats
 from radixcache.bench.workloads.byte_level_bpe import train_byte_level_bpe
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.history import TokenHistory
 from radixcache.runtime.text.tokenizer import Tokenizer
 

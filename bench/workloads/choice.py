@@ -54,7 +54,7 @@ def _encoder(args: argparse.Namespace) -> Encode:
     if args.model is None and args.level == "index":
         text = read_text(args.file)[:_TRAINED_ON]
         return train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))
-    from radixcache.runtime.llm import BUNDLED_MODEL
+    from radixcache.runtime.files import BUNDLED_MODEL
     from radixcache.runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model or str(BUNDLED_MODEL))

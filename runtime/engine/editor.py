@@ -15,12 +15,6 @@ from radixcache.kernels.upload import send
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.sampling import SamplingParams
 
-NOTHING_LEFT = (
-    "no token is left to go on with: what was asked for (allowed_token_ids, bad_words, "
-    "logit_bias, min_tokens, a structure) forbids every one"
-)
-"""Why a sequence fails."""
-
 
 class Editor:
     """Makes the edits of an engine's requests."""

@@ -11,6 +11,12 @@ from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.sampling import SamplingParams
 
+NOTHING_LEFT = (
+    "no token is left to go on with: what was asked for (allowed_token_ids, bad_words, "
+    "logit_bias, min_tokens, a structure) forbids every one"
+)
+"""Why a sequence fails."""
+
 
 class Edits:
     """What one request asks for, in the model's token ids.

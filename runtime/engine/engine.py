@@ -18,8 +18,8 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
-from radixcache.runtime.engine.editor import NOTHING_LEFT, Editor
-from radixcache.runtime.engine.edits import Edits
+from radixcache.runtime.engine.editor import Editor
+from radixcache.runtime.engine.edits import NOTHING_LEFT, Edits
 from radixcache.runtime.engine.guides import GuideBroken, Guides, mask
 from radixcache.runtime.engine.kept_logits import KeptLogits, prompt_key
 from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost

@@ -20,7 +20,11 @@ from radixcache.runtime.server.access import ADMINISTRATOR, Access
 from radixcache.runtime.server.answers import Health
 from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
+from radixcache.runtime.server.queries import QUERY
 from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
+
+PATIENCE = 5.0
+"""Seconds that a replica has for its metrics: who hangs must not take those of others along."""
 
 
 def create_app(ingress: Ingress) -> FastAPI:
@@ -32,7 +36,13 @@ def create_app(ingress: Ingress) -> FastAPI:
         async with ingress.running():
             yield
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        lifespan=lifespan,
+        dependencies=[QUERY],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.state.backend = ingress
     app.get("/health")(_health)
     app.get("/metrics", dependencies=[ADMINISTRATOR])(_metrics)
@@ -86,7 +96,7 @@ async def _replicas(ingress: _Ingress) -> dict[str, Any]:
             {
                 **vars(decision),
                 "prompt_tokens": decision.standings[0].num_tokens,
-                "standings": [{**s._asdict(), "cost": s.cost} for s in decision.standings],
+                "standings": [s._asdict() for s in decision.standings],
             }
             for decision in reversed(ingress.decisions)
         ],
@@ -96,7 +106,8 @@ async def _replicas(ingress: _Ingress) -> dict[str, Any]:
 async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:
     """The metrics of all replicas, each sample with its `replica`, and what is queued on each."""
     families: dict[str, Metric] = {}
-    for name, messages in (await ingress.ask_all(portable(request.scope), b"")).items():
+    scope = portable(request.scope)
+    for name, messages in (await ingress.ask_all(scope, b"", PATIENCE)).items():
         text = b"".join(message.get("body", b"") for message in messages).decode()
         for family in text_string_to_metric_families(text):
             kept = Metric(family.name, family.documentation, family.type)

@@ -15,6 +15,7 @@ from ray import serve
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.replicas import deploy
+from radixcache.runtime.replicas.prompts import load_prompts
 from radixcache.runtime.server.settings import read_settings
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def build(settings: dict[str, Any]) -> Application:
 
     def make_app() -> Any:
         name, app = deploy.REPLICA, serve.get_replica_context().app_name
-        handle, prompts = serve.get_deployment_handle(name, app), deploy.load_prompts(engine)
+        handle, prompts = serve.get_deployment_handle(name, app), load_prompts(engine.get("model"))
         return deploy.make_app(handle, prompts, options, "", key)
 
     ingress: Any = serve.ingress(make_app)(_Ingress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -17,30 +18,31 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
-from radixcache.runtime.llm import BUNDLED_MODEL
 from radixcache.runtime.replicas import sender
 from radixcache.runtime.replicas.app import create_app
 from radixcache.runtime.replicas.calls import Calls
 from radixcache.runtime.replicas.ingress import Ingress
-from radixcache.runtime.replicas.prompts import Prompts
+from radixcache.runtime.replicas.prompts import Prompts, load_prompts
 from radixcache.runtime.replicas.replica import Replica
 from radixcache.runtime.replicas.scaling import by_queued_tokens
 from radixcache.runtime.server import cache
 from radixcache.runtime.server.serve import serve as listen_and_serve
 from radixcache.runtime.server.settings import Options
-from radixcache.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
 
-APP, REPLICA = "radixcache", "replica"
+REPLICA = "replica"
 
 NO_LIMIT = 100_000
 """Requests that Serve lets a replica have: its app has limits of its own, and tells clients."""
 
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
+
+_HEALTH_SECONDS = 10.0
+"""A replica that does not answer for so long, three times in a row, hangs, and is replaced."""
 
 
 def bind(
@@ -81,6 +83,8 @@ def bind(
         ),
         ray_actor_options=dict(resources),
         graceful_shutdown_timeout_s=grace,
+        health_check_period_s=_HEALTH_SECONDS / 2,
+        health_check_timeout_s=_HEALTH_SECONDS,
         max_constructor_retry_count=1,  # of the first ones; those that replace others try on
         **count,
     )(Replica)
@@ -97,15 +101,18 @@ def deployed(
     replicas: tuple[int, int],
     grace: float,
     key: bytes,
+    name: str,
 ) -> Iterator[DeploymentHandle]:
     """Replicas on the Ray cluster of RAY_ADDRESS, or on one that is started for them here.
+
+    An application of that `name` on the cluster is replaced.
 
     Raises:
         InvalidRequest: there is no cluster at that address.
         ModelError: the replicas do not start.
     """
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for logger in ("ray", "ray.serve"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
     cores = max(1, (os.cpu_count() or 1) // replicas[1])
     # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
     told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
@@ -121,14 +128,14 @@ def deployed(
         serve.start(proxy_location="Disabled", logging_config=quiet)
         application = bind(engine, options, replicas, grace, resources, key)
         try:
-            handle = serve.run(application, name=APP, route_prefix=None, logging_config=quiet)
+            handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
         except RuntimeError:
-            raise ModelError(f"no replica starts: {_reason()}") from None
+            raise ModelError(f"no replica starts: {_reason(name)}") from None
         yield handle
     finally:
         if ray.is_initialized():  # else that would start a Ray of its own
             with suppress(Exception):  # it may not even have begun
-                serve.delete(APP)
+                serve.delete(name)
         ray.shutdown()
 
 
@@ -151,9 +158,9 @@ def _check_address(address: str) -> None:
         ) from None
 
 
-def _reason() -> str:
+def _reason(name: str) -> str:
     """The last line of what a replica's constructor raised."""
-    message = serve.status().applications[APP].deployments[REPLICA].message
+    message = serve.status().applications[name].deployments[REPLICA].message
     last = message.strip().rpartition("\n")[2]
     return last.partition("Error: ")[2] or last
 
@@ -166,11 +173,6 @@ def make_app(
     return create_app(Ingress(Calls(handle), options, prompts, note))
 
 
-def load_prompts(engine: Mapping[str, Any]) -> Prompts:
-    """What reads the prompts of a model; `ModelError` if its tokenizer does not load."""
-    return Prompts(Tokenizer.load(str(engine.get("model") or BUNDLED_MODEL)))
-
-
 def run(
     engine: Mapping[str, Any],
     options: Options,
@@ -179,8 +181,10 @@ def run(
     grace: float,
 ) -> None:
     """Serve until a signal ends it."""
-    prompts, key = load_prompts(engine), secrets.token_bytes(32)
-    with deployed(engine, options, replicas, grace, key) as handle:
+    prompts, key = load_prompts(engine.get("model")), secrets.token_bytes(32)
+    # One of its own for each ingress, and the same again if this one is killed and started anew.
+    name = f"radixcache-{platform.node()}-{listener.getsockname()[1]}"
+    with deployed(engine, options, replicas, grace, key, name) as handle:
         low, high = replicas
         count = f"{low}" if low == high else f"{low} to {high}"
         app = make_app(handle, prompts, options, f"{count} replicas, run by Ray Serve", key)

@@ -13,14 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Hashable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+from urllib.parse import parse_qsl, urlencode
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from starlette.datastructures import MutableHeaders, QueryParams
+from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
 from radixcache.base import Tokens
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.replicas.members import MEMBERS
 from radixcache.runtime.replicas.pins import Pin, Pins, deletion, key_of, salt_of, with_salt
 from radixcache.runtime.replicas.prompts import Body, Prompts, parse
@@ -283,7 +284,7 @@ class Ingress:
         client = ("salt", salt) if salt else (scope.get("client") or [None])[0]
         async with self._turns.setdefault(client, asyncio.Lock()):  # nor one on all threads
             tokens = await asyncio.to_thread(self._prompts.read, path, fields, prefix)
-        bound = await self._bound_to(scope, fields)
+        bound, scope = await self._bound_to(scope, fields)
         key, relay = uuid4().hex, _Relay(send)
         generates = path in _GENERATES and scope["method"] == "POST"
         try:
@@ -338,15 +339,22 @@ class Ingress:
         messages = [message async for message in self._calls.answer(name, scope, body)]
         return [message for message in messages if message["type"].startswith("http.")]
 
-    async def ask_all(self, scope: Scope, body: bytes) -> dict[str, list[Message]]:
-        """What each replica answers, those that join meanwhile included, those that die not."""
+    async def ask_all(
+        self, scope: Scope, body: bytes, patience: float | None = None
+    ) -> dict[str, list[Message]]:
+        """What each replica answers, those that join meanwhile included, those that die not.
+
+        Nor those that take longer than `patience` seconds.
+        """
         answers: dict[str, list[Message]] = {}
 
         async def ask(name: str) -> None:
             try:
-                answers[name] = await self._whole(name, scope, body)
+                answers[name] = await asyncio.wait_for(self._whole(name, scope, body), patience)
             except Gone as gone:
                 self._lose(gone)
+            except asyncio.TimeoutError:
+                pass
 
         asked: set[str] = set()
         while new := self.replicas.keys() - asked:
@@ -380,20 +388,23 @@ class Ingress:
                     await self._whole(other, undo, b"")
         return name, answers[name]
 
-    async def _bound_to(self, scope: Scope, fields: Body) -> str | None:
-        """The replica that must answer: that of `?replica=`, or of the response before."""
+    async def _bound_to(self, scope: Scope, fields: Body) -> tuple[str | None, Scope]:
+        """The replica that must answer, that of `?replica=` or of the response before; and what it
+        is asked."""
         if scope["path"].startswith("/v1/cache"):
-            named = QueryParams(scope["query_string"]).get("replica")
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True))
+            named = query.pop("replica", None)
             if named is not None and named not in self.replicas:
-                raise ApiError.not_found(f"no replica {named!r} is running", "replica")
+                raise ApiError.not_found(f"no replica {named[:100]!r} is running", "replica")
             # Who looks again sees the same one.
-            return named or min(self.replicas, default=None)
+            bound = named or min(self.replicas, default=None)
+            return bound, {**scope, "query_string": urlencode(query).encode()}
         before = fields.get("previous_response_id")
         if not isinstance(before, str):
-            return None
+            return None, scope
         ask = {**with_salt(scope, fields), "method": "GET", "path": f"/v1/responses/{before}"}
         answers = await self.ask_all(ask, b"")
-        return next((n for n, found in answers.items() if found[0]["status"] == 200), None)
+        return next((n for n, found in answers.items() if found[0]["status"] == 200), None), scope
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -7,6 +7,8 @@ refused here, and what cannot be read is a prompt of no tokens.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
@@ -14,6 +16,7 @@ from typing import Any, cast
 
 from radixcache.base import Tokens, as_tokens
 from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.server.backend import Backend, plain_messages
 from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.messages_bodies import CountRequest, MessagesRequest
@@ -111,3 +114,16 @@ class Prompts:
             return self.tokenizer.encode(body.prompt or "")
         text = self.tokenizer.render_chat(plain_messages(body.messages), ask=False)
         return self.tokenizer.encode(text, special=False)
+
+
+def load_prompts(model: str | None) -> Prompts:
+    """What reads the prompts of a model, the bundled one by default, in a process without torch.
+
+    Raises:
+        ModelError: its tokenizer does not load.
+    """
+    # transformers imports torch wherever that is installed, and takes this for "it is not". Nothing
+    # computes here, and torch takes seconds, and most of the memory.
+    cast(dict[str, Any], sys.modules).setdefault("torch", None)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it misses it
+    return Prompts(Tokenizer.load(str(model or BUNDLED_MODEL)))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ class Standing(NamedTuple):
         last: when a request was sent there last, in requests; 0 if never.
         short_tokens: of KV by which its memory is too small for this request and those not ended,
             or of the answers that must end before it may run, whichever is more.
+        cost: tokens to compute before the first token of the answer, as far as that matters.
     """
 
     replica: Hashable
@@ -61,20 +63,14 @@ class Standing(NamedTuple):
     requests: int
     last: int
     short_tokens: int = 0
-
-    @property
-    def cost(self) -> float:
-        """Tokens to compute before the first token of the answer, as far as that matters."""
-        head = self.cached_tokens if 10 * self.cached_tokens >= self.num_tokens else 0
-        return self.num_tokens - head + QUEUED * self.queued_tokens + SHORT * self.short_tokens
+    cost: float = 0.0
 
 
-def preference(standing: Standing) -> tuple[float, int, int]:
-    """The key by which the best replica is least.
+preference = attrgetter("cost", "requests", "last")
+"""The key of a standing by which the best replica's is least.
 
-    Those of equal cost take turns: the one with fewest requests, then the one asked longest ago.
-    """
-    return standing.cost, standing.requests, standing.last
+Those of equal cost take turns: the one with fewest requests, then the one asked longest ago.
+"""
 
 
 @dataclass(eq=False)
@@ -99,8 +95,10 @@ class _Replica:
         held = self.held_tokens + count - cached + int(requests * answer)
         waited = int((requests - self.max_num_seqs) * answer)
         short = max(0, held - self.ghost.pool.num_pages, waited)
+        head = cached if 10 * cached >= count else 0
+        cost = count - head + QUEUED * self.queued_tokens + SHORT * short
         load = self.queued_tokens, self.requests, self.last
-        return Standing(self.name, count, cached, *load, short)
+        return Standing(self.name, count, cached, *load, short, cost)
 
     def hold(self, tokens: Tokens, salt: Hashable, sign: int) -> None:
         """A request comes (1) or goes (-1). O(len(tokens) · log(requests))."""

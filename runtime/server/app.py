@@ -42,6 +42,7 @@ from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
 from radixcache.runtime.server.past import Pasts
+from radixcache.runtime.server.queries import QUERY
 from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
 from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.server.settings import Options
@@ -75,9 +76,10 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.state.backend, app.state.pasts = backend, Pasts()
-    app.include_router(router)
-    for module in (chat, completions, responses, messages, explain, prefixes, cache, static):
-        app.include_router(module.router)
+    app.include_router(router, dependencies=[QUERY])
+    for module in (chat, completions, responses, messages, explain, prefixes, cache):
+        app.include_router(module.router, dependencies=[QUERY])
+    app.include_router(static.router)
     errors.install(app)
     app.add_middleware(BodyDeadline)
     app.add_middleware(Access, options=backend.options)

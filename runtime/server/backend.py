@@ -15,7 +15,6 @@ from fastapi import Depends, Request
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
 from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.llm import LLM, Message
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
@@ -24,10 +23,11 @@ from radixcache.runtime.server.requests import GenerationRequest
 from radixcache.runtime.server.settings import Options
 from radixcache.runtime.server.tool_fields import ChatMessage
 from radixcache.runtime.text.history import TokenisedText
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Message, Tokenizer
 from radixcache.runtime.text.tool_calls import Said
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.llm import LLM
     from radixcache.runtime.server.tracing import Tracing
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime import worker
-from radixcache.runtime.engine.editor import NOTHING_LEFT
+from radixcache.runtime.engine.edits import NOTHING_LEFT
 from radixcache.runtime.engine.outputs import Delta, RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.server.errors import ApiError, as_api_error

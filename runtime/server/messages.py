@@ -15,7 +15,6 @@ from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
 from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.errors import ApiError
@@ -27,7 +26,7 @@ from radixcache.runtime.server.past import Past, Pasts, PastsDep, compare
 from radixcache.runtime.server.requests import as_chat_request
 from radixcache.runtime.server.turn import Answers, Turn, begin
 from radixcache.runtime.text.history import TokenisedText, common_prefix
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Message, Tokenizer
 from radixcache.runtime.text.tool_calls import Call, for_template
 from radixcache.runtime.text.turns import Turns
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.fields import (
     NO_MEDIA,
     Asked,
@@ -23,6 +22,7 @@ from radixcache.runtime.server.fields import (
 )
 from radixcache.runtime.server.responses_bodies import merge_system
 from radixcache.runtime.server.unsupported import OTHERS_IN_MESSAGES
+from radixcache.runtime.text.tokenizer import Message
 
 JSON = dict[str, Any]
 

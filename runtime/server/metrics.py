@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,7 +20,9 @@ from prometheus_client.registry import Collector
 
 from radixcache.base import CacheStats
 from radixcache.runtime.engine.request import PHASES, Request
-from radixcache.runtime.llm import LLM
+
+if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.llm import LLM
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))

@@ -11,9 +11,9 @@ from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.responses_bodies import split_system
 from radixcache.runtime.server.turn import Turn
+from radixcache.runtime.text.tokenizer import Message
 
 Change = Literal["tools", "settings", "system", "messages"]
 

@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
 from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.errors import ApiError
@@ -22,6 +21,7 @@ from radixcache.runtime.server.prefixes import CacheSalt
 from radixcache.runtime.server.requests import as_chat_request
 from radixcache.runtime.server.responses_bodies import Item, ResponsesRequest, merge
 from radixcache.runtime.server.turn import Answers, begin
+from radixcache.runtime.text.tokenizer import Message
 
 router = APIRouter()
 

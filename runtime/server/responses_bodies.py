@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.fields import (
     NO_MEDIA,
     Asked,
@@ -21,6 +20,7 @@ from radixcache.runtime.server.fields import (
     Text,
 )
 from radixcache.runtime.server.unsupported import OTHERS_IN_RESPONSES
+from radixcache.runtime.text.tokenizer import Message
 
 JSON = dict[str, Any]
 

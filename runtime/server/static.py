@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel
 
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.server.backend import BackendDep
 
 FOLDER = Path(__file__).parent / "page"

@@ -12,7 +12,6 @@ from fastapi import Request
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.structured import Structured
-from radixcache.runtime.llm import Message
 from radixcache.runtime.server.backend import Backend
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import finish
@@ -20,7 +19,7 @@ from radixcache.runtime.server.jobs import Job, PromptDelta
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.call_formats import THOUGHT, as_rule
 from radixcache.runtime.text.history import TokenisedText
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.text.tokenizer import Message, Tokenizer
 from radixcache.runtime.text.tool_calls import Call, Piece, Tool, ToolChoice
 from radixcache.runtime.text.turns import thoughts_of
 

@@ -20,6 +20,9 @@ from radixcache.runtime.text.tool_calls import check_tools, for_template
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
 
+Message = dict[str, Any]
+"""A chat message: {"role": "user", "content": "..."}."""
+
 _LIGHT = ("llama", "mistral", "qwen2", "qwen3")
 
 _VOCABULARIES = (

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from radixcache.ghost import GhostIndex
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -41,15 +43,34 @@ def test_what_was_told_last_is_known_however_small_it_is(seed: int) -> None:
         ghost.check()
 
 
-def test_a_call_that_was_cut_off_costs_nothing_but_what_it_held(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_call_that_was_cut_off_it_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     ghost = GhostIndex(num_tokens=10)
+    ghost.remember([1, 2, 3])
     with monkeypatch.context() as patch:
-        patch.setattr(ghost, "reserve", lambda lease, count: 1 / 0)
+        patch.setattr(ghost.pool, "allocate", lambda count: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ghost.remember([1, 2, 3])
+            ghost.remember([1, 2, 4, 5])
     ghost.remember([1, 2, 4])
     assert ghost.match([1, 2, 4, 9]) == 3
     ghost.check()
     assert ghost.idle
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_knows_what_a_cache_knows_that_computed_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    size = 40
+    ghost, cache = GhostIndex(size), RadixCache(PagePool(size, page_size=1))
+    for _ in range(300):
+        text, salt = rng.choices(range(3), k=rng.randrange(1, 30)), rng.choice([None, "a"])
+        ghost.remember(text, salt)
+        lease = cache.acquire(text, salt, whole=True)
+        cache.reserve(lease, len(text))
+        cache.publish(lease, text[lease.num_tokens :], written=True)
+        cache.release(lease)
+        ghost.check()
+        probe = rng.choices(range(3), k=30)
+        for name in (None, "a"):
+            assert ghost.match(probe, name) == cache.match(probe, name)
+        assert ghost.cached_length(text, salt) == len(text)
+        assert ghost.pool.num_free == cache.pool.num_free

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixcache import LLM, RequestOutput, SamplingParams
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 
 Message = dict[str, Any]
 

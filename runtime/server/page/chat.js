@@ -1,6 +1,6 @@
 // The chat: conversations, of which one is shown, and answers as they come to any of them.
 
-import { hurry, refresh } from "./cache.js";
+import { hurry, lookAt, looksAt, refresh } from "./cache.js";
 import { forget, keep, kept, newId, onKept } from "./conversations.js";
 import { $, make } from "./dom.js";
 import { showList } from "./list.js";
@@ -133,6 +133,8 @@ async function receive(chat, messages, answer) {
     body: { messages, ...sampling(), stream: true, stream_options: { include_usage: true }, explain: true },
     signal: chat.running.signal,
   });
+  const replica = response.headers.get("X-Radixcache-Replica"); // whose cache has the chat
+  if (replica && replica !== looksAt("replica")) lookAt({ replica, under: null, reveal: null });
   refresh();
   let frame = 0;
   const draw = () => { frame = 0; if (chat.running) follow(answer.draw); };

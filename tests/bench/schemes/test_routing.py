@@ -8,12 +8,15 @@ import pytest
 
 from radixcache.bench.schemes.routing import RULES, Asked, find_rules
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.routing.policy import Standing
+from radixcache.runtime.routing.policy import QUEUED, Standing
 
 
 def chosen(rule: str, *standings: tuple[int, int, int], session: int = 0, seed: int = 0) -> int:
     """Which of the replicas with (cached, queued, requests) a prompt of 100 tokens goes to."""
-    rows = [Standing(n, 100, *standing, last=n) for n, standing in enumerate(standings)]
+    rows = [
+        Standing(n, 100, cached, queued, requests, last=n, cost=100 - cached + QUEUED * queued)
+        for n, (cached, queued, requests) in enumerate(standings)
+    ]
     found = RULES[rule](Asked(rows, session, Random(seed))).replica
     assert isinstance(found, int)
     return found
@@ -25,7 +28,7 @@ def test_every_rule_serves_one_replica_and_says_what_it_does(rule: str) -> None:
     assert RULES[rule].__doc__
 
 
-def test_cost_is_what_is_to_compute_and_most_of_what_is_queued() -> None:
+def test_cost_takes_the_least_of_what_is_to_compute_and_most_of_what_is_queued() -> None:
     assert chosen("cost", (90, 101, 1), (0, 0, 9), (50, 60, 0)) == 1
     assert chosen("cost", (90, 99, 1), (0, 0, 9)) == 0
     assert chosen("cost", (0, 0, 2), (0, 0, 1)) == 1

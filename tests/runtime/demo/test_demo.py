@@ -13,7 +13,7 @@ import pytest
 from radixcache.runtime.demo import play
 from radixcache.runtime.demo.play import Totals, Turn
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE, read_table
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.forks import Forked, radixcache
 

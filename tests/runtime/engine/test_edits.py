@@ -15,8 +15,8 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.kernels.upload import send
-from radixcache.runtime.engine.editor import NOTHING_LEFT, Editor
-from radixcache.runtime.engine.edits import Edits
+from radixcache.runtime.engine.editor import Editor
+from radixcache.runtime.engine.edits import NOTHING_LEFT, Edits
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request, Sequence
 from tests import engines

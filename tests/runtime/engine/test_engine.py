@@ -15,7 +15,8 @@ import torch
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.llm import BUNDLED_MODEL, LLM, Prompt
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.llm import LLM, Prompt
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.text.detokenizer import Detokenizer
 from radixcache.runtime.text.stops import StopStrings

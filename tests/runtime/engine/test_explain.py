@@ -32,7 +32,7 @@ from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, Explainer, Miss, find_rejoin, table_of
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.engines import finish
 from tests.models import BYTES_PER_TOKEN, tiny_model

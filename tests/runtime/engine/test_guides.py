@@ -23,7 +23,7 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import HashModel, HashPool, logits_after

@@ -20,7 +20,7 @@ from radixcache.kernels import native
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.prompt_logprobs import _score
 from radixcache.runtime.engine.sampler import sample, top_logprobs
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model import exact, exact_layers
 from radixcache.runtime.model.architecture import understand
 from radixcache.runtime.model.decoder import Decoder

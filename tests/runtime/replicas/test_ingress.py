@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,6 +17,7 @@ import pytest
 from starlette.types import Scope
 
 from radixcache import LLM
+from radixcache.runtime.replicas import app as app_module
 from radixcache.runtime.replicas import ingress as ingress_module
 from radixcache.runtime.replicas.ingress import TRIES
 from radixcache.runtime.replicas.prompts import Prompts
@@ -322,11 +325,15 @@ def test_a_client_cannot_choose_a_replica(llms: dict[str, LLM]):
     async def test(world: World) -> None:
         for name in ("a", "b", "nobody"):
             body = {"prompt": "the same", "max_tokens": 1}
-            answer = await world.ask(f"/v1/completions?replica={name}", body)
-            assert answer.status == 200 and answer.replica == "a"  # which knows the prompt
-        view = await world.ask("/v1/cache?replica=b", method="GET")
+            for path in ("/v1/completions", "/v1/cache/flush", "/v1/prefixes"):
+                answer = await world.ask(f"{path}?replica={name}", body)
+                assert answer.status == 400 and answer.json()["error"]["param"] == "replica"
+        for path in ("/v1/replicas", "/metrics", "/health"):
+            assert (await world.ask(f"{path}?replica=a", method="GET")).status == 400
+        view = await world.ask("/v1/cache?replica=b&rows=3", method="GET")
         assert view.status == 200 and view.replica == "b"
         assert (await world.ask("/v1/cache?replica=nobody", method="GET")).status == 404
+        assert (await world.ask("/v1/cache?replica=b&row=3", method="GET")).status == 400
 
     run(two(llms), test)
 
@@ -423,6 +430,41 @@ def test_it_tells_of_the_replicas_and_of_decisions(llms: dict[str, LLM]):
             assert f'radixcache_router_requests{{replica="{name}"}} 0.0' in told
 
     run(two(llms), test)
+
+
+def test_the_metrics_of_others_come_though_a_replica_hangs(
+    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(app_module, "PATIENCE", 0.2)
+
+    async def test(world: World) -> None:
+        async def before(name: str, scope: Scope) -> None:
+            if name == "b":
+                await asyncio.Event().wait()
+
+        world.before = before
+        told = await world.ask("/metrics", method="GET")
+        lines = [line for line in told.body.decode().splitlines() if "radixcache_pages" in line]
+        assert told.status == 200
+        assert any('replica="a"' in line for line in lines)
+        assert not any('replica="b"' in line for line in lines)
+        world.before = None
+
+    run(two(llms), test)
+
+
+def test_an_ingress_has_no_torch() -> None:
+    """Which takes seconds to import, and most of the memory."""
+    code = (
+        "import sys; from radixcache.runtime.replicas.app import create_app;"
+        "from radixcache.runtime.replicas.prompts import load_prompts;"
+        "import radixcache.runtime.server.serve;"
+        "ask = {'messages': [{'role': 'user', 'content': 'Hello'}], 'model': 'tabletalk'};"
+        "assert len(load_prompts(None).read('/v1/chat/completions', ask));"
+        "assert sys.modules['torch'] is None and 'torch.nn' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(

@@ -299,3 +299,11 @@ def test_texts_become_tokens_and_back(server: LiveServer):
     assert rendered.startswith("<|system|>") and rendered.endswith(
         "<|user|>Who?<|end|><|assistant|>"
     )
+
+
+def test_a_query_parameter_that_would_be_ignored_is_refused(fresh: LiveServer):
+    assert_error(fresh.get("/v1/cache?row=3"), 400, "row")
+    assert_error(fresh.post("/v1/cache/flush?replica=a", {}), 400, "replica")
+    assert_error(fresh.get("/v1/models?limit=1"), 400, "limit")
+    body = {"messages": ask("Hello"), "max_tokens": 1, "model": "tabletalk"}
+    assert fresh.post("/v1/messages?beta=true", body).status_code == 200  # as Anthropic's does

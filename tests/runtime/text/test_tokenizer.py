@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.models import tiny_model
 from tests.runtime.text.tiny_tokenizers import CORPUS

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
-from radixcache.runtime.llm import BUNDLED_MODEL
+from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 
 CORPUS = [
