@@ -81,7 +81,7 @@ def describe() -> str:
 def check(model: PagedModel) -> None:
     """Compare, as integers, a sequence in chunks, in company and behind a hit with itself alone.
 
-    Nine forward passes over 1 to 52 tokens, 108 in all, with the threads that torch has now. If
+    Nine forward passes over 1 to 50 tokens, 106 in all, with the threads that torch has now. If
     steps of one row are not filled up and something differs, they are, and all is compared again.
 
     Raises:

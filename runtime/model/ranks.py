@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, distributed_c10d  # type: ignore[attr-defined]
 
 from radixcache.errors import EngineStopped, InvalidRequest, RanksLost, first_sentence
 
@@ -29,6 +29,9 @@ _log = logging.getLogger("radixcache")
 
 Follow = Callable[[int, Callable[[], Any]], None]
 """What the other ranks run: gets its rank, and what to call for the next message."""
+
+_MEETING = timedelta(minutes=1)  # once all have come
+_WORK = timedelta(hours=2)  # as transformers': reading a large model takes long
 
 _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # rank 0 says the same
 
@@ -212,6 +215,7 @@ def join(
         store=store,
         rank=rank,
         world_size=count,
-        timeout=timedelta(hours=2),  # as transformers': reading a large model takes long
+        timeout=_MEETING,  # one that ends now, after it came, is not seen otherwise
         device_id=None if device.type == "cpu" else device,
     )
+    distributed_c10d._set_pg_timeout(_WORK)

@@ -10,12 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from radixcache import LLM, SamplingParams
 from radixcache.errors import (
@@ -26,9 +28,9 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
-from radixcache.runtime.model import local_linear, parallel
+from radixcache.runtime.model import local_linear, parallel, ranks
 from radixcache.runtime.model.packed_linear import PackedLinear
-from radixcache.runtime.model.ranks import Ranks
+from radixcache.runtime.model.ranks import Ranks, as_rank_0, join
 from radixcache.runtime.model.stock_model import StockModel
 from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
@@ -270,6 +272,17 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
     with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
         LLM(tiny_model("llama", tmp_path), tensor_parallel=2)
     assert not caplog.records  # it is said once
+
+
+def test_one_that_came_and_has_ended_is_waited_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = str(tmp_path / "ranks")
+    FileStore(meeting, 2).add("here", 1)
+    assert timedelta(0) < ranks._MEETING <= timedelta(minutes=1)
+    monkeypatch.setattr(ranks, "_MEETING", timedelta(seconds=0.3))
+    with as_rank_0(), pytest.raises(RuntimeError, match=r"timeout|timed out|Timeout"):
+        join(0, 2, meeting, torch.device("cpu"))
 
 
 def test_a_process_that_does_not_start_is_one_sentence(
