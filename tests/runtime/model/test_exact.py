@@ -335,7 +335,7 @@ RULES = [
 def test_without_a_rule_bits_differ_and_the_load_sees_it(rule, monkeypatch) -> None:
     family = rule(monkeypatch)
     load = partial(load_model, exact_schedules.folder(family), device="cpu")
-    if rule is one_row_in_another_order:  # then steps of one row are filled up
+    if rule in (one_row_in_another_order, silu_by_onednn):  # then steps of one row are filled up
         model = load(exact=True)
         assert model.fills_up and not play(model, SEED).differing
     elif rule is not by_default:
