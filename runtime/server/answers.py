@@ -80,7 +80,7 @@ class Extension(Body):
 
 
 class Explained(Body):
-    """The answer of /v1/explain; a last token that is computed for its logits alone is in no stretch."""
+    """The answer of /v1/explain; a last token computed for its logits alone is in no stretch."""
 
     object: Literal["explanation"] = "explanation"
     model: str
