@@ -156,6 +156,7 @@ class Ingress:
         with suppress(Gone):
             await self._calls.describe("")  # starts Serve's router
         MEMBERS.listen(lambda: loop.call_soon_threadsafe(self._spawn, self._update()))
+        await self._update()  # all that run take part from the first request on
         await self._any_replica()
         try:
             yield
@@ -186,15 +187,14 @@ class Ingress:
             self._died &= MEMBERS.names
             for name in self.replicas.keys() - MEMBERS.names:
                 self._forget(name)
-            for name in sorted(MEMBERS.names - self.replicas.keys() - self._died):
-                with suppress(Gone):  # it may come back
-                    await self._join(name)
+            new = sorted(MEMBERS.names - self.replicas.keys() - self._died)
+            await asyncio.gather(*map(self._join, new))  # nobody waits for one that hangs
         if MEMBERS.names - self.replicas.keys() - self._died:
             await asyncio.sleep(_RETRY_SECONDS)
             self._spawn(self._update())
 
     async def _join(self, name: str) -> None:
-        """Take a replica in, once it has pinned what the others have."""
+        """Take a replica in, once it has pinned what the others have, unless it is gone."""
         try:
             found = await self._calls.describe(name)
             if found is None:
@@ -209,7 +209,7 @@ class Ingress:
                     known[key] = pins[key]
         except Gone as gone:
             self._lose(gone)
-            raise
+            return
         self._prompts.limit(found.max_context)
         self.replicas[name] = found
         self.router.add(name, found.kv_tokens, found.max_num_seqs)
