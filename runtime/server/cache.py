@@ -87,7 +87,7 @@ async def view_cache(
         picture = None if tag == if_none_match else engine.cache.outline().draw(wanted)
         return tag, state, [*backend.metrics.recent], picture
 
-    tag, state, recent, picture = await backend.jobs.call(look)
+    tag, state, recent, picture = await backend.jobs.look(look)
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
@@ -131,7 +131,7 @@ async def search_cache(
     """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
     if backend.options.hide_texts:
         raise ApiError.forbidden("this server hides what prompts say")
-    nodes = await backend.jobs.call(lambda: backend.llm.engine.cache.outline().spell())
+    nodes = await backend.jobs.look(lambda: backend.llm.engine.cache.outline().spell())
     paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
     return CacheHits(total=total, data=hits)

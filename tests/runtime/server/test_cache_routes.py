@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -170,6 +171,27 @@ def test_text_is_found_wherever_a_path_has_it(fresh: LiveServer):
     assert sorted(search("the age of Nora")) == sorted([[stem["id"], one], [stem["id"], other]])
     assert search("nobody says this") == []
     assert_error(fresh.get("/v1/cache/search?text="), 400, "text")
+
+
+def test_who_looks_in_a_loop_takes_a_fifth_of_the_engine_at_most(
+    fresh: LiveServer, monkeypatch: pytest.MonkeyPatch
+):
+    times: list[tuple[float, float]] = []
+    outline = fresh.engine.cache.outline
+
+    def slow() -> Any:
+        start = time.perf_counter()
+        time.sleep(0.01)
+        times.append((start, time.perf_counter()))
+        return outline()
+
+    monkeypatch.setattr(fresh.engine.cache, "outline", slow)
+    paths = ["/v1/cache", "/v1/cache/search?text=a"] * 4
+    with ThreadPoolExecutor(len(paths)) as threads:
+        assert all(answer.status_code == 200 for answer in threads.map(fresh.get, paths))
+    assert len(times) == len(paths)
+    for (start, end), (following, _) in pairwise(times):
+        assert following - start > 4.5 * (end - start)
 
 
 def test_a_flush_forgets_everything(fresh: LiveServer):
