@@ -128,7 +128,7 @@ class Ingress:
         self._died: set[str] = set()
         self._pins = Pins()
         self._changed = asyncio.Event()
-        self._lock = asyncio.Lock()
+        self._joining: set[str] = set()
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._open = 0
@@ -155,8 +155,8 @@ class Ingress:
         loop = asyncio.get_running_loop()
         with suppress(Gone):
             await self._calls.describe("")  # starts Serve's router
-        MEMBERS.listen(lambda: loop.call_soon_threadsafe(self._spawn, self._update()))
-        await self._update()  # all that run take part from the first request on
+        MEMBERS.listen(lambda: loop.call_soon_threadsafe(self._update))
+        await asyncio.gather(*self._update())  # so that all take part from the first request on
         await self._any_replica()
         try:
             yield
@@ -181,24 +181,30 @@ class Ingress:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _update(self) -> None:
-        """Agree with what Serve says."""
-        async with self._lock:
-            self._died &= MEMBERS.names
-            for name in self.replicas.keys() - MEMBERS.names:
-                self._forget(name)
-            new = sorted(MEMBERS.names - self.replicas.keys() - self._died)
-            await asyncio.gather(*map(self._join, new))  # nobody waits for one that hangs
-        if MEMBERS.names - self.replicas.keys() - self._died:
-            await asyncio.sleep(_RETRY_SECONDS)
-            self._spawn(self._update())
+    def _update(self) -> list[asyncio.Task[None]]:
+        """Agree with what Serve says; returns what takes new ones in."""
+        self._died &= MEMBERS.names
+        for name in self.replicas.keys() - MEMBERS.names:
+            self._forget(name)
+        new = sorted(MEMBERS.names - self.replicas.keys() - self._died - self._joining)
+        self._joining |= {*new}
+        return [self._spawn(self._join(name)) for name in new]
 
     async def _join(self, name: str) -> None:
-        """Take a replica in, once it has pinned what the others have, unless it is gone."""
+        """Take a replica in, now or later, unless it dies; nobody waits for one that hangs."""
+        try:
+            if not await self._is_ready(name):
+                await asyncio.sleep(_RETRY_SECONDS)
+        finally:
+            self._joining.discard(name)
+        self._update()
+
+    async def _is_ready(self, name: str) -> bool:
+        """Whether a replica takes part: once it has pinned what the others have."""
         try:
             found = await self._calls.describe(name)
             if found is None:
-                return
+                return False
             known: dict[Any, Pin] = {}
             while known != (pins := self._pins.live()):
                 for key in [key for key in known if known[key] != pins.get(key)]:
@@ -209,11 +215,12 @@ class Ingress:
                     known[key] = pins[key]
         except Gone as gone:
             self._lose(gone)
-            return
+            return False
         self._prompts.limit(found.max_context)
         self.replicas[name] = found
         self.router.add(name, found.kv_tokens, found.max_num_seqs)
         self._changed.set()
+        return True
 
     def _forget(self, name: str) -> None:
         self.replicas.pop(name, None)
@@ -225,7 +232,7 @@ class Ingress:
             self._died.add(gone.name)
         if gone.name in self.replicas:
             self._forget(gone.name)
-            self._spawn(self._update())
+            self._update()
 
     async def _any_replica(self) -> None:
         """Wait until one runs; 503 if none does."""

@@ -20,7 +20,9 @@ from radixcache import LLM
 from radixcache.runtime.replicas import app as app_module
 from radixcache.runtime.replicas import ingress as ingress_module
 from radixcache.runtime.replicas.ingress import TRIES
+from radixcache.runtime.replicas.members import MEMBERS
 from radixcache.runtime.replicas.prompts import Prompts
+from radixcache.runtime.replicas.replica import Description
 from radixcache.runtime.replicas.scaling import by_queued_tokens
 from tests.runtime.replicas.pretend import Answer, World, world
 
@@ -273,6 +275,29 @@ def test_who_joins_is_not_taught_what_was_deleted(llms: dict[str, LLM], salt: An
         assert pinned(world) == {"a": [], "b": [], "c": []}
 
     run(two(llms), test)
+
+
+def test_one_that_hangs_as_it_joins_holds_up_no_other(
+    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
+):
+    async def test(world: World) -> None:
+        answers, describe = asyncio.Event(), world.describe
+
+        async def hang(name: str) -> Description | None:
+            if name == "b":
+                await answers.wait()
+            return await describe(name)
+
+        monkeypatch.setattr(world, "describe", hang)
+        await world.start("b", llms["b"])
+        await world.start("c", llms["c"])
+        await until(lambda: "c" in world.ingress.replicas)
+        MEMBERS.change(MEMBERS.names - {"b"})  # Serve has given it up
+        answers.set()
+        await until(lambda: not world.ingress._tasks)
+        assert [*world.ingress.replicas] == ["a", "c"]
+
+    run({"a": llms["a"]}, test)
 
 
 def test_a_lifetime_goes_on_where_a_replica_joins_and_may_be_written_as_text(
