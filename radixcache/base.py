@@ -386,8 +386,11 @@ class PrefixCache(ABC):
         """Verify every invariant; `AssertionError` names the one that broke. O(everything)."""
 
     def _emit(self, event: Stored | Evicted | Cleared) -> None:
-        for listener in self.events:
-            listener(event)
+        try:
+            for listener in self.events:
+                listener(event)
+        except RadixCacheError as error:  # `mutation` would think that nothing has changed
+            raise RuntimeError(f"a listener of the cache failed: {error}") from error
 
 
 def _count_pages(tables: list[Pages]) -> int:

@@ -41,7 +41,7 @@ class GhostIndex(RadixCache):
         super().__init__(PagePool(num_tokens, page_size=1))
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        root = self._tree.roots.get(namespace)
+        root = self._tree.find_root(namespace)
         return 0 if root is None else self._tree.descend(root, 0, as_tokens(tokens)[:-1])[1]
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:

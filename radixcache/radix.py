@@ -109,7 +109,7 @@ class RadixCache(PrefixCache):
     # -- look-ups ------------------------------------------------------------------------------
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        root = self._tree.roots.get(namespace)
+        root = self._tree.find_root(namespace)
         if root is None:
             return 0
         return self._find(root, 0, as_tokens(tokens)[:-1])[1]
@@ -130,7 +130,7 @@ class RadixCache(PrefixCache):
         last first, and where they fork again the branch that was added last. [] if none follows.
         Changes nothing. O(len(tokens) + count * branches).
         """
-        root = self._tree.roots.get(namespace)
+        root = self._tree.find_root(namespace)
         if root is None:
             return 0, []
         node, position = self._tree.descend(root, 0, as_tokens(tokens))
@@ -540,7 +540,7 @@ class RadixCache(PrefixCache):
     @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         tokens = as_tokens(tokens)
-        root = self._tree.roots.get(namespace)
+        root = self._tree.find_root(namespace)
         node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
         if node is None or position < len(tokens) or not position:
             raise PinError(f"{position} of the {len(tokens)} tokens of {name!r} are cached")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Hashable, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -822,6 +823,39 @@ def test_events_replay_to_the_same_content() -> None:
     begin(cache, [51, 52])
     cache.rollback()
     assert not replay.names & set(chain_of(None, [51, 52]))
+
+
+def test_a_listener_that_is_refused_a_change_leaves_the_cache_broken() -> None:
+    cache = a_cache(num_pages=6)
+    put(cache, SYSTEM)
+    begin(cache, [*SYSTEM[:5], 21])  # its step fails, and of the rollback the listener hears first
+    cache.events.append(lambda event: cache.evict(1) and None)
+    with pytest.raises(RuntimeError, match="a listener of the cache failed") as failure:
+        cache.rollback()
+    assert not isinstance(failure.value, RadixCacheError)
+    assert cache.broken
+    cache.events.clear()
+    cache.recover()
+    cache.check()
+    assert cache.pool.num_free == 6
+
+
+def test_a_namespace_that_cannot_be_hashed_is_refused_and_changes_nothing() -> None:
+    cache = a_cache()
+    put(cache, SYSTEM)
+    namespace = cast(Hashable, ["salt"])
+    calls: list[Callable[[], object]] = [
+        lambda: cache.acquire(SYSTEM, namespace),
+        lambda: cache.pin("name", SYSTEM, namespace),
+        lambda: cache.match(SYSTEM, namespace),
+        lambda: cache.cached_length(SYSTEM, namespace),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest, match=r"a namespace must be hashable, not \['salt'\]"):
+            call()
+        assert not cache.broken
+        cache.check()
+    assert length(cache, SYSTEM) == len(SYSTEM)
 
 
 def test_events_name_the_positions() -> None:
