@@ -160,9 +160,13 @@ class Router:
             kv_tokens: that fit its KV memory. If that is not known, guess high: too large a tree
                 routes better than one too small.
             max_num_seqs: requests that run there at the same time.
+
+        Raises:
+            InvalidRequest: `kv_tokens` is below 1; nothing has changed.
         """
+        ghost = GhostIndex(kv_tokens)  # which refuses bad sizes
         self.forget(replica)
-        self._replicas[replica] = _Replica(replica, GhostIndex(kv_tokens), max_num_seqs)
+        self._replicas[replica] = _Replica(replica, ghost, max_num_seqs)
 
     def forget(self, replica: Hashable) -> None:
         """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
@@ -183,10 +187,10 @@ class Router:
         """Book request `key` on the best replica, anew if it is booked; returns how that stood.
 
         Raises:
-            InvalidRequest: there is no replica.
+            InvalidRequest: there is no replica, or `tokens` are none; nothing has changed.
         """
-        self.release(key)
         tokens = as_tokens(tokens)
+        self.release(key)
         best = min(self.standings(tokens, salt), key=preference, default=None)
         if best is None:
             raise InvalidRequest("there is no replica to choose")
@@ -199,12 +203,12 @@ class Router:
         """Request `key` goes to `replica`, whoever chose it; if it was booked before, it moves.
 
         Raises:
-            InvalidRequest: there is no such replica.
+            InvalidRequest: there is no such replica, or `tokens` are none; nothing has changed.
         """
         if replica not in self._replicas:
             raise InvalidRequest(f"there is no replica {replica!r}")
-        self.release(key)
         tokens = as_tokens(tokens)
+        self.release(key)
         standing = self._replicas[replica].standing(tokens, salt, self._answer)
         self._book(key, standing, tokens, salt)
 

@@ -247,6 +247,23 @@ def test_a_request_that_moves_is_booked_once() -> None:
     router.check()
 
 
+def test_what_is_refused_changes_nothing() -> None:
+    router = Router()
+    router.add("a", 1000)
+    router.choose("k", [1, 2, 3])
+    before = router.standings([1, 2, 3])
+    for tokens in ([1.5], [[1], [2]], [2**40]):
+        with pytest.raises(InvalidRequest):
+            router.choose("k", tokens)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            router.book("k", "a", tokens)  # type: ignore[arg-type]
+    for kv_tokens in (0, -1):
+        with pytest.raises(InvalidRequest):
+            router.add("a", kv_tokens)
+    assert router.standings([1, 2, 3]) == before
+    router.check()
+
+
 def test_without_replicas_there_is_a_sentence() -> None:
     router = Router()
     with pytest.raises(InvalidRequest, match="no replica to choose"):
