@@ -48,6 +48,7 @@ def folder(family: str) -> Path:
     """Of a tiny peaky model, whose products have few and many weights, and odd widths."""
     path = Path(tempfile.mkdtemp(prefix="exact"))
     options = {name: value for name, value in MODELS[family].items() if value is not None}
+    options["max_position_embeddings"] = 8192
     return tiny_model(family, path, tokenizer=False, **options)
 
 
@@ -126,18 +127,21 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 class Schedule:
-    """One engine and its requests, all of it drawn from `seed`."""
+    """One engine and its requests, all of it drawn from `seed`; prompts `scale` times as long."""
 
-    def __init__(self, model: PagedModel, seed: int) -> None:
+    def __init__(self, model: PagedModel, seed: int, scale: int = 1) -> None:
         rng = self.rng = random.Random(seed)
+        self.scale = scale
         page_size = rng.choice([1, 4, 16])
-        room = rng.choice([80, 80, 110, 1000])
+        room = rng.choice([80, 80, 110, 1000]) * scale
         pool = PagePool(room // page_size + 2, page_size)
         self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
-        scheduler = Scheduler(self.cache, rng.choice([3, 7, 24, 300]), rng.choice([1, 3, 16]))
+        scheduler = Scheduler(
+            self.cache, rng.choice([3, 7, 24, 300]) * scale, rng.choice([1, 3, 16])
+        )
         kv_pool = model.allocate(pool.num_pages, page_size)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
-        self.stems = [self.text(25) for _ in range(2)]
+        self.stems = [self.text(25 * scale) for _ in range(2)]
 
     def text(self, length: int) -> list[int]:
         return [self.rng.randrange(VOCAB_SIZE) for _ in range(length)]
@@ -147,8 +151,9 @@ class Schedule:
         rng = self.rng
         before = rng.choice(self.stems)
         if earlier and rng.random() < 0.4:
-            before = rng.choice(earlier).sequences[0].tokens.tolist()[:35]
-        prompt = before[: rng.randint(0, len(before))] + self.text(rng.choice([0, 1, 2, 20]))
+            before = rng.choice(earlier).sequences[0].tokens.tolist()[: 35 * self.scale]
+        added = rng.choice([0, 1, 2, 20 * self.scale])
+        prompt = before[: rng.randint(0, len(before))] + self.text(added)
         settings: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 9, 24])}
         if rng.random() < 0.3:
             settings |= {"temperature": 1.0, "seed": rng.randrange(99), "n": rng.choice([1, 2])}
@@ -171,9 +176,9 @@ class Schedule:
         return requests
 
 
-def play(model: PagedModel, seed: int) -> Tally:
+def play(model: PagedModel, seed: int, scale: int = 1) -> Tally:
     """Play one schedule, and compare."""
-    schedule = Schedule(model, seed)
+    schedule = Schedule(model, seed, scale)
     watch = Watch(schedule.engine)
     requests = schedule.play()
     stats = schedule.cache.stats
@@ -205,6 +210,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first (0)")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], metavar="M")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(1 2)")
+    parser.add_argument("--scale", type=int, default=1, help="of lengths, of some 50 tokens (1)")
     parser.add_argument("--default", action="store_true", help="without exact mode")
     args = parser.parse_args()
     kinds = [(family, dtype) for family in args.models for dtype in DTYPES]
@@ -216,7 +222,7 @@ def main() -> int:
     for seed in range(args.seed, args.seed + args.count):
         kind = kinds[seed % len(kinds)]
         torch.set_num_threads(args.threads[seed // len(kinds) % len(args.threads)])
-        tallies[kind] += play(models[kind], seed)
+        tallies[kind] += play(models[kind], seed, args.scale)
     total = sum(tallies.values(), Tally())
     print(f"seeds {args.seed} to {args.seed + args.count - 1}, threads {args.threads}")
     for kind, found in [*tallies.items(), (("all", ""), total)]:
