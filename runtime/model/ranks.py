@@ -210,6 +210,8 @@ def join(
         if ranks.lost is not None:
             raise RanksLost(ranks.lost)
         time.sleep(0.01)
+    # It names groups by their number, and counts one that has failed: the others would wait for it.
+    distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=store,

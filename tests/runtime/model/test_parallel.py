@@ -261,6 +261,8 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
+            if place == "join":  # it must not have come when it dies
+                os.kill(self._processes[0].pid, signal.SIGSTOP)
 
     def die(*args: Any, **options: Any) -> Any:
         made[0]._processes[0].kill()
@@ -274,15 +276,20 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
     assert not caplog.records  # it is said once
 
 
-def test_one_that_came_and_has_ended_is_waited_for_a_minute(
+@pytest.mark.usefixtures("forked")
+def test_one_that_came_and_has_ended_is_waited_for_a_minute_and_then_for_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meeting = str(tmp_path / "ranks")
     FileStore(meeting, 2).add("here", 1)
     assert timedelta(0) < ranks._MEETING <= timedelta(minutes=1)
-    monkeypatch.setattr(ranks, "_MEETING", timedelta(seconds=0.3))
-    with as_rank_0(), pytest.raises(RuntimeError, match=r"timeout|timed out|Timeout"):
-        join(0, 2, meeting, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_MEETING", timedelta(seconds=0.3))
+        with as_rank_0(), pytest.raises(RuntimeError, match=r"timeout|timed out|Timeout"):
+            join(0, 2, meeting, torch.device("cpu"))
+    monkeypatch.setattr(ranks, "_MEETING", timedelta(seconds=20))
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+        assert len(llm.generate([[1, 2, 3]])) == 1
 
 
 def test_a_process_that_does_not_start_is_one_sentence(
