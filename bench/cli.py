@@ -223,6 +223,8 @@ def _check(args: argparse.Namespace) -> None:
     places = {"--file": args.file, "--json": args.json, "--csv": args.csv, "--report": page}
     if str(args.json) == "-":
         del places["--json"]
+    if str(args.csv) == "-":
+        raise InvalidRequest("--csv writes a file: on standard output there is --json - alone")
     taken: dict[Path, str] = {}
     for flag, place in places.items():
         if place is None:

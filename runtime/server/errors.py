@@ -176,7 +176,8 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     # Where a value may be of several kinds, each says why it is none; who got furthest says most.
     alike = [other for other in errors if [*other["loc"][: len(field)]] == field]
     first = max(alike, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
-    names = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
+    place = first["loc"][1:] if first["loc"][:1] == ("query",) else first["loc"]
+    names = [str(part) for part in place if part != "body" and not _is_branch(part)]
     where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
     if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
         message = "not supported"

@@ -170,6 +170,7 @@ def test_a_file_is_replayed(tmp_path, capsys):
         (["--report", "/nowhere/x.html"], "cannot write /nowhere/x.html: No such file"),
         (["--json", "/"], "cannot write /: Is a directory"),
         (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such file"),
+        (["--csv", "-"], "--csv writes a file: on standard output there is --json - alone"),
         (["compare", "a.json"], "compare takes two reports, A.json and B.json, not 1"),
         (["compare", "/nowhere", "b.json"], "cannot read /nowhere: No such file"),
         (["--seed", "-1"], "--seed must be at least 0, not -1"),

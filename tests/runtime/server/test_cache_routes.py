@@ -123,6 +123,7 @@ def test_the_tree_is_bounded(fresh: LiveServer):
     shown = sum(child["num_tokens"] for child in tree["children"])
     assert view["stats"]["cached_tokens"] == shown + tree["more"]["tokens"]
     assert_error(fresh.get("/v1/cache?rows=0"), 400, "rows")
+    assert fresh.get("/v1/cache?rows=0").json()["error"]["param"] == "rows"  # not `query.rows`
 
 
 def test_a_branch_is_shown_by_itself_until_it_has_gone(fresh: LiveServer):
