@@ -97,9 +97,7 @@ def count_pages(
             f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there / 2**30:,.1f} GiB"
         )
     if size < page_bytes:
-        raise InvalidRequest(
-            f"{size / 2**20:.1f} MiB of KV memory hold no page; one takes {page_bytes} bytes"
-        )
+        raise InvalidRequest(f"{size:,} bytes of KV memory hold no page; one takes {page_bytes:,}")
     return size // page_bytes
 
 
