@@ -301,8 +301,9 @@ def test_a_process_that_does_not_start_is_one_sentence(
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from radixcache import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background
 llm = LLM(sys.argv[1], tensor_parallel=2, kv_memory="1MB")
 print(llm.engine.model.ranks._processes[0].pid, flush=True)
 if sys.argv[2] == "fork" and not os.fork():
@@ -331,7 +332,10 @@ def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
         if ending != "end":
             time.sleep(0.3)  # in the middle of a step
             os.kill(leader.pid, getattr(signal, ending, signal.SIGKILL))
-        leader.wait(20)
+        try:
+            leader.wait(20)
+        finally:
+            leader.kill()
     assert wait_until(lambda: not is_running(pid))
 
 
