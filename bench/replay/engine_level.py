@@ -24,6 +24,9 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 
+_CERTAIN = torch.finfo(torch.float32).max
+"""A logit above all others; an infinite one is no number to the engine."""
+
 
 class ScriptedEngine(Engine):
     """The runtime's engine, whose requests generate what the workload says.
@@ -59,7 +62,7 @@ class ScriptedEngine(Engine):
     ) -> _Launched:
         if sequences:
             script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
-            logits[torch.arange(len(script)), torch.tensor(script)] = torch.inf
+            logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN
         return super()._sample(sequences, logits, latest)
 
 

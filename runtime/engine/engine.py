@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import wraps
 from hashlib import blake2b
+from math import inf
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -31,6 +32,9 @@ from radixcache.runtime.model.decode_graphs import DecodeGraphs
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 
+NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
+"""Why a sequence fails."""
+
 
 class _Launched(NamedTuple):
     """A step that is enqueued on the device, and the sequences that get a token from it."""
@@ -38,9 +42,9 @@ class _Launched(NamedTuple):
     sequences: list[Sequence]
     tokens: torch.Tensor
     fetched: Fetch  # the tokens
+    highest: Fetch  # logit of each; not finite where no token could be chosen
     asking: list[int]  # rows whose log-probabilities are reported
     top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
-    stuck: Fetch | None  # whether no token is left to a row, if any has edits or a guide
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -486,20 +490,16 @@ class Engine:
                 noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
                 sequence.generator.manual_seed(noise)
         generators = [sequence.generator for sequence in sequences]
-        stuck, edited = None, self._masked(sequences, self._editor.edit(sequences, logits, latest))
-        if edited is not logits:
-            nothing = edited.amax(-1) == -torch.inf
-            edited.masked_fill_(nothing[:, None], 0)
-            stuck = Fetch(nothing)
-        tokens = sample(edited, params, generators, self._keep_likeliest)
-        fetched = Fetch(tokens)
+        edited = self._masked(sequences, self._editor.edit(sequences, logits, latest))
+        tokens, highest = sample(edited, params, generators, self._keep_likeliest)
+        fetched = Fetch(tokens), Fetch(highest)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[Fetch, ...] = ()
         if counts:
             rows = send([*counts], logits.device)
             found = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
             top = tuple(Fetch(numbers) for numbers in found)
-        return _Launched(sequences, tokens, fetched, [*counts], top, stuck)
+        return _Launched(sequences, tokens, *fetched, [*counts], top)
 
     def _masked(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
         """`logits` without what guides forbid: a copy, or itself if no row is guided."""
@@ -516,18 +516,20 @@ class Engine:
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
         top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
-        stuck = step.stuck.tolist() if step.stuck else [False] * len(step.sequences)
-        for row, (sequence, token) in enumerate(
-            zip(step.sequences, step.fetched.tolist(), strict=True)
+        for row, (sequence, token, highest) in enumerate(
+            zip(step.sequences, step.fetched.tolist(), step.highest.tolist(), strict=True)
         ):
             if sequence.finish_reason is not None:  # since the step was launched
                 continue
             self._changed[sequence.request] = None
+            if not highest < inf:
+                self.scheduler.fail(sequence, NOT_A_NUMBER)
+                continue
             if not sequence.max_tokens:  # the prompt was all
                 self.scheduler.finish(sequence, "length")
                 sequence.request.note_end()
                 continue
-            if stuck[row]:
+            if highest == -inf:
                 if sequence.guide is not None and sequence.guide.may_end(sequence.generated):
                     if sequence.detokenizer is not None:
                         sequence.detokenizer.finish()

@@ -17,8 +17,11 @@ def sample(
     params: list[SamplingParams],
     generators: list[torch.Generator],
     keep_likeliest: KeepLikeliest = by_sort,
-) -> torch.Tensor:
-    """One token for each row: [R] int64, on the logits' device, which nobody waits for.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row, [R] int64, and the row's highest logit, [R] float32.
+
+    Both are on the logits' device, which nobody waits for. Where the highest is not finite, the
+    token means nothing: none was left (-inf), or the logits are no numbers (NaN if one of them is).
 
     The largest of probability / noise is a draw from the probabilities (an exponential race), so
     every row needs only its own noise, whatever the other rows are.
@@ -30,17 +33,23 @@ def sample(
         keep_likeliest: how top_k and top_p are done.
     """
     tokens = logits.argmax(-1)
+    highest = logits.gather(-1, tokens[:, None])[:, 0]
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     if not drawn:
-        return tokens
+        return tokens, highest
     rows = send(drawn, logits.device)
     noise = logits.new_empty(len(drawn), logits.shape[1])
     end = 0
     for generator, group in groupby(drawn, key=lambda row: generators[row]):
         start, end = end, end + len(list(group))
         noise[start:end].exponential_(generator=generator)
-    probs = _probabilities(logits[rows], [params[row] for row in drawn], keep_likeliest)
-    return tokens.index_copy_(0, rows, probs.div_(noise).argmax(-1))
+    finite = highest[rows, None].isfinite()
+    probs = _probabilities(
+        logits[rows].masked_fill_(~finite, 0),  # a filter might search forever for what to keep
+        [params[row] for row in drawn],
+        keep_likeliest,
+    )
+    return tokens.index_copy_(0, rows, probs.div_(noise).argmax(-1)), highest
 
 
 def _probabilities(

@@ -17,7 +17,7 @@ from radixcache.base import as_tokens
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.editor import Editor
 from radixcache.runtime.engine.edits import NOTHING_LEFT, Edits
-from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.engine import NOT_A_NUMBER, Engine
 from radixcache.runtime.engine.request import Request, Sequence
 from tests import engines
 from tests.cover import covering
@@ -309,6 +309,41 @@ def test_who_has_no_token_left_fails_and_the_others_go_on(path, ahead, temperatu
     assert stuck.sequences[0].generated.tolist() == [97]
     alone = engines.run(make_engine(path), [[97, 98]], other.params)
     assert generated([other]) == generated(alone) and other.error is None
+    assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"presence_penalty": 1.0}], ids=str
+)
+def test_who_gets_no_numbers_from_the_model_fails_and_the_others_go_on(
+    path, options, ahead, bad, monkeypatch
+) -> None:
+    params = SamplingParams(**{"seed": 1, "max_tokens": 6, "ignore_eos": True, **options})
+    alone = generated(engines.run(make_engine(path), [[97, 98]], params))
+    engine = make_engine(path, ahead=ahead)
+    forward = engine.model.forward
+
+    def spoiled(tokens, batch, rows, kv_pool):
+        logits = forward(tokens, batch, rows, kv_pool).clone()
+        logits[torch.as_tensor(tokens)[torch.as_tensor(rows)] == 99, 5] = bad
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", spoiled)
+    *broken, other = (
+        engine.add_request(prompt, one)
+        for prompt, one in (
+            ([97, 99], params),
+            ([96, 99], SamplingParams(max_tokens=0, prompt_logprobs=1)),
+            ([97, 98], params),
+        )
+    )
+    finish(engine)
+    for request in broken:
+        assert request.error == NOT_A_NUMBER and request.sequences[0].finish_reason == "error"
+        assert not len(request.sequences[0].generated)
+    assert generated([other]) == alone and other.error is None
     assert_no_page_is_lost(engine)
 
 

@@ -119,7 +119,7 @@ def test_frequencies_follow_the_distribution(options) -> None:
     generator, draws = torch.Generator().manual_seed(SEED), 20_000
     logits = torch.randn(6, generator=generator)
     params = SamplingParams(**options)
-    tokens = sample(logits.expand(draws, -1), [params] * draws, [generator] * draws)
+    tokens, _ = sample(logits.expand(draws, -1), [params] * draws, [generator] * draws)
     seen = np.bincount(tokens.numpy(), minlength=6)[logits.argsort(descending=True).numpy()]
     probs, kept = brute_force(logits, params)
     expected = np.where(kept == 1, probs, 0) / probs[kept == 1].sum() * draws
@@ -135,7 +135,7 @@ def test_frequencies_in_a_large_vocabulary() -> None:
     logits = 2 * torch.randn(vocab, generator=generator)
     params = [SamplingParams()] * rows
     tokens = torch.cat(
-        [sample(logits.expand(rows, -1), params, [generator] * rows) for _ in range(8)]
+        [sample(logits.expand(rows, -1), params, [generator] * rows)[0] for _ in range(8)]
     )
     seen = np.bincount(tokens.numpy() // (vocab // 8), minlength=8)
     expected = logits.double().softmax(0).view(8, -1).sum(1).numpy() * len(tokens)
@@ -146,7 +146,7 @@ def test_frequencies_in_a_large_vocabulary() -> None:
 def test_a_tiny_temperature_leaves_the_likeliest_tokens_alone(temperature) -> None:
     logits = torch.tensor([[1e9, -3e38, 1e9, 9e8, -torch.inf]]).expand(400, -1)
     generator = torch.Generator().manual_seed(SEED)
-    tokens = sample(logits, [SamplingParams(temperature=temperature)] * 400, [generator] * 400)
+    tokens, _ = sample(logits, [SamplingParams(temperature=temperature)] * 400, [generator] * 400)
     seen = torch.bincount(tokens, minlength=5).tolist()
     assert seen[0] + seen[2] == 400 and min(seen[0], seen[2]) > 100, f"seed {SEED}"
 
@@ -155,7 +155,7 @@ def test_a_tiny_temperature_leaves_the_likeliest_tokens_alone(temperature) -> No
 def test_a_huge_temperature_makes_all_that_is_possible_equal(temperature) -> None:
     logits = torch.tensor([[-torch.inf, 3.0, 50.0, -torch.inf, -9.0]]).expand(900, -1)
     generator = torch.Generator().manual_seed(SEED)
-    tokens = sample(logits, [SamplingParams(temperature=temperature)] * 900, [generator] * 900)
+    tokens, _ = sample(logits, [SamplingParams(temperature=temperature)] * 900, [generator] * 900)
     seen = torch.bincount(tokens, minlength=5).tolist()
     assert seen[0] == seen[3] == 0 and min(seen[1], seen[2], seen[4]) > 150, f"seed {SEED}"
 
@@ -170,13 +170,31 @@ def test_a_seed_gives_the_same_token_in_any_slot_of_any_batch(by, gpu) -> None:
 
     def tokens_of(rows: list[int], params: list[SamplingParams]) -> list[int]:
         sources = [torch.Generator().manual_seed(row) for row in rows]
-        return sample(logits[rows].to(device), params, sources, keep).tolist()
+        return sample(logits[rows].to(device), params, sources, keep)[0].tolist()
 
     params = [kinds[row % 5] for row in range(9)]
     alone = [tokens_of([row], [params[row]])[0] for row in range(9)]
     for _ in range(20):
         rows = rng.sample(range(9), rng.randrange(1, 10))
         assert tokens_of(rows, [params[row] for row in rows]) == [alone[row] for row in rows]
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(SEED))
+    logits[1, slice(None) if bad == -torch.inf else 7] = bad
+    before = logits.clone()
+
+    def keep(probs, top_k, top_p):
+        assert probs.isfinite().all()
+        return by_sort(probs, top_k, top_p)
+
+    tokens, highest = sample(logits, [params] * 3, [torch.Generator()] * 3, keep)
+    assert highest.isfinite().tolist() == [True, False, True]
+    assert torch.equal(highest[[0, 2]], logits[[0, 2]].amax(-1)) and 0 <= tokens[1] < 50
+    assert torch.equal(highest[1].nan_to_num(9), torch.tensor(bad).nan_to_num(9))
+    assert logits.nan_to_num(9).equal(before.nan_to_num(9))
 
 
 class Costs(TorchDispatchMode):
@@ -206,7 +224,7 @@ def test_nothing_is_sorted_or_doubled_that_need_not_be() -> None:
         with Costs() as costs:
             sample(logits, params, sources, keep)
         assert "sort" not in costs.ops and torch.float64 not in costs.dtypes
-        assert params != [GREEDY] * 4 or costs.ops == {"argmax"}
+        assert params != [GREEDY] * 4 or costs.ops == {"argmax", "gather", "unsqueeze", "select"}
     assert not sorted_rows
     sample(logits, [PLAIN, FILTERED, GREEDY, FILTERED], sources, keep)
     assert sorted_rows == [2]  # the rows that ask for it
@@ -222,7 +240,7 @@ def test_on_a_gpu_nobody_waits_and_nothing_is_sorted(gpu, params) -> None:
     assert not gpu.device.waits and "sort" not in gpu.device.ops
     assert ("top_p_renorm_probs" in gpu.device.ops) == (params is FILTERED)
     if params is GREEDY:
-        assert gpu.device.ops == ["argmax"]
+        assert gpu.device.ops == ["argmax", "gather"]
 
 
 def test_kernels_that_cannot_be_trusted_are_replaced_by_a_sort(gpu, monkeypatch, caplog) -> None:

@@ -171,7 +171,7 @@ def test_what_a_row_is_sampled_scored_and_reported_does_not_depend_on_its_compan
 
     def draw(rows: list[int]) -> list[Any]:
         chosen = [params[row] for row in rows]
-        tokens = sample(
+        tokens, _ = sample(
             logits[rows].clone(), chosen, [torch.Generator().manual_seed(row) for row in rows]
         )
         counts = [one.logprobs or 0 for one in chosen]
