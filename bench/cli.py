@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         from radixcache.bench.report.compare import print_comparison
 
         return print_comparison(args.workloads[1:])
+    _check_order(args)
     is_default = args.replicas is not None and args.schemes == ["default"]
     schemes = find_schemes([_REPLICA] if is_default else args.schemes)
     ways = find_rules(args.routing)
@@ -180,6 +181,14 @@ def run(args: argparse.Namespace) -> int:
     if page is not None:
         shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
     return 0
+
+
+def _check_order(args: argparse.Namespace) -> None:
+    """Refuse workloads that a flag of many values has taken for its own."""
+    for flag in ("schemes", "memory", "routing"):
+        for value in getattr(args, flag):
+            if value.partition(":")[0] in {*GENERATORS, *PUBLIC}:
+                raise InvalidRequest(f"{value} is a workload: name it before --{flag}, not after")
 
 
 def _page(args: argparse.Namespace) -> Path | None:

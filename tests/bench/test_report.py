@@ -170,6 +170,8 @@ def test_a_file_is_replayed(tmp_path, capsys):
         (["--report", "/nowhere/x.html"], "cannot write /nowhere/x.html: No such file"),
         (["--json", "/"], "cannot write /: Is a directory"),
         (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such file"),
+        (["--memory", "30%", "chat"], "chat is a workload: name it before --memory, not after"),
+        (["--schemes", "radix-1", "chat:turns=2"], "name it before --schemes, not after"),
         (["--csv", "-"], "--csv writes a file: on standard output there is --json - alone"),
         (["compare", "a.json"], "compare takes two reports, A.json and B.json, not 1"),
         (["compare", "/nowhere", "b.json"], "cannot read /nowhere: No such file"),
