@@ -73,6 +73,14 @@ Those of equal cost take turns: the one with fewest requests, then the one asked
 """
 
 
+def _valid(tokens: TokensLike, salt: Hashable) -> Tokens:
+    try:
+        hash(salt)
+    except TypeError:
+        raise InvalidRequest(f"a salt must be hashable, not {repr(salt)[:80]}") from None
+    return as_tokens(tokens)
+
+
 @dataclass(eq=False)
 class _Replica:
     """What the router knows of one replica."""
@@ -162,8 +170,10 @@ class Router:
             max_num_seqs: requests that run there at the same time.
 
         Raises:
-            InvalidRequest: `kv_tokens` is below 1; nothing has changed.
+            InvalidRequest: `kv_tokens` or `max_num_seqs` is below 1; nothing has changed.
         """
+        if max_num_seqs < 1:
+            raise InvalidRequest(f"max_num_seqs must be at least 1, not {max_num_seqs}")
         ghost = GhostIndex(kv_tokens)  # which refuses bad sizes
         self.forget(replica)
         self._replicas[replica] = _Replica(replica, ghost, max_num_seqs)
@@ -187,9 +197,10 @@ class Router:
         """Book request `key` on the best replica, anew if it is booked; returns how that stood.
 
         Raises:
-            InvalidRequest: there is no replica, or `tokens` are none; nothing has changed.
+            InvalidRequest: there is no replica, or `tokens` are none, or `salt` cannot be hashed;
+                nothing has changed.
         """
-        tokens = as_tokens(tokens)
+        tokens = _valid(tokens, salt)
         self.release(key)
         best = min(self.standings(tokens, salt), key=preference, default=None)
         if best is None:
@@ -203,11 +214,12 @@ class Router:
         """Request `key` goes to `replica`, whoever chose it; if it was booked before, it moves.
 
         Raises:
-            InvalidRequest: there is no such replica, or `tokens` are none; nothing has changed.
+            InvalidRequest: there is no such replica, or `tokens` are none, or `salt` cannot be
+                hashed; nothing has changed.
         """
         if replica not in self._replicas:
             raise InvalidRequest(f"there is no replica {replica!r}")
-        tokens = as_tokens(tokens)
+        tokens = _valid(tokens, salt)
         self.release(key)
         standing = self._replicas[replica].standing(tokens, salt, self._answer)
         self._book(key, standing, tokens, salt)

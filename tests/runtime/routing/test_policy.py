@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,9 +258,15 @@ def test_what_is_refused_changes_nothing() -> None:
             router.choose("k", tokens)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest):
             router.book("k", "a", tokens)  # type: ignore[arg-type]
-    for kv_tokens in (0, -1):
+    salt: Any
+    for salt in ([], ([],)):
+        with pytest.raises(InvalidRequest, match="a salt must be hashable"):
+            router.choose("k", [1, 2, 3], salt)
+        with pytest.raises(InvalidRequest, match="a salt must be hashable"):
+            router.book("k", "a", [1, 2, 3], salt)
+    for kv_tokens, max_num_seqs in ((0, 1), (-1, 1), (9, 0), (9, -1)):
         with pytest.raises(InvalidRequest):
-            router.add("a", kv_tokens)
+            router.add("a", kv_tokens, max_num_seqs)
     assert router.standings([1, 2, 3]) == before
     router.check()
 
