@@ -222,6 +222,28 @@ def test_an_unlisted_family_passes_through_conformance(
     assert relative_error(run_steps(model, sequences, STEPS[0], 4), plain) < 1e-4
 
 
+def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch) -> None:
+    checked, check = [], load.check_logits
+
+    def note(model: StockModel, limit: float | None = None) -> None:
+        checked.append((model.dtype, limit))
+        check(model, limit)
+
+    monkeypatch.setattr(load, "check_logits", note)
+    folder = tiny_model("nemotron", tmp_path, tokenizer=False, num_hidden_layers=16)
+    model = load_model(folder, device="cpu", dtype="bfloat16")
+    assert isinstance(model, StockModel)
+    with pytest.raises(ModelError, match="float32 tells if it is rounding"):
+        check(model)  # it is beyond what is taken for rounding without a look
+    assert [dtype for dtype, _ in checked] == [torch.bfloat16] * 2 + [torch.float32]
+    assert model.dtype == torch.bfloat16
+    backend = type(model.attention)
+    run = backend.run
+    monkeypatch.setattr(backend, "run", lambda *args, **more: run(*args, **more | {"window": 20}))
+    with pytest.raises(ModelError, match="logits come out wrong"):
+        load_model(folder, device="cpu", dtype="bfloat16")
+
+
 def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> None:
     assert set(FAMILIES) == load.VERIFIED
 
