@@ -27,6 +27,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 _CHECKED_TOKENS = 12
 # Root mean square of the logits' error, over that of their spread around the mean.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+_ROUNDINGS = 4  # each layer of the loop rounds some ten times; 2 to 3 were seen in deep models
 
 
 class Decoder(PagedModel):
@@ -90,7 +91,7 @@ class Decoder(PagedModel):
         del embedding, head, weights
         self._operations.loaded()
         self.fills_up = exact and not self._operations.same_alone
-        self._check(checked, expected)
+        self._check(checked, expected, weight)
 
     def _layer(
         self, number: int, weights: dict[str, torch.Tensor], norm_after: torch.Tensor
@@ -135,7 +136,12 @@ class Decoder(PagedModel):
             residual, x = operations.project(x, mlp, residual, layer.norm_after)
         return self._head(x)
 
-    def _check(self, tokens: torch.Tensor, expected: torch.Tensor) -> None:
+    def _check(
+        self,
+        tokens: torch.Tensor,
+        expected: torch.Tensor,
+        weight: Callable[[str], torch.Tensor],
+    ) -> None:
         """Compare the logits of a sequence that comes in chunks, the last of one token."""
         pool, pages = self.allocate(4, 4), np.array([2, 0, 1], np.int32)
         got, done = [], 0
@@ -145,5 +151,9 @@ class Decoder(PagedModel):
             chunk = tokens[done - count : done].cpu().numpy()
             got.append(self.forward(chunk, batch, np.arange(count), pool))
         error = float((torch.cat(got) - expected).std() / expected.std())
-        if not error <= _TOLERANCES[self.dtype]:  # nor if it is NaN
+        limit = _TOLERANCES[self.dtype]
+        if not error <= limit and self.dtype != torch.float32:  # a deep model may round as much
+            rounded = reference.rounded_logits(self._architecture, tokens, weight, self.dtype)
+            limit = max(limit, _ROUNDINGS * float((rounded - expected).std() / expected.std()))
+        if not error <= limit:  # nor if it is NaN
             raise Unknown(f"its logits come out wrong in our loop, by {error:.1%} of their spread")

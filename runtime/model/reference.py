@@ -9,13 +9,34 @@ load, that the loop's kernels, post-ops and packed weights do so on this machine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from radixcache.runtime.model.architecture import Architecture
 
 Weights = Mapping[str, torch.Tensor]
+
+
+def rounded_logits(
+    architecture: Architecture,
+    tokens: torch.Tensor,
+    weight: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[T, vocab_size] float32 logits, if what goes from layer to layer is rounded to `dtype`.
+
+    So far from those of `run_layer` alone are the logits of a loop that rounds nothing else.
+    """
+    embedding = weight("model.embed_tokens.weight")
+    hidden = embedding[tokens].float()
+    for number in range(len(architecture.kinds)):
+        names = architecture.layer_shapes(number)
+        weights = {name: weight(f"model.layers.{number}.{name}") for name in names}
+        hidden = run_layer(architecture, number, hidden, weights).to(dtype).float()
+    hidden = rms_norm(hidden, weight("model.norm.weight"), architecture.eps)
+    head = embedding if architecture.tied else weight("lm_head.weight")
+    return hidden @ head.float().T
 
 
 def run_layer(

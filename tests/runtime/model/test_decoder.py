@@ -17,7 +17,13 @@ from radixcache.kernels import native
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native import NativeBackend
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import native_operations, operations, packed_linear, reference
+from radixcache.runtime.model import (
+    decoder,
+    native_operations,
+    operations,
+    packed_linear,
+    reference,
+)
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
@@ -292,6 +298,20 @@ def test_a_wrong_scale_in_any_native_operation_is_refused_at_load(
     qwen, owner, operation, dtype, scale, monkeypatch, caplog
 ) -> None:
     refuses_wrong_scale(qwen, owner, operation, NativeBackend(), monkeypatch, caplog, dtype, scale)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("owner", "operation"), [(NativeOperations, "heads"), (native_operations, "rms_norm")]
+)
+def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
+    owner, operation, monkeypatch, caplog, tmp_path
+) -> None:
+    deep = tiny_model("llama", tmp_path, tokenizer=False, num_hidden_layers=40)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "_ROUNDINGS", 0)
+        assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), StockModel)
+    refuses_wrong_scale(deep, owner, operation, NativeBackend(), monkeypatch, caplog, "bfloat16", 2)
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:
