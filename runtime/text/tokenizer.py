@@ -92,7 +92,8 @@ class Tokenizer:
 
     @contextmanager
     def _reading(self, text: str) -> Iterator[None]:
-        """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair."""
+        """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair; or that
+        the tokenizer fails on."""
         if self._bound is not None and self._bound.least_tokens(text) > self.max_tokens:
             raise ContextExceeded(
                 f"a text of {len(text)} characters has more tokens than the context of "
@@ -101,12 +102,15 @@ class Tokenizer:
         try:
             with self._one_at_a_time:
                 yield
-        except (TypeError, UnicodeError):
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # the tokenizers library has no class for what it raises
             try:
                 text.encode()
             except UnicodeEncodeError:
                 raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
-            raise
+            reason = first_sentence(error)
+            raise InvalidRequest(f"the model's tokenizer fails on the text: {reason}") from None
 
     @property
     def serialised(self) -> str | None:
@@ -120,7 +124,7 @@ class Tokenizer:
         """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
 
         Raises:
-            InvalidRequest: `text` is no Unicode.
+            InvalidRequest: `text` is no Unicode, or the tokenizer fails on it.
             ContextExceeded: it is longer than `max_tokens` can be.
         """
         with self._reading(text):

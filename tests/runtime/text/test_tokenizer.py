@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.models import tiny_model
@@ -66,3 +67,14 @@ def test_the_bundled_models_tokenizer_is_that_of_auto_tokenizer() -> None:
 def test_a_model_without_a_tokenizer_has_none(family, tmp_path) -> None:
     tiny_model(family, tmp_path, tokenizer=False)
     assert Tokenizer.load(str(tmp_path)) is None
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path) -> None:
+    vocabulary, unknown = {"a": 0, "b": 1}, "<unk>"
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": unknown}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert tokenizer is not None and tokenizer.encode("ab", special=False) == [0, 1]
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(InvalidRequest, match="fails on the text: Unk token `<unk>` not found"):
+            encode("ac")
