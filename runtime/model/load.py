@@ -190,7 +190,7 @@ def load_stock(
     model, report = _load(name_or_path, read)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
-            f"the checkpoint of {name_or_path} lacks {len(missing)} weights, {missing[0]} for one"
+            f"the checkpoint of {name_or_path} lacks {len(missing)} of its weights, {missing[0]} for one"
         )
     with on_device(device):
         model = model.to(device).eval()

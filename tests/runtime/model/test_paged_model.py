@@ -318,7 +318,7 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(llama, tmp_path) -> None:
     weights = load_file(llama / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert "lacks 1 weights, model.norm.weight" in refusal(tmp_path)
+    assert "lacks 1 of its weights, model.norm.weight" in refusal(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
     assert "nonesuch" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
