@@ -97,17 +97,18 @@ class Fence:
 
 
 class Fetch:
-    """Numbers on their way to the host.
+    """Tensors on their way to the host.
 
-    Whoever reads them waits until the device has come to this point, not until it has done what it
-    is given from now on.
+    Whoever reads them waits, once for all, until the device has come to this point, not until it
+    has done what it is given from now on.
     """
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._on_host = numbers.to("cpu", non_blocking=True)  # to pinned memory
-        self._fence = Fence(numbers.device)
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._on_host = [t.to("cpu", non_blocking=True) for t in tensors]  # to pinned memory
+        self._fence = Fence(tensors[0].device)
         self._fence.record()
 
-    def tolist(self) -> list[Any]:
+    def read(self) -> list[list[Any]]:
+        """The numbers of each tensor."""
         self._fence.wait()
-        return self._on_host.tolist()
+        return [tensor.tolist() for tensor in self._on_host]

@@ -41,10 +41,10 @@ class _Launched(NamedTuple):
 
     sequences: list[Sequence]
     tokens: torch.Tensor
-    fetched: Fetch  # the tokens
-    highest: Fetch  # logit of each; not finite where no token could be chosen
     asking: list[int]  # rows whose log-probabilities are reported
-    top: tuple[Fetch, ...]  # their token ids and log-probabilities, if any row asks
+    fetched: Fetch
+    """The tokens; the highest logit of each row, not finite where no token could be chosen; and if
+    any row asks, the token ids and log-probabilities of those that do."""
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -492,14 +492,12 @@ class Engine:
         generators = [sequence.generator for sequence in sequences]
         edited = self._masked(sequences, self._editor.edit(sequences, logits, latest))
         tokens, highest = sample(edited, params, generators, self._keep_likeliest)
-        fetched = Fetch(tokens), Fetch(highest)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
-        top: tuple[Fetch, ...] = ()
+        top: tuple[torch.Tensor, ...] = ()
         if counts:
             rows = send([*counts], logits.device)
-            found = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
-            top = tuple(Fetch(numbers) for numbers in found)
-        return _Launched(sequences, tokens, *fetched, [*counts], top)
+            top = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
+        return _Launched(sequences, tokens, [*counts], Fetch(tokens, highest, *top))
 
     def _masked(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
         """`logits` without what guides forbid: a copy, or itself if no row is guided."""
@@ -515,9 +513,10 @@ class Engine:
 
     def _finish(self, step: _Launched) -> None:
         """Read the tokens of a step, and note the requests that got one."""
-        top = dict(zip(step.asking, zip(*(f.tolist() for f in step.top), strict=True), strict=True))
+        tokens, highest_logits, *told = step.fetched.read()
+        top = dict(zip(step.asking, zip(*told, strict=True), strict=True))
         for row, (sequence, token, highest) in enumerate(
-            zip(step.sequences, step.fetched.tolist(), step.highest.tolist(), strict=True)
+            zip(step.sequences, tokens, highest_logits, strict=True)
         ):
             if sequence.finish_reason is not None:  # since the step was launched
                 continue
@@ -538,12 +537,12 @@ class Engine:
                 else:
                     self.scheduler.fail(sequence, NOTHING_LEFT)
                 continue
-            told = None
+            logprobs = None
             if row in top:
                 end = 1 + (sequence.request.params.logprobs or 0)
                 ids, values = top[row]
-                told = dict(zip(ids[:end], values[:end], strict=True))
-            sequence.append(token, told)
+                logprobs = dict(zip(ids[:end], values[:end], strict=True))
+            sequence.append(token, logprobs)
             self.num_generated += 1
             self._end_if_done(sequence)
             self._append_forced(sequence)

@@ -189,8 +189,9 @@ def load_stock(
     )
     model, report = _load(name_or_path, read)
     if missing := sorted(report["missing_keys"]):
+        count = len(missing)
         raise ModelError(
-            f"the checkpoint of {name_or_path} lacks {len(missing)} of its weights, {missing[0]} for one"
+            f"the checkpoint of {name_or_path} lacks {count} of its weights, {missing[0]} for one"
         )
     with on_device(device):
         model = model.to(device).eval()
