@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any
@@ -175,15 +175,25 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
     # Where a value may be of several kinds, each says why it is none; who got furthest says most.
     alike = [other for other in errors if [*other["loc"][: len(field)]] == field]
-    first = max(alike, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    first, *others = _furthest(alike)
     place = first["loc"][1:] if first["loc"][:1] == ("query",) else first["loc"]
     names = [str(part) for part in place if part != "body" and not _is_branch(part)]
     where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
+    for other in dict.fromkeys(e["msg"] for e in others if e["msg"] != first["msg"]):
+        message += f" or {other.removeprefix('Input should be ')}"
     if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
         message = "not supported"
     if first["type"] == "json_invalid":
         where, message = "", f"the body is not JSON: {first['ctx']['error']}"
     return ApiError.invalid(f"{where}: {message}" if where else message, where or None)
+
+
+def _furthest(errors: Sequence[Any]) -> list[Any]:
+    """The first, and those that got as far with as much to say, all of them of a wrong type."""
+    ranks = [(len(e["loc"]), not e["type"].endswith("_type")) for e in errors]
+    best = max(ranks)
+    found = [error for error, rank in zip(errors, ranks, strict=True) if rank == best]
+    return found[:1] if best[1] else found
 
 
 def _is_branch(part: int | str) -> bool:

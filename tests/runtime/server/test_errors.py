@@ -83,7 +83,7 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
             "response_format: the json_schema is missing",
         ),
         (CHAT, {"messages": ask("?"), "stop": [7]}, "stop.0: Input should be a valid string"),
-        (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string"),
+        (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
         (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
         (COMPLETIONS, {}, "prompt: Field required"),
         (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
