@@ -1,0 +1,44 @@
+"""Quantized weights as all block formats of GGUF have them: numbers, scales and minimums.
+
+A weight is `number * scale + minimum`, computed in float32 with one rounding. Of every format that
+is read, number * scale has at most 24 bits, so this is, to the bit, what its own rule gives.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Quantized(NamedTuple):
+    """A weight [out, in] whose rows are cut into blocks of 16 or 32 numbers.
+
+    Attributes:
+        numbers: uint8 [out, in], from 0 on: below 16 where `bits` is 4.
+        scales: float32 [out, in / block].
+        minimums: float32 [out, in / block], what a number of 0 stands for.
+        bits: 4 (blocks of 32 only) or 8.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.numbers.shape
+        return rows, columns
+
+    @property
+    def block(self) -> int:
+        """Numbers that share a scale."""
+        return self.numbers.shape[1] // self.scales.shape[1]
+
+    def dense(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        blocks = self.numbers.float().unflatten(1, (-1, self.block))
+        # In float64 both the product and the sum are exact, so float32 rounds once, as one fma.
+        exact = blocks.double() * self.scales.double()[..., None]
+        return (exact + self.minimums.double()[..., None]).float().flatten(1)
