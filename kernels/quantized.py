@@ -39,6 +39,5 @@ class Quantized(NamedTuple):
     def dense(self) -> torch.Tensor:
         """float32 [out, in]."""
         blocks = self.numbers.float().unflatten(1, (-1, self.block))
-        # In float64 both the product and the sum are exact, so float32 rounds once, as one fma.
-        exact = blocks.double() * self.scales.double()[..., None]
-        return (exact + self.minimums.double()[..., None]).float().flatten(1)
+        blocks.mul_(self.scales[..., None])  # exact
+        return blocks.add_(self.minimums[..., None]).flatten(1)
