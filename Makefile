@@ -119,7 +119,7 @@ $(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
-	@$(BIN)/python -m radixcache.kernels.native_build  # nothing, where there is no C++ compiler
+	@$(BIN)/python -m radixcache.kernels.native.build  # nothing, where there is no C++ compiler
 	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
 
 $(VLLM)/.stamp: bench/peers/conformance-requirements.txt

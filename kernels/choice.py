@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from radixcache.kernels import native
 from radixcache.kernels.attention import (
     AttentionBackend,
     LayerKind,
     PagedBatch,
     SharedPrefix,
 )
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.torch_backend import TorchBackend
 
 _log = logging.getLogger("radixcache")
@@ -28,8 +29,8 @@ def choose_backend(
 
     Torch on a GPU is much slower, so taking it there is a warning that says why.
     """
-    if device.type == "cpu" and dtype in native.DTYPES and native.problem() is None:
-        return native.NativeBackend()
+    if device.type == "cpu" and dtype in DTYPES and problem() is None:
+        return NativeBackend()
     if device.type != "cuda":
         return TorchBackend(device)
     try:

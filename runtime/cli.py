@@ -260,11 +260,11 @@ def _info(_: argparse.Namespace) -> int:
     import torch
     import transformers
 
-    from radixcache.kernels import native
+    from radixcache.kernels.native.library import problem as native_problem
     from radixcache.runtime.model import exact
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    problem, threads = native.problem(), torch.get_num_threads()
+    problem, threads = native_problem(), torch.get_num_threads()
     for name, text in (
         ("radixcache", __version__),
         ("python", sys.version.partition(" ")[0]),

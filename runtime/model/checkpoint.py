@@ -30,8 +30,12 @@ class Checkpoint:
         return {n: tuple(f.get_slice(n).get_shape()) for n, f in self._files.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
+        """As the dtype of the steps; a matrix stays in bfloat16 for float32, which loses nothing
+        and takes half the memory."""
         found: torch.Tensor = self._files[name].get_tensor(name)
-        return found.to(self._device, self._dtype, copy=True)
+        narrow = found.ndim == 2 and found.dtype == torch.bfloat16
+        keep = narrow and self._dtype == torch.float32
+        return found.to(self._device, None if keep else self._dtype, copy=True)
 
 
 @contextmanager

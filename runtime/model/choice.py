@@ -7,22 +7,21 @@ import logging
 import torch
 
 from radixcache.kernels.attention import AttentionBackend
-from radixcache.kernels.native import NativeBackend
+from radixcache.kernels.native.attention import NativeBackend
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.fused_operations import FusedOperations, try_out
-from radixcache.runtime.model.native_operations import ExactOperations, NativeOperations
+from radixcache.runtime.model.native_operations import NativeOperations
 from radixcache.runtime.model.operations import Operations
 
 _log = logging.getLogger("radixcache")
 
 
 def choose_operations(
-    architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype, exact: bool
+    architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
 ) -> Operations:
     """Native kernels or FlashInfer's where they attend, too, and run; else plain torch."""
     if isinstance(attention, NativeBackend):
-        native = ExactOperations if exact else NativeOperations
-        return native(architecture, attention, dtype)
+        return NativeOperations(architecture, attention, dtype)
     if attention.name.startswith("FlashInfer"):
         try:
             fused = FusedOperations(architecture, attention, dtype)

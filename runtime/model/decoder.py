@@ -8,8 +8,7 @@ computes is held against `reference` as it is loaded; transformers' layers run i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -17,11 +16,12 @@ from tqdm import tqdm
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.architecture import Architecture, Unknown
 from radixcache.runtime.model.choice import choose_operations
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.operations import Layer, Weight
+from radixcache.runtime.model.operations import Layer, Loaded, Weight
 from radixcache.runtime.model.paged_model import PagedModel
 
 _CHECKED_TOKENS = 12
@@ -37,7 +37,7 @@ class Decoder(PagedModel):
         self,
         architecture: Architecture,
         generation_config: GenerationConfig,
-        weight: Callable[[str], torch.Tensor],
+        weight: Callable[[str], torch.Tensor | Quantized],
         dtype: torch.dtype,
         device: torch.device,
         attention: AttentionBackend | None = None,
@@ -46,8 +46,8 @@ class Decoder(PagedModel):
         """Read the weights, each once and layer by layer, and compare logits with `reference`.
 
         Args:
-            weight: gives the weights of `architecture.shapes()` by their names, as `dtype` on
-                `device`.
+            weight: gives the weights of `architecture.shapes()` by their names, on `device`: as
+                `dtype`, or those of two dimensions in fewer bits, where they are stored so.
 
         Raises:
             Unknown: the logits differ by more than rounding.
@@ -68,79 +68,70 @@ class Decoder(PagedModel):
             attention,
             exact,
         )
-        self._operations = choose_operations(architecture, self.attention, dtype, exact)
+        self._operations = choose_operations(architecture, self.attention, dtype)
         self.layers_by = f"radixcache with {self._operations.name}"
+
+        def norm_weight(name: str) -> torch.Tensor:
+            found = weight(name)
+            assert isinstance(found, torch.Tensor)
+            return found
+
         embedding = weight("model.embed_tokens.weight")
         checked = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % vocab_size
-        hidden = embedding[checked].float()
-        norms = [weight(f"model.layers.{i}.input_layernorm.weight") for i in range(len(kinds))]
-        norms.append(weight("model.norm.weight"))
-        self._first_norm = norms[0]
-        self._layers = []
-        for number in tqdm(range(len(kinds)), "Loading layers", leave=False, disable=None, delay=1):
+        hidden = reference.rows(embedding, checked)
+        count = len(kinds)
+        norms = [norm_weight(f"model.layers.{i}.input_layernorm.weight") for i in range(count)]
+        norms.append(norm_weight("model.norm.weight"))
+        layers = []
+        for number in tqdm(range(count), "Loading layers", leave=False, disable=None, delay=1):
             shapes = architecture.layer_shapes(number)
             weights = {name: weight(f"model.layers.{number}.{name}") for name in shapes}
             hidden = reference.run_layer(architecture, number, hidden, weights)
-            self._layers.append(self._layer(number, weights, norms[number + 1]))
-        head = embedding if architecture.tied else weight("lm_head.weight")
+            layers.append(self._layer(number, weights, norms[number + 1]))
+        head = None if architecture.tied else weight("lm_head.weight")
         hidden = reference.rms_norm(hidden, norms[-1], architecture.eps)
-        expected = hidden @ head.float().T
-        self._head = self._operations.product((head, None))
-        tied = self._head if architecture.tied else None
-        self._embed = self._operations.lookup(embedding, tied)
+        expected = reference.product(hidden, embedding if head is None else head)
+        table, output = self._operations.embedding(embedding, head)
         del embedding, head, weights
-        self._operations.loaded()
-        self.fills_up = exact and not self._operations.same_alone
+        self._operations.loaded(Loaded(table, norms[0], layers, output))
         self._check(checked, expected, weight)
 
     def _layer(
-        self, number: int, weights: dict[str, torch.Tensor], norm_after: torch.Tensor
+        self,
+        number: int,
+        weights: Mapping[str, torch.Tensor | Quantized],
+        norm_after: torch.Tensor,
     ) -> Layer:
         def part(name: str) -> Weight:
-            return weights[f"{name}_proj.weight"], weights.get(f"{name}_proj.bias")
+            return weights[f"{name}_proj.weight"], norm(f"{name}_proj.bias")
 
-        product, kind, head_norms = self._operations.product, self._architecture.kinds[number], None
-        if "self_attn.q_norm.weight" in weights:
-            query, key = (weights[f"self_attn.{name}_norm.weight"] for name in "qk")
-            head_norms = torch.stack([query] * kind.query_heads + [key] * kind.kv_heads)
+        def norm(name: str) -> torch.Tensor | None:
+            found = weights.get(name)
+            assert not isinstance(found, Quantized)
+            return found
+
+        operations, mlp_norm = self._operations, norm("post_attention_layernorm.weight")
+        assert mlp_norm is not None
         return Layer(
-            kind=kind,
-            qkv=product(*(part(f"self_attn.{name}") for name in "qkv")),
-            head_norms=head_norms,
-            out=product(part("self_attn.o")),
-            mlp_norm=weights["post_attention_layernorm.weight"],
-            gate_up=self._operations.gate_up(part("mlp.gate"), part("mlp.up")),
-            down=product(part("mlp.down")),
+            kind=self._architecture.kinds[number],
+            qkv=operations.qkv(*(part(f"self_attn.{name}") for name in "qkv")),
+            query_norm=norm("self_attn.q_norm.weight"),
+            key_norm=norm("self_attn.k_norm.weight"),
+            out=operations.product(part("self_attn.o")),
+            mlp_norm=mlp_norm,
+            gate_up=operations.gate_up(part("mlp.gate"), part("mlp.up")),
+            down=operations.product(part("mlp.down")),
             norm_after=norm_after,
         )
 
-    def _logits(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        operations = self._operations
-        residual = self._embed(token_ids)
-        rotation = operations.rotation(positions)
-        x = operations.norm(residual, self._first_norm)
-        for layer, pages in zip(self._layers, pool.layers, strict=True):
-            x = operations.attend(x, rotation, layer, pages)
-            if layer is self._layers[-1]:  # all K/V are written: the rest is for the logits alone
-                x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
-                if not len(logit_rows):
-                    return x.new_empty(0, self.vocab_size)
-            residual, x = operations.project(x, layer.out, residual, layer.mlp_norm)
-            mlp = partial(operations.mlp, layer)
-            residual, x = operations.project(x, mlp, residual, layer.norm_after)
-        return self._head(x)
+    def _logits(self, pool: KVPool, *step: torch.Tensor) -> torch.Tensor:
+        return self._operations.run(pool, *step)
 
     def _check(
         self,
         tokens: torch.Tensor,
         expected: torch.Tensor,
-        weight: Callable[[str], torch.Tensor],
+        weight: Callable[[str], torch.Tensor | Quantized],
     ) -> None:
         """Compare the logits of a sequence that comes in chunks, the last of one token."""
         pool, pages = self.allocate(4, 4), np.array([2, 0, 1], np.int32)

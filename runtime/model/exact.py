@@ -5,12 +5,11 @@ alone, in one chunk, with nothing cached: a row's arithmetic depends on its own 
 gives that:
 
 - attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
-- products on packed weights, whose rows are equal in any number from two on, and of small weights
-  in float32, or of one row, by a native kernel;
-- where one row comes out otherwise, steps and logits of one are filled up (`PagedModel.forward`);
+- linear layers on packed weights, in which a row's sums have one order in any company;
 - in transformers' layers, activations that no row shares a vector in (`exact_layers.py`).
 
-None of it is promised by whoever wrote torch and oneDNN. So each load compares, too.
+So it holds by construction, but for what transformers' layers leave to torch, which promises
+nothing. Each load compares, too.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ import numpy as np
 import torch
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels import native
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.packed_linear import can_pack
 from radixcache.runtime.model.paged_model import PagedModel
 
 _PAGE_SIZE = 4
@@ -55,42 +53,31 @@ def require(device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
     """
     if device.type != "cpu":
         raise InvalidRequest(f"exact mode runs on a CPU only, not on {device}: say device cpu")
-    if dtype not in native.DTYPES:
+    if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise InvalidRequest(f"exact mode computes in float32 or bfloat16, not in {name}")
-    if (problem := native.problem()) is not None:
-        raise ModelError(f"exact mode needs the native kernels, which are not here: {problem}")
-    if not can_pack(dtype):
-        name = str(dtype).removeprefix("torch.")
-        raise ModelError(f"exact mode needs oneDNN's packed weights, and has none here for {name}")
+    if (reason := problem()) is not None:
+        raise ModelError(f"exact mode needs the native kernels, which are not here: {reason}")
 
 
 def describe() -> str:
     """Whether there is an exact mode on this machine, and in which dtypes; or why there is none."""
-    cpu, names, reason = torch.device("cpu"), [], ""
-    for dtype in native.DTYPES:
-        try:
-            require(cpu, dtype)
-        except ModelError as error:
-            reason = str(error)
-        else:
-            names.append(str(dtype).removeprefix("torch."))
-    return f"yes, in {' and '.join(names)}" if names else f"no: {reason}"
+    try:
+        require(torch.device("cpu"), torch.float32)
+    except ModelError as error:
+        return f"no: {error}"
+    return f"yes, in {' and '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
 
 
 def check(model: PagedModel) -> None:
     """Compare, as integers, a sequence in chunks, in company and behind a hit with itself alone.
 
-    Nine forward passes over 1 to 50 tokens, 106 in all, with the threads that torch has now. If
-    steps of one row are not filled up and something differs, they are, and all is compared again.
+    Nine forward passes over 1 to 50 tokens, 106 in all, with the threads that torch has now.
 
     Raises:
         ModelError: KV or logits differ.
     """
     found = _compare(model)
-    if found is not None and not model.fills_up:
-        model.fills_up = True
-        found = _compare(model)
     if found is not None:
         raise ModelError(
             f"exact mode does not hold for {model.placement}: {found} of a token are other bits in "

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, activations
 
 from radixcache.errors import ModelError
-from radixcache.kernels.native import gated
-from radixcache.runtime.model.packed_linear import pack_linears
+from radixcache.kernels.native.activations import gated
+from radixcache.runtime.model.linear import pack_linears
 
 _VECTORS = 64
 """torch takes elements by so many or fewer: two vectors of AVX-512, of 16-bit numbers."""
@@ -63,7 +63,7 @@ def make_exact(model: PreTrainedModel) -> None:
     Raises:
         ModelError: it has weights that are multiplied by in other ways, of unknown bits.
     """
-    pack_linears(model, small=True)
+    pack_linears(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) in _NATIVE:

@@ -13,7 +13,7 @@ import torch
 
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.runtime.model.architecture import Architecture
-from radixcache.runtime.model.operations import Layer, Operations, Product, Weight
+from radixcache.runtime.model.operations import Layer, Operations, Weight
 
 
 class FusedOperations(Operations):
@@ -32,13 +32,13 @@ class FusedOperations(Operations):
         table = torch.cat([angles.cos(), angles.sin()], -1)  # float32, as the kernel wants it
         self._table = table.mul_(architecture.rope_scale)
 
-    def gate_up(self, gate: Weight, up: Weight) -> tuple[Product, ...]:
-        return (self.product(gate, up),)
+    def gate_up(self, gate: Weight, up: Weight) -> Any:
+        return self.product(gate, up)
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         return positions.long()
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self._kernels.rmsnorm(x, weight, self.eps)
         return normed
 
@@ -53,22 +53,23 @@ class FusedOperations(Operations):
         self._kernels.fused_add_rmsnorm(x, residual, norm, self.eps)
         return residual, x
 
-    def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
-        both = gate_up[0](x)
+    def gated(self, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
+        both = gate_up(x)
         out = both.new_empty(len(both), both.shape[1] // 2)
         self._kernels.silu_and_mul(both, out=out)
         return out
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        return layer.down(self.gated(x, layer.gate_up))
+        out: torch.Tensor = layer.down(self.gated(x, layer.gate_up))
+        return out
 
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
         queries, turned = layer.kind.query_heads, layer.kind.query_heads + layer.kind.kv_heads
         query, key = qkv[:, :queries], qkv[:, queries:turned]
-        if layer.head_norms is not None:
-            for heads, norm in ((query, layer.head_norms[0]), (key, layer.head_norms[-1])):
+        for heads, norm in ((query, layer.query_norm), (key, layer.key_norm)):
+            if norm is not None:
                 self._kernels.rmsnorm(heads, norm, self.eps, out=heads)
         dim = layer.kind.head_dim
         flat = qkv.flatten(1)
@@ -92,10 +93,11 @@ def try_out(operations: FusedOperations, architecture: Architecture, dtype: torc
     layer = Layer(
         kind=kind,
         qkv=operations.product((inner, None)),
-        head_norms=zeros(heads, kind.head_dim),
+        query_norm=zeros(kind.head_dim),
+        key_norm=zeros(kind.head_dim),
         out=operations.product((zeros(hidden, hidden), None)),
         mlp_norm=norm,
-        gate_up=(operations.product((inner, None)),),
+        gate_up=operations.product((inner, None)),
         down=operations.product((zeros(hidden, architecture.intermediate_size), None)),
         norm_after=norm,
     )

@@ -22,7 +22,7 @@ from radixcache.runtime.model import gate
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.packed_linear import pack_linears
+from radixcache.runtime.model.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import give_back
 

@@ -1,79 +1,92 @@
-"""The decoder loop's operations with the native CPU kernels.
-
-Norms add the residual; RoPE, the KV write and attention are one call. The gated product stays
-torch's: oneDNN applies SiLU as it writes, and the kernel for both was nowhere faster (measured).
-"""
+"""The decoder loop by the native CPU kernels: all layers of a step are one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from radixcache.kernels.native import NativeBackend, SmallProduct, gated, rms_norm
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.linear import PackedLinear
+from radixcache.kernels.native.model import Linears, NativeLayer, NativeModel
+from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.architecture import Architecture
-from radixcache.runtime.model.operations import Layer, Operations, Pages, Product
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.operations import Loaded, Operations, Weight, join
+from radixcache.runtime.model.system_memory import use_huge_pages
 
 
 class NativeOperations(Operations):
-    """Kernels overwrite their inputs: rows of queries and residuals change in place."""
+    """A row's results depend, to the bit, on that row alone: what runs here is exact."""
 
     name = NativeBackend.name
-    native_rows = True
 
     def __init__(
         self, architecture: Architecture, attention: NativeBackend, dtype: torch.dtype
     ) -> None:
         super().__init__(architecture, attention, dtype)
         self._native = attention
-        self._ones = self._frequencies.new_ones(architecture.kinds[0].head_dim, dtype=dtype)
+        self._packed: list[PackedLinear] = []
 
-    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions.float()[:, None] * self._frequencies
-        return angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
+    def product(self, *parts: Weight) -> PackedLinear:
+        (packed,) = self._pack(parts)
+        return packed
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return rms_norm(x.contiguous(), self._ones if weight is None else weight, self.eps)
+    def qkv(self, *parts: Weight) -> Linears:
+        return self._pack(parts)
 
-    def project(
-        self,
-        x: torch.Tensor,
-        product: Callable[[torch.Tensor], torch.Tensor],
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return residual, rms_norm(product(x), norm, self.eps, residual=residual)
+    def gate_up(self, gate: Weight, up: Weight) -> Linears:
+        return self._pack((gate, up))
 
-    def attend(self, x: torch.Tensor, rotation: Any, layer: Layer, pages: Pages) -> torch.Tensor:
-        kind = layer.kind
-        qkv = layer.qkv(x).unflatten(-1, (-1, kind.head_dim))
-        heads = self.heads(qkv, layer)
-        out = self._native.run(
-            heads[:, : kind.query_heads],
-            heads[:, kind.query_heads :],
-            qkv[:, kind.query_heads + kind.kv_heads :],
-            *pages,
-            scale=kind.scale,
-            window=kind.window,
-            softcap=kind.softcap,
-            rope=rotation,
+    def _pack(self, parts: tuple[Weight, ...]) -> Linears:
+        """Parts of one format are one product: the fewer, the fewer waits of threads."""
+        packed = []
+        for _, same in groupby(parts, key=lambda part: _format(part[0])):
+            weights, biases = zip(*same, strict=True)
+            bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
+            packed.append(PackedLinear(_join(list(weights), self._dtype), bias))
+        self._packed += packed
+        return tuple(packed)
+
+    def embedding(
+        self, embedding: torch.Tensor | Quantized, head: torch.Tensor | Quantized | None
+    ) -> tuple[PackedLinear, PackedLinear]:
+        table = self.product((embedding, None))
+        return table, table if head is None else self.product((head, None))
+
+    def loaded(self, weights: Loaded) -> None:
+        layers = [NativeLayer(*layer) for layer in weights.layers]
+        self._model = NativeModel(
+            weights.embedding,
+            weights.first_norm,
+            layers,
+            weights.head,
+            self._frequencies,
+            self._rope_scale,
+            self.eps,
         )
-        return out.flatten(1)
+        use_huge_pages(packed.block for packed in self._packed)
+
+    def run(
+        self,
+        pool: KVPool,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        tables = (table.long().contiguous() for table in (token_ids, positions, logit_rows))
+        return self._model.forward(self._native, pool.layers, *tables)
 
 
-class ExactOperations(NativeOperations):
-    """Those whose rows have the same bits in any company; if not `same_alone`, of two or more."""
+def _format(weight: torch.Tensor | Quantized) -> Any:
+    return (weight.bits, weight.block) if isinstance(weight, Quantized) else weight.dtype
 
-    @property
-    def same_alone(self) -> bool:
-        return all(product.same_alone for product in self._packed)
 
-    def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
-        gate, up = gate_up  # SiLU by oneDNN, as it writes, has other bits than by our kernel
-        return gated(gate(x), up(x), "silu")
-
-    def small_product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        if weight.dtype == torch.float32:
-            return SmallProduct(weight, bias)
-        return self._pack(weight, bias)
+def _join(weights: list[Any], dtype: torch.dtype) -> torch.Tensor | Quantized:
+    """One weight of some of the same format, in `dtype` or less."""
+    if isinstance(weights[0], Quantized):
+        tables = (torch.cat(parts) for parts in zip(*(w[:3] for w in weights), strict=True))
+        return Quantized(*tables, weights[0].bits)
+    joined = join(weights)
+    return joined if joined.itemsize <= dtype.itemsize else joined.to(dtype)

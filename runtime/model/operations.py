@@ -1,17 +1,12 @@
 """The operations of the decoder loop, in plain torch.
 
 This is the one place that names them. A set for other hardware overrides those for which it has
-kernels; the loop, and the check at load, stay what they are. Nothing here needs a compiler.
-
-A row's result should depend on that row alone, and in `exact` mode does. By default it does not in
-`F.linear` of one to three rows, a packed product of one, and a SiLU apart from its product, whose
-last elements take other code. Norms and rotations keep it.
+kernels; the check at load stays what it is. Nothing here needs a compiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,58 +14,69 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import AttentionBackend, LayerKind
-from radixcache.kernels.native import SmallProduct
+from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.architecture import Architecture
-from radixcache.runtime.model.packed_linear import PackedProduct, PackedRows, packs
-from radixcache.runtime.model.system_memory import use_huge_pages
+from radixcache.runtime.model.kv_pool import KVPool
 
 _MLP_ROWS = 512
 """Rows whose activations between the products of an MLP are held at once."""
 
 Pages = tuple[torch.Tensor, torch.Tensor]
-Weight = tuple[torch.Tensor, torch.Tensor | None]
-"""[out, in] of a product, and its bias [out]."""
+Weight = tuple[torch.Tensor | Quantized, torch.Tensor | None]
+"""[out, in] of a product, in the dtype of the step, in fewer bits or quantized; and its bias."""
 
 
 class PlainProduct:
-    """x [T, in] to x @ weight.T + bias [T, out]: `PackedProduct` by torch's own call."""
+    """x [T, in] to x @ weight.T + bias [T, out], by torch's own call.
+
+    Where a CPU has no instructions for bfloat16, torch's product in it takes some ten times as long
+    as in float32 (measured, AVX2): the weights are float32 then, and so are the sums.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._given = weight.dtype
+        if weight.is_cpu and weight.dtype == torch.bfloat16 and not _fast_bfloat16():
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        self.weight, self._bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x.to(self.weight.dtype), self.weight, self._bias).to(self._given)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(self(x), inplace=True)
 
 
-Product = PlainProduct | PackedProduct | SmallProduct
-
-
 class Layer(NamedTuple):
     """The weights of one layer, as a set of operations wants them.
 
-    `head_norms` [query heads + KV heads, head_dim] are those of queries and keys, for each head;
-    `norm_after` is the next layer's first norm, or the model's last.
+    `query_norm` and `key_norm` [head_dim] are those of heads; `norm_after` is the next layer's
+    first norm, or the model's last. `qkv` and `gate_up` are what `Operations.products` makes.
     """
 
     kind: LayerKind
-    qkv: Product
-    head_norms: torch.Tensor | None
-    out: Product
+    qkv: Any
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    out: Any
     mlp_norm: torch.Tensor
-    gate_up: tuple[Product, ...]
-    down: Product
+    gate_up: Any
+    down: Any
     norm_after: torch.Tensor
+
+
+class Loaded(NamedTuple):
+    """All weights of a model: embedding and head are what `Operations.embedding` makes."""
+
+    embedding: Any
+    first_norm: torch.Tensor
+    layers: list[Layer]
+    head: Any
 
 
 class Operations:
     """What the loop does with the T rows of a step; hidden states are [T, hidden_size]."""
 
     name = f"torch {torch.__version__}"
-    native_rows = False
-    """Whether single rows are multiplied by a kernel of their own."""
 
     def __init__(
         self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
@@ -78,48 +84,65 @@ class Operations:
         self._attention, self._dtype = attention, dtype
         self._frequencies = architecture.inverse_frequencies
         self._rope_scale = architecture.rope_scale
+        self._vocab_size = architecture.vocab_size
         self.eps = architecture.eps
         self._eps = self._frequencies.new_tensor(architecture.eps)
-        self._packed: list[PackedProduct] = []
 
-    def product(self, *parts: Weight) -> Product:
+    def product(self, *parts: Weight) -> Any:
         """At load: one product of the rows of all parts, which it takes."""
-        weight = join([weight for weight, _ in parts])
+        weight = join([_dense(weight).to(self._dtype) for weight, _ in parts])
         bias = None if parts[0][1] is None else join([b for _, b in parts if b is not None])
-        if not packs(weight):
-            return self.small_product(weight, bias)
-        return self._pack(weight, bias)
-
-    def small_product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """At load: one that packing would make slower."""
         return PlainProduct(weight, bias)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
-        self._packed.append(PackedProduct(weight, bias, row=self.native_rows))
-        return self._packed[-1]
+    def qkv(self, *parts: Weight) -> Any:
+        """At load: what gives queries, keys and values side by side."""
+        return self.product(*parts)
 
-    def gate_up(self, gate: Weight, up: Weight) -> tuple[Product, ...]:
+    def gate_up(self, gate: Weight, up: Weight) -> Any:
         """At load: what `gated` multiplies by."""
         return self.product(gate), self.product(up)
 
-    def lookup(
-        self, embedding: torch.Tensor, tied: Product | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """At load: what gives the rows of `embedding` [vocab_size, hidden_size] for token ids [T];
-        those that `tied` has of the same weights, where their order is known."""
-        if isinstance(tied, PackedProduct):
-            with suppress(ValueError):
-                return PackedRows(tied, embedding)
-        return partial(F.embedding, weight=embedding)
+    def embedding(
+        self, embedding: torch.Tensor | Quantized, head: torch.Tensor | Quantized | None
+    ) -> tuple[Any, Any]:
+        """At load: what gives the rows of token ids [T], and the output layer.
 
-    def loaded(self) -> None:
-        """At load, when all products are made."""
-        use_huge_pages(product.block for product in self._packed)
+        Args:
+            embedding: [vocab_size, hidden_size].
+            head: likewise; None if it is the embedding.
+        """
+        table = _dense(embedding).to(self._dtype)
+        output = self.product((table if head is None else head, None))
+        if head is None:
+            table = output.weight
+        return partial(F.embedding, weight=table), output
 
-    @property
-    def same_alone(self) -> bool:
-        """Whether one row has the bits that it has among more, by all that is known at load."""
-        return False
+    def loaded(self, weights: Loaded) -> None:
+        """At load, when all weights are there."""
+        self._weights = weights
+
+    def run(
+        self,
+        pool: KVPool,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """The logits [R, vocab_size] of a step that the attention backend has planned."""
+        embedding, first_norm, layers, head = self._weights
+        residual = embedding(token_ids).to(self._dtype)
+        rotation = self.rotation(positions)
+        x = self.norm(residual, first_norm)
+        for layer, pages in zip(layers, pool.layers, strict=True):
+            x = self.attend(x, rotation, layer, pages)
+            if layer is layers[-1]:  # all K/V are written: the rest is for the logits alone
+                x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
+                if not len(logit_rows):
+                    return x.new_empty(0, self._vocab_size)
+            residual, x = self.project(x, layer.out, residual, layer.mlp_norm)
+            residual, x = self.project(x, partial(self.mlp, layer), residual, layer.norm_after)
+        logits: torch.Tensor = head(x)
+        return logits
 
     def rotation(self, positions: torch.Tensor) -> Any:
         """Once a step: what `turn` needs to know of the rows' positions [T]."""
@@ -127,12 +150,11 @@ class Operations:
         cos, sin = ((t * self._rope_scale).to(self._dtype) for t in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last dimension; `F.rms_norm` is made of more operations."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         factor = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-        normed = (x * factor).to(self._dtype)
-        return normed if weight is None else normed.mul_(weight)
+        return (x * factor).to(self._dtype).mul_(weight)
 
     def project(
         self,
@@ -145,27 +167,22 @@ class Operations:
         residual = product(x).add_(residual)
         return residual, self.norm(residual, norm)
 
-    def gated(self, x: torch.Tensor, gate_up: tuple[Product, ...]) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
         """silu(gate) * up [T, intermediate_size]."""
         gate, up = gate_up
-        return up(x).mul_(gate.silu(x))
+        out: torch.Tensor = up(x).mul_(gate.silu(x))
+        return out
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """The gated MLP [T, hidden_size], before its residual is added; of many rows
         in parts, in place."""
-        parts = x.tensor_split(list(range(_MLP_ROWS, len(x) - 1, _MLP_ROWS)))  # none of one row
+        parts = x.split(_MLP_ROWS)
         if len(parts) == 1:
-            return layer.down(self.gated(x, layer.gate_up))
+            out: torch.Tensor = layer.down(self.gated(x, layer.gate_up))
+            return out
         for rows in parts:
             rows.copy_(layer.down(self.gated(rows, layer.gate_up)))
         return x
-
-    def heads(self, qkv: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """Those of queries and keys of `qkv`, normalised where the model does so."""
-        heads = qkv[:, : layer.kind.query_heads + layer.kind.kv_heads]
-        if layer.head_norms is None:
-            return heads
-        return self.norm(heads, None).mul_(layer.head_norms)
 
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer
@@ -176,12 +193,16 @@ class Operations:
             qkv: [T, query heads, then KV heads twice, head_dim]; may be overwritten.
         """
         kind, (cos, sin) = layer.kind, rotation
-        heads = self.heads(qkv, layer)
+        heads = qkv[:, : kind.query_heads + kind.kv_heads]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = heads.split((kind.query_heads, kind.kv_heads), 1)
+            norms = self.norm(query, layer.query_norm), self.norm(key, layer.key_norm)
+            heads = torch.cat(norms, 1)
         turned = (heads * cos).add_(heads.roll(kind.head_dim // 2, -1).mul_(sin))
         return turned[:, : kind.query_heads], turned[:, kind.query_heads :]
 
     def attend(self, x: torch.Tensor, rotation: Any, layer: Layer, pages: Pages) -> torch.Tensor:
-        """A layer's attention but for its last product: new K/V go into `pages`.
+        """Write K and V of the rows into the pages, and attend.
 
         Returns:
             [T, query heads * head_dim].
@@ -206,3 +227,13 @@ def join(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(parts)
         address += part.numel() * part.itemsize
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def _dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
+    return weight.dense() if isinstance(weight, Quantized) else weight
+
+
+def _fast_bfloat16() -> bool:
+    """Whether this CPU has instructions for products in bfloat16, and torch takes them."""
+    mkldnn = torch.backends.mkldnn.is_available()
+    return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

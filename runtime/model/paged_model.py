@@ -37,7 +37,6 @@ class PagedModel(ABC):
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config.
         exact: whether a row's bits depend on its own tokens only; see `exact.py`.
-        fills_up: whether steps and logits of one row get a second one, as exact mode may need.
         ranks: the other processes, if each computes a part of the model.
     """
 
@@ -65,7 +64,7 @@ class PagedModel(ABC):
             eos_token_id: of the model's config, for a generation config that has none.
             attention: the backend; None chooses the fastest that works.
         """
-        self.exact = self.fills_up = exact
+        self.exact = exact
         self.model_type, self.generation_config = model_type, generation_config
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
@@ -120,9 +119,6 @@ class PagedModel(ABC):
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        if self.fills_up and (len(token_ids) == 1 or len(logit_rows) == 1):
-            filled = _fill_up(token_ids, batch, logit_rows, pool.spare_page)
-            return self.forward(*filled, pool)[: len(logit_rows)]
         on_host = token_ids if isinstance(token_ids, np.ndarray) else np.arange(0)
         ids, positions, rows = self.attention.plan(batch, on_host, batch.positions(), logit_rows)
         ids = token_ids if isinstance(token_ids, torch.Tensor) else ids
@@ -151,24 +147,3 @@ class PagedModel(ABC):
     ) -> torch.Tensor:
         """[R, vocab_size] of the planned step in any dtype; all arguments int32 or int64."""
 
-
-def _fill_up(
-    token_ids: NDArray[np.integer] | torch.Tensor,
-    batch: PagedBatch,
-    logit_rows: NDArray[np.integer],
-    spare_page: int,
-) -> tuple[NDArray[np.integer] | torch.Tensor, PagedBatch, NDArray[np.integer]]:
-    """The same step with two rows or more: a product of one takes other code, with other bits.
-
-    The second token is of a sequence of its own on the spare page; the second logits are the first.
-    """
-    if len(token_ids) == 1:
-        token_ids = np.repeat(token_ids, 2)
-        batch = PagedBatch(
-            qo_indptr=np.append(batch.qo_indptr, np.int32(2)),
-            kv_indptr=np.append(batch.kv_indptr, batch.kv_indptr[-1:] + 1),
-            kv_indices=np.append(batch.kv_indices, np.int32(spare_page)),
-            kv_last_page_len=np.append(batch.kv_last_page_len, np.int32(1)),
-            page_size=batch.page_size,
-        )
-    return token_ids, batch, np.repeat(logit_rows, 2) if len(logit_rows) == 1 else logit_rows

@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.architecture import Architecture
 
-Weights = Mapping[str, torch.Tensor]
+Weight = torch.Tensor | Quantized
+Weights = Mapping[str, Weight]
 
 
 def rounded_logits(
     architecture: Architecture,
     tokens: torch.Tensor,
-    weight: Callable[[str], torch.Tensor],
+    weight: Callable[[str], Weight],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """[T, vocab_size] float32 logits, if what goes from layer to layer is rounded to `dtype`.
@@ -29,14 +31,13 @@ def rounded_logits(
     So far from those of `run_layer` alone are the logits of a loop that rounds nothing else.
     """
     embedding = weight("model.embed_tokens.weight")
-    hidden = embedding[tokens].float()
+    hidden = rows(embedding, tokens)
     for number in range(len(architecture.kinds)):
         names = architecture.layer_shapes(number)
         weights = {name: weight(f"model.layers.{number}.{name}") for name in names}
         hidden = run_layer(architecture, number, hidden, weights).to(dtype).float()
     hidden = rms_norm(hidden, weight("model.norm.weight"), architecture.eps)
-    head = embedding if architecture.tied else weight("lm_head.weight")
-    return hidden @ head.float().T
+    return product(hidden, embedding if architecture.tied else weight("lm_head.weight"))
 
 
 def run_layer(
@@ -67,14 +68,30 @@ def run_layer(
     return hidden + _product(gate * gate.sigmoid() * up, weights, "mlp.down_proj")
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.float()
+def rms_norm(x: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * _dense(weight)
+
+
+def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    return x @ _dense(weight).T
+
+
+def rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:
+    """[T, in] float32."""
+    if isinstance(weight, Quantized):
+        tables = (table[numbers] for table in weight[:3])
+        return Quantized(*tables, weight.bits).dense()
+    return weight[numbers].float()
 
 
 def _product(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
-    out = x @ weights[f"{name}.weight"].float().T
+    out = product(x, weights[f"{name}.weight"])
     bias = weights.get(f"{name}.bias")
-    return out if bias is None else out + bias.float()
+    return out if bias is None else out + _dense(bias)
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight.dense() if isinstance(weight, Quantized) else weight.float()
 
 
 def _turn(head: torch.Tensor, architecture: Architecture) -> torch.Tensor:

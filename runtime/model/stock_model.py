@@ -24,7 +24,6 @@ from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.runtime.model import gate
 from radixcache.runtime.model.gate import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.packed_linear import PackedLinear
 from radixcache.runtime.model.paged_model import PagedModel
 
 _NAME = "radixcache"
@@ -107,8 +106,6 @@ class StockModel(PagedModel):
             attention,
             exact,
         )
-        linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
-        self.fills_up = exact and not all(linear.product.same_alone for linear in linears)
 
     def _logits(
         self,

@@ -1,0 +1,320 @@
+// Attention over KV pages.
+//
+// Keys are cut into blocks at fixed positions; a row attends over each by itself, and what it sees of
+// them is merged in order. So a row's bits depend on that row alone, threads share the work evenly,
+// and a block that several sequences have in their page tables is read once for all of them.
+
+#pragma once
+
+#include <utility>
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int KEYS = 256;  // a block of keys begins at each multiple of this position
+constexpr int ROWS = 32;   // rows that meet a block at once: their scores stay near
+constexpr int SPAN = 256;  // rows of a sequence that go through its blocks together
+constexpr int WIDE = 2 * W;  // columns of a panel of keys or values
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SCORED = 8;  // rows of a product at once: their sums stay in registers
+#else
+constexpr int SCORED = 4;
+#endif
+
+struct Batch {  // as PagedBatch
+    int32_t sequences, page_size;
+    const int32_t *qo_indptr, *kv_indptr, *kv_indices, *kv_lens;
+    const int64_t* slots;
+};
+
+struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
+    int32_t heads, kv_heads, dim, value_dim, window;
+    float scale, softcap;
+};
+
+template <class T>
+struct Tokens {  // [T][heads][dim]; tokens may stand apart, as columns of a product do
+    T* data;
+    int64_t stride;
+
+    T* operator[](int64_t token) const { return data + token * stride; }
+};
+
+inline int up(int n, int to) { return (n + to - 1) / to * to; }
+
+// c[R][WIDE] = a[R][depth] b[depth][WIDE]; each sum is one chain of `depth` fused operations.
+template <int R>
+void product(const float* a, int lda, const float* b, int depth, float* c, int ldc) {
+    vec sums[R][2] = {};
+    for (int i = 0; i < depth; i++) {
+        vec left = load(b + i * WIDE), right = load(b + i * WIDE + W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            vec x = all(a[r * lda + i]);
+            sums[r][0] = fma(x, left, sums[r][0]);
+            sums[r][1] = fma(x, right, sums[r][1]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        store(c + r * ldc, sums[r][0]);
+        store(c + r * ldc + W, sums[r][1]);
+    }
+}
+
+void product(int rows, const float* a, int lda, const float* b, int depth, float* c, int ldc) {
+    for (int r = 0, done; r < rows; r += done, a += done * lda, c += done * ldc) {
+        done = rows - r;
+        if (done >= SCORED) product<SCORED>(a, lda, b, depth, c, ldc), done = SCORED;
+        else if (done >= 4) product<4>(a, lda, b, depth, c, ldc), done = 4;
+        else if (done >= 2) product<2>(a, lda, b, depth, c, ldc), done = 2;
+        else product<1>(a, lda, b, depth, c, ldc), done = 1;
+    }
+}
+
+// What a row has seen of some keys: the highest score `top`, the sum of all weights
+// e^(score - top), and from element W on the weighted sum of the values.
+using State = float*;
+
+// Joins what a row saw of the next keys. If that is nothing, not a bit changes.
+void merge(State seen, const float* next, int width) {
+    if (next[1] == 0) return;  // not by its top: what is no number has none
+    float top = std::max(seen[0], next[0]);
+    vec before = exp(all(seen[0] - top)), after = exp(all(next[0] - top));
+    seen[0] = top;
+    seen[1] = seen[1] * before[0] + next[1] * after[0];
+    for (int d = W; d < W + width; d += W)
+        store(seen + d, load(seen + d) * before + load(next + d) * after);
+}
+
+// Queries [from, to) of a sequence, and blocks [block, end) of the keys that they see.
+struct Part {
+    int s, from, to, block, end;
+    int apart;      // states of a query and head: one for each block of a sequence, or for all
+    size_t offset;  // in the states, which are [to - from][heads][apart][stride] of a sequence
+};
+
+// How the work of a batch is shared out; the same for all layers with these heads.
+struct Plan {
+    const Batch& batch;
+    Heads heads;
+    int group = heads.heads / heads.kv_heads;
+    int width = up(heads.value_dim, WIDE), stride = W + width;  // floats of a state
+    std::vector<Part> parts;
+    std::vector<size_t> starts;              // of parts over the same pages
+    std::vector<std::pair<Part, int>> rows;  // queries that are merged, and where their states are
+    size_t size = 0;                         // floats of all states
+
+    // Few queries go through each block apart, many through all of them in order: the same sums.
+    Plan(const Batch& batch, const Heads& heads) : batch(batch), heads(heads) {
+        int most = std::max(SPAN / group, 1);
+        for (int s = 0; s < batch.sequences; s++)
+            for (int from = 0; from < queries(s); from += most) {
+                Part part{s, from, std::min(from + most, queries(s)), 0, 0, 1, size};
+                part.block = first_key(s, from) / KEYS;
+                part.end = (position(s, part.to) - 1) / KEYS + 1;
+                if (queries(s) <= most) part.apart = part.end - part.block;
+                for (int i = from; i < part.to && part.apart > 1; i++) rows.push_back({part, i});
+                size += (size_t)(part.to - from) * heads.heads * part.apart * stride;
+                for (int left = part.apart; left > 0; left--, part.block++, part.offset += stride) {
+                    parts.push_back(part);
+                    if (part.apart > 1) parts.back().end = part.block + 1;
+                }
+            }
+        std::sort(parts.begin(), parts.end(), [this](auto& a, auto& b) { return before(a, b); });
+        for (size_t i = 0; i < parts.size(); i++)
+            if (!i || parts[i].end - parts[i].block > 1 || before(parts[i - 1], parts[i]))
+                starts.push_back(i);
+        starts.push_back(parts.size());
+    }
+
+    int queries(int s) const { return batch.qo_indptr[s + 1] - batch.qo_indptr[s]; }
+    int position(int s, int i) const { return batch.kv_lens[s] - queries(s) + i; }
+    int first_key(int s, int i) const { return std::max(0, position(s, i) - heads.window + 1); }
+
+  private:
+    // The longest parts first; those over the same pages stand together.
+    bool before(const Part& a, const Part& b) const {
+        int more = (a.end - a.block) - (b.end - b.block);
+        if (more || a.block != b.block) return more ? more > 0 : a.block < b.block;
+        auto pages = [this](const Part& p) {
+            const int32_t* table = batch.kv_indices + batch.kv_indptr[p.s];
+            int end = std::min(p.end * KEYS, position(p.s, p.to));
+            return std::pair(table + p.block * KEYS / batch.page_size,
+                             table + (end - 1) / batch.page_size + 1);
+        };
+        auto x = pages(a), y = pages(b);
+        return std::lexicographical_compare(x.first, x.second, y.first, y.second);
+    }
+};
+
+template <class T>
+struct Attention {
+    const Plan& plan;
+    Tokens<T> query;
+    const T *k_pages, *v_pages;
+    T* out;
+    const Batch& batch = plan.batch;
+    const Heads& heads = plan.heads;
+    float* states = nullptr;
+
+    void run(int threads) {
+        static thread_local Scratch memory;
+        states = memory.get(plan.size);
+        int64_t tasks = (plan.starts.size() - 1) * heads.kv_heads;
+        parallel(tasks, threads, [&](int64_t task) {
+            const size_t* bounds = &plan.starts[task / heads.kv_heads];
+            attend(&plan.parts[bounds[0]], plan.parts.data() + bounds[1], task % heads.kv_heads);
+        });
+        parallel(plan.rows.size(), threads, [&](int64_t i) {
+            finish(plan.rows[i].first, plan.rows[i].second, 0, heads.heads);
+        });
+    }
+
+  private:
+    State state_of(const Part& part, int i, int head) const {
+        int64_t row = (int64_t)(i - part.from) * heads.heads + head;
+        return states + part.offset + row * part.apart * plan.stride;
+    }
+
+    // A thread's memory: a block of one KV head in panels, and up to ROWS rows that meet it.
+    struct Room {
+        float *keys, *values, *query, *scores, *seen;
+        int first[ROWS], end[ROWS];  // the keys that each row sees, counted from the block's start
+        State to[ROWS];
+
+        explicit Room(const Plan& plan) {
+            static thread_local Scratch memory;
+            size_t dim = up(plan.heads.dim, W), width = plan.width, total = 0;
+            std::pair<float**, size_t> parts[] = {{&keys, KEYS * dim}, {&values, KEYS * width},
+                {&query, ROWS * dim}, {&scores, ROWS * KEYS}, {&seen, ROWS * plan.stride}};
+            for (auto& part : parts) total += part.second;
+            float* p = memory.get(total);
+            for (auto& part : parts) *part.first = p, p += part.second;
+        }
+    };
+
+    // Copies the first `count` keys and values of a block into panels, the keys transposed.
+    void pack(int s, int kv_head, int block, int count, Room& room) const {
+        int dim = heads.dim, value_dim = heads.value_dim, size = batch.page_size;
+        const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
+        const T *keys[KEYS + W], *values[KEYS];
+        for (int j = 0; j < count;) {  // page by page
+            int at = block * KEYS + j, slot = at % size;
+            int64_t row = ((int64_t)table[at / size] * size + slot) * heads.kv_heads + kv_head;
+            for (; slot < size && j < count; slot++, j++, row += heads.kv_heads) {
+                keys[j] = k_pages + row * dim;
+                values[j] = v_pages + row * value_dim;
+            }
+        }
+        int columns = up(count, WIDE);
+        std::fill(keys + count, keys + std::min(columns + W, KEYS + W), keys[count - 1]);
+        for (int j = 0; j < columns; j += W)
+            for (int d = 0; d < dim; d += W) {
+                vec r[W];
+                for (int i = 0; i < W; i++) {
+                    __builtin_prefetch(keys[j + W + i] + d);
+                    if (j + i < count) __builtin_prefetch(values[j + i] + d);
+                    r[i] = load(keys[j + i] + d, dim - d);
+                }
+                transpose(r);
+                float* to = room.keys + (j / WIDE * dim + d) * WIDE + j % WIDE;
+                for (int i = 0; i < std::min(W, dim - d); i++) store(to + i * WIDE, r[i]);
+            }
+        for (int j = 0; j < count; j++)
+            for (int d = 0; d < plan.width; d += W) {
+                vec x = d < value_dim ? load(values[j] + d, value_dim - d) : vec{};
+                store(room.values + (d / WIDE * KEYS + j) * WIDE + d % WIDE, x);
+            }
+    }
+
+    // Makes query i of sequence s row r of those that meet the block.
+    void place(int s, int i, int head, int block, int r, Room& room) const {
+        room.first[r] = plan.first_key(s, i) - block * KEYS;
+        room.end[r] = plan.position(s, i) + 1 - block * KEYS;
+        const T* from = query[batch.qo_indptr[s] + i] + head * heads.dim;
+        for (int d = 0, n = heads.dim; n > 0; d += W, n -= W)
+            store(room.query + r * heads.dim + d, load(from + d, n) * heads.scale, n);
+    }
+
+    // The rows in the room attend over the block, and join what they see to their states.
+    void meet(int rows, Room& room) const {
+        int count = std::min(KEYS, *std::max_element(room.end, room.end + rows));
+        int dim = heads.dim, columns = up(count, WIDE);
+        if (count <= 0) return;
+        for (int j = 0; j < columns; j += WIDE)
+            product(rows, room.query, dim, room.keys + j * dim, dim, room.scores + j, KEYS);
+        for (int r = 0; r < rows; r++) {
+            float *scores = room.scores + r * KEYS, *seen = room.seen + r * plan.stride;
+            if (heads.softcap != 0)
+                for (int j = 0; j < columns; j += W)
+                    store(scores + j, tanh(load(scores + j) / heads.softcap) * heads.softcap);
+            if (room.first[r] > 0 || room.end[r] < columns)
+                for (int j = 0; j < columns; j += W) {
+                    ivec key = lanes() + j, sees = (key >= room.first[r]) & (key < room.end[r]);
+                    store(scores + j, sees ? load(scores + j) : all(-INFINITY));
+                }
+            vec tops = all(-INFINITY), totals = {};
+            for (int j = 0; j < columns; j += W) {
+                vec x = load(scores + j);
+                tops = x > tops ? x : tops;
+            }
+            seen[0] = max(tops);
+            vec top = all(std::max(seen[0], -3e38f));  // a number, if it sees no key
+            for (int j = 0; j < columns; j += W) {
+                vec x = exp(load(scores + j) - top);
+                totals += x;
+                store(scores + j, x);
+            }
+            seen[1] = sum(totals);
+        }
+        for (int d = 0; d < plan.width; d += WIDE)
+            product(rows, room.scores, KEYS, room.values + d * KEYS, count, room.seen + W + d,
+                    plan.stride);
+        for (int r = 0; r < rows; r++) merge(room.to[r], room.seen + r * plan.stride, plan.width);
+    }
+
+    // Parts over the same pages, [begin, end), read them once.
+    void attend(const Part* begin, const Part* end, int kv_head) const {
+        Room room(plan);
+        for (int block = begin->block; block < begin->end; block++) {
+            int n = 0, count = 0;
+            for (const Part* p = begin; p < end; p++)
+                count = std::max(count, std::min(KEYS, plan.position(p->s, p->to) - block * KEYS));
+            pack(begin->s, kv_head, block, count, room);
+            for (const Part* p = begin; p < end; p++)
+                for (int row = p->from * plan.group; row < p->to * plan.group; row++) {
+                    int i = row / plan.group, head = kv_head * plan.group + row % plan.group;
+                    State state = room.to[n] = state_of(*p, i, head);
+                    if (block == p->block) {
+                        std::fill(state, state + plan.stride, 0.0f);
+                        state[0] = -INFINITY;
+                    }
+                    place(p->s, i, head, block, n++, room);
+                    if (n == ROWS) meet(std::exchange(n, 0), room);
+                }
+            if (n > 0) meet(n, room);
+        }
+        for (const Part* p = begin; p < end; p++)
+            for (int i = p->from; i < p->to && p->apart == 1; i++)
+                finish(*p, i, kv_head * plan.group, plan.group);
+    }
+
+    // Merges the states of query i, in order, and writes what these heads of it have seen.
+    void finish(const Part& part, int i, int first, int count) const {
+        int64_t row = (int64_t)(batch.qo_indptr[part.s] + i) * heads.heads;
+        for (int head = first; head < first + count; head++) {
+            State seen = state_of(part, i, head);
+            for (int more = 1; more < part.apart; more++)
+                merge(seen, seen + more * plan.stride, plan.width);
+            T* to = out + (row + head) * heads.value_dim;
+            for (int d = 0; d < heads.value_dim; d += W)  // + 0: keys unseen may turn -0 into 0
+                store(to + d, load(seen + W + d) / seen[1] + 0.0f, heads.value_dim - d);
+        }
+    }
+};
+
+}  // namespace

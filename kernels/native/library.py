@@ -1,0 +1,128 @@
+"""Loads the compiled kernels, and checks what is handed to them.
+
+Whatever does not fit together is a ValueError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from threading import local
+
+import torch
+
+from radixcache.kernels.native.build import build
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
+_KERNELS = {  # in the order of native.cpp
+    "attend": "***l*l*l***i",
+    "linear": "*l**li",
+    "rows": "**l*i",
+    "activate": "***lillii",
+    "forward": "******l*i",
+}
+_FUNCTIONS = {"pack": "*lill*i", "pack_blocks": "***iill*i"}
+
+
+@cache
+def problem() -> str | None:
+    """Why the kernels cannot run here; None if they can. The first call may compile them."""
+    try:
+        library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(build()))
+
+
+@cache
+def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
+    """A function of native.cpp; those of `_KERNELS` are for a dtype.
+
+    Raises:
+        ValueError: there is none for that dtype.
+    """
+    if dtype is None:
+        types = _FUNCTIONS[name]
+        function = getattr(library(), f"radixcache_{name}")
+        function.restype, function.argtypes = c_int32, [_TYPES[letter] for letter in types]
+    elif dtype not in DTYPES:
+        raise ValueError(f"no native kernels for {dtype}")
+    else:
+        table = str(dtype).replace("torch.", "radixcache_")
+        address = (c_void_p * len(_KERNELS)).in_dll(library(), table)[[*_KERNELS].index(name)]
+        types = (_TYPES[letter] for letter in _KERNELS[name])
+        function = ctypes.CFUNCTYPE(c_int32, *types)(address)
+
+    def call(*arguments: object) -> None:
+        done = function(*arguments, num_threads())
+        if done == 0:
+            raise MemoryError("no memory for what a step computes")
+        if done < 0:
+            raise IndexError("a token, or a row whose logits are wanted, that does not exist")
+
+    return call
+
+
+class _Threads(local):
+    count = 0
+
+
+_threads = _Threads()
+
+
+def num_threads() -> int:
+    """Threads of a kernel that this thread calls: torch's number, unless `quiet_torch` holds."""
+    return _threads.count or torch.get_num_threads()
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Within it, torch's own operations of this thread stay on it; the kernels' pool does not.
+
+    Threads of OpenMP spin for milliseconds after each operation that they had a share in, on the
+    cores that the pool is about to use.
+    """
+    try:
+        set_threads = ctypes.CDLL(None).omp_set_num_threads  # for this thread alone
+    except AttributeError:
+        yield
+        return
+    _threads.count = torch.get_num_threads()
+    set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(_threads.count)
+        _threads.count = 0
+
+
+def check(
+    tensor: torch.Tensor,
+    like: torch.Tensor | torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    apart: bool = False,
+) -> None:
+    """Refuse what is not of that shape and dtype, on a CPU, and contiguous.
+
+    Args:
+        apart: whether only what belongs to each entry of the first dimension must be.
+    """
+    dtype = like if isinstance(like, torch.dtype) else like.dtype
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:
+        raise ValueError(
+            f"expected {list(shape)} {dtype} on a CPU, "
+            f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    if not tensor.is_contiguous() and not (apart and tensor[0].is_contiguous()):
+        raise ValueError(f"a tensor of {list(shape)} is not contiguous")

@@ -1,0 +1,393 @@
+// Linear layers: rows times big weights, packed once into panels.
+//
+// Each sum is one chain of fused operations along the depth, from its first element to its last,
+// whatever the number of rows, the tile, the block of the depth or the thread: a row's bits depend
+// on that row alone. Quantized weights become the float32 that they stand for, and so give, to the
+// bit, what panels of that float32 give.
+
+#pragma once
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace {
+
+// V vectors in a row of a panel; up to FEW rows, weights are expanded in registers; of more, MOST
+// have their sums in registers at once.
+#if defined(__AVX512F__)
+constexpr int V = 2, FEW = 8, MOST = 12;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int V = 2, FEW = 4, MOST = 6;
+#elif defined(__aarch64__)
+constexpr int V = 4, FEW = 4, MOST = 5;
+#else
+constexpr int V = 2, FEW = 4, MOST = 4;
+#endif
+constexpr int N = W * V;           // columns of a panel
+constexpr int DEEP = 4096 / N;     // depth of a block of a panel, expanded into 16 KiB of L1
+constexpr int TALL = 8 * MOST;     // rows that meet it, at most: of these, a block stays in L2
+constexpr int PANELS = 8;          // panels that a thread takes at once, at most
+constexpr int64_t SMALL = 1 << 17; // multiplications that take less than it does to wake a thread
+
+// ---- Formats of a panel: 32-bit words [depth / PER][N], each of PER successive weights of a column,
+// the first lowest. Of quantized ones, BLOCK weights of a column are numbers from 0 on, times a
+// scale, plus a minimum: [depth / BLOCK][scales, minimums, BLOCK / PER words][N].
+
+struct Scales {
+    vec scale, minimum;
+};
+
+template <int BITS, int BLOCK_>
+struct Panels {
+    using Element = float;  // of a row
+    static constexpr int PER = 32 / BITS, BLOCK = BLOCK_, HEAD = BITS < 16 ? 2 : 0;
+    static constexpr int WORDS = HEAD + BLOCK / PER;  // of a column of a block
+    static constexpr bool PLAIN = BITS == 32;
+
+    static Scales scales(const uint32_t* block, int v) {
+        if constexpr (!HEAD) return Scales();
+        return {read<vec>(block + v * W), read<vec>(block + N + v * W)};
+    }
+
+    static vec weight(uvec word, int j, const Scales& s) {
+        if constexpr (BITS == 32) return (vec)word;
+        if constexpr (BITS == 16) return (vec)(j ? word & 0xffff0000 : word << 16);
+        uvec number = word >> j * BITS;
+        if (j < PER - 1) number &= (1u << BITS % 32) - 1;
+        return fma(__builtin_convertvector((ivec)number, vec), s.scale, s.minimum);
+    }
+
+    static vec add(vec sum, float x, vec weight) { return fma(all(x), weight, sum); }
+};
+
+// Two bfloat16 of a row with two of a column in one instruction. Elements and words are pairs.
+struct Pairs {
+    using Element = uint32_t;
+    static constexpr int PER = 1, BLOCK = 1, HEAD = 0, WORDS = 1;
+    static constexpr bool PLAIN = true;
+
+    static Scales scales(const uint32_t*, int) { return Scales(); }
+    static vec weight(uvec word, int, const Scales&) { return (vec)word; }
+    static vec add(vec sum, uint32_t x, vec weight) {
+#if defined(__AVX512BF16__)
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(x - uvec{}), (__m512bh)weight);
+#else
+        return sum + weight + x;  // never called
+#endif
+    }
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+enum Format : int32_t { FLOAT32, BFLOAT16, BITS8, BITS8_OF_16, BITS4 };
+
+// Calls f with the panels' type.
+template <class F>
+void with_panels(Format format, const F& f) {
+    switch (format) {
+        case FLOAT32: return f(Panels<32, 1>());
+        case BFLOAT16: return f(Panels<16, 2>());
+        case BITS8: return f(Panels<8, 32>());
+        case BITS8_OF_16: return f(Panels<8, 16>());
+        case BITS4: return f(Panels<4, 32>());
+    }
+}
+
+// A packed weight [columns][depth], and its bias, as Python has them.
+struct Weight {
+    const uint32_t* panels;
+    const float* bias;     // filled up to whole panels; or null
+    int32_t depth, padded; // to whole blocks, with zeros
+    int32_t columns;
+    Format format;
+};
+
+// ---- Products.
+
+// sums[R][C][N] of R rows with C panels that stand `apart`, the weights expanded in registers.
+template <class P, int R, int C>
+void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, int64_t apart,
+         int depth, float* to) {
+    vec sums[R][C * V] = {};
+    for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N) {
+        Scales scales[C * V];
+#pragma GCC unroll 8
+        for (int v = 0; v < C * V; v++) scales[v] = P::scales(panel + v / V * apart, v % V);
+        for (int i = 0; i < P::BLOCK / P::PER; i++) {
+            uvec words[C * V];
+#pragma GCC unroll 8
+            for (int v = 0; v < C * V; v++)
+                words[v] = read<uvec>(panel + v / V * apart + (P::HEAD + i) * N + v % V * W);
+#pragma GCC unroll 8
+            for (int j = 0; j < P::PER; j++) {
+                const typename P::Element* at = x + k + i * P::PER + j;
+#pragma GCC unroll 8
+                for (int v = 0; v < C * V; v++) {
+                    vec w = P::weight(words[v], j, scales[v]);
+                    if (R > 1) keep(w);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) sums[r][v] = P::add(sums[r][v], at[r * stride], w);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < C * V; v++) store(to + (r * C * V + v) * W, sums[r][v]);
+}
+
+template <class P, int R = FEW>
+void few(int rows, const typename P::Element* x, int64_t stride, const uint32_t* panel, int depth,
+         float* to) {
+    if (rows == R) return few<P, R, 1>(x, stride, panel, 0, depth, to);
+    if constexpr (R > 1) few<P, R - 1>(rows, x, stride, panel, depth, to);
+}
+
+// sums[R][N] (0 if `first`) + x[depth][R] weights[depth][N], for panels of one element a word.
+template <class P, int R>
+void tile(const typename P::Element* x, const float* weights, int depth, float* to, bool first) {
+    vec sums[R][V] = {};
+    if (!first)
+#pragma GCC unroll 24
+        for (int i = 0; i < R * V; i++) sums[i / V][i % V] = load(to + i * W);
+    for (int k = 0; k < depth; k++, x += R, weights += N) {
+        vec w[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) keep(w[v] = load(weights + v * W));
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) sums[r][v] = P::add(sums[r][v], x[r], w[v]);
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < R * V; i++) store(to + i * W, sums[i / V][i % V]);
+}
+
+template <class P, int R = MOST>
+void tile(int rows, const typename P::Element* x, const float* weights, int depth, float* to,
+          bool first) {
+    if (rows == R) return tile<P, R>(x, weights, depth, to, first);
+    if constexpr (R > 1) tile<P, R - 1>(rows, x, weights, depth, to, first);
+}
+
+// [depth][N] float32 of a panel.
+template <class P>
+void expand(const uint32_t* block, int depth, float* to) {
+    for (const float* end = to + depth * N; to < end; block += P::WORDS * N) {
+        Scales scales[V];
+        for (int v = 0; v < V; v++) scales[v] = P::scales(block, v);
+#pragma GCC unroll 1
+        for (int i = 0; i < P::BLOCK / P::PER; i++, to += P::PER * N)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) {
+                uvec word = read<uvec>(block + (P::HEAD + i) * N + v * W);
+#pragma GCC unroll 8
+                for (int j = 0; j < P::PER; j++)
+                    store(to + j * N + v * W, P::weight(word, j, scales[v]));
+            }
+    }
+}
+
+// out = x weight^T + bias; rows of `x` and `out` may stand apart.
+template <class T, class U>
+struct Product {
+    const T* x;
+    int64_t x_stride;
+    const Weight& weight;
+    U* out;
+    int64_t out_stride, rows;
+    int threads;
+    int panels = (weight.columns + N - 1) / N;
+
+    void run() {
+        if (rows * weight.depth * weight.columns < SMALL) threads = 1;
+        if constexpr (HAS_PAIRS && sizeof(T) == 2)
+            if (weight.format == BFLOAT16) return by<Pairs>();
+        with_panels(weight.format, [&](auto panels) { by<decltype(panels)>(); });
+    }
+
+  private:
+    template <class P>
+    void by() const {
+        constexpr bool paired = std::is_same_v<P, Pairs>;
+        int depth = paired ? weight.padded / 2 : weight.padded;
+        if (rows <= FEW) by_few<P>(depth);
+        else by_many<P>(depth);
+    }
+
+    // Element k of a row, with zeros behind its end.
+    template <class P>
+    typename P::Element element(const T* row, int k) const {
+        if constexpr (std::is_same_v<P, Pairs>) {
+            uint32_t low = read<bf16>(row + 2 * k).bits;
+            return 2 * k + 1 < weight.depth ? low | (uint32_t)read<bf16>(row + 2 * k + 1).bits << 16
+                                            : low;
+        } else {
+            return k < weight.depth ? number(row[k]) : 0;
+        }
+    }
+
+    void finish(const float* sums, int64_t row, int64_t column) const {
+        U* to = out + row * out_stride + column;
+        for (int v = 0; v < V && column + v * W < weight.columns; v++) {
+            vec y = load(sums + v * W);
+            if (weight.bias) y += load(weight.bias + column + v * W);
+            store(to + v * W, y, weight.columns - column - v * W);
+        }
+    }
+
+    template <class P>
+    void by_few(int depth) const {
+        using E = typename P::Element;
+        static thread_local Scratch memory;
+        const E* a = (const E*)x;
+        int64_t stride = x_stride;
+        if (sizeof(T) != sizeof(E) || weight.depth != weight.padded) {
+            E* copy = (E*)memory.get(rows * depth);
+            for (int r = 0; r < rows; r++)
+                for (int k = 0; k < depth; k++)
+                    copy[r * (int64_t)depth + k] = element<P>(x + r * x_stride, k);
+            a = copy, stride = depth;
+        }
+        // One row takes two panels at once, so that enough sums are under way. Shares differ by
+        // little: each thread takes some ten.
+        int64_t apart = (int64_t)depth / P::BLOCK * P::WORDS * N;
+        int step = rows == 1 ? 2 : 1;
+        int share = std::max(step, std::min(PANELS, panels / (8 * threads)) / step * step);
+        parallel((panels + share - 1) / share, threads, [&](int64_t i) {
+            float sums[std::max(2, FEW) * N];
+            int panel = i * share, end = std::min(panel + share, panels);
+            for (; panel < end; panel += step) {
+                int count = std::min(step, end - panel);
+                const uint32_t* at = weight.panels + panel * apart;
+                if (count == 2) few<P, 1, 2>(a, stride, at, apart, depth, sums);
+                else few<P>(rows, a, stride, at, depth, sums);
+                for (int r = 0; r < rows; r++)
+                    for (int c = 0; c < count; c++)
+                        finish(sums + (r * count + c) * N, r, (panel + c) * (int64_t)N);
+            }
+        });
+    }
+
+    // Rows are cut into groups as even as can be, each of at most MOST rows, which are copied as
+    // [depth][rows of the group].
+    template <class P>
+    void by_many(int depth) const {
+        using E = typename P::Element;
+        static thread_local Scratch copies, room;
+        int64_t groups = (rows + MOST - 1) / MOST, blocks = (rows + TALL - 1) / TALL;
+        auto start = [&](int64_t group) { return group * rows / groups; };
+        E* a = (E*)copies.get(rows * depth);
+        parallel_rows(groups, MOST * depth, threads, [&](int64_t g) {
+            int64_t from = start(g), n = start(g + 1) - from;
+            E* to = a + from * depth;
+            for (int r = 0; r < n; r++)
+                for (int k = 0; k < depth; k++)
+                    to[k * n + r] = element<P>(x + (from + r) * x_stride, k);
+        });
+        int share = std::clamp<int64_t>(panels * blocks / (4 * threads), 1, PANELS);
+        int64_t shares = (panels + share - 1) / share;
+        parallel(shares * blocks, threads, [&](int64_t i) {
+            int64_t first = i % blocks * groups / blocks, last = (i % blocks + 1) * groups / blocks;
+            int64_t from = start(first), height = start(last) - from;
+            int panel = i / blocks * share, end = std::min(panel + share, panels);
+            float* weights = room.get(DEEP * N + share * height * N);
+            float* sums = weights + DEEP * N;
+            for (int k = 0; k < depth; k += DEEP)
+                for (int p = panel; p < end; p++) {
+                    int deep = std::min(DEEP, depth - k);
+                    const uint32_t* at = weight.panels
+                        + ((int64_t)p * depth + k) / P::BLOCK * P::WORDS * N;
+                    const float* b = (const float*)at;
+                    if constexpr (!P::PLAIN) expand<P>(at, deep, weights), b = weights;
+                    for (int64_t g = first; g < last; g++) {
+                        int64_t row = start(g), n = start(g + 1) - row;
+                        float* to = sums + ((p - panel) * height + row - from) * N;
+                        tile<P>(n, a + row * depth + k * n, b, deep, to, k == 0);
+                    }
+                }
+            for (int64_t r = 0; r < height; r++)
+                for (int p = panel; p < end; p++)
+                    finish(sums + ((p - panel) * height + r) * N, from + r, p * (int64_t)N);
+        });
+    }
+};
+
+template <class T, class U>
+void multiply(const T* x, int64_t x_stride, const Weight& weight, U* out, int64_t out_stride,
+              int64_t rows, int threads) {
+    if (rows > 0) Product<T, U>{x, x_stride, weight, out, out_stride, rows, threads}.run();
+}
+
+// Rows `ids` of a weight: of an embedding, which may be packed as the output layer, too.
+template <class T>
+void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, int threads) {
+    with_panels(weight.format, [&](auto panels) {
+        using P = decltype(panels);
+        parallel_rows(count, weight.depth * 8, threads, [&](int64_t i) {
+            static thread_local Scratch memory;
+            float* row = memory.get(weight.padded + W);
+            int lane = ids[i] % W, v = ids[i] % N / W;
+            const uint32_t* block = weight.panels
+                + ids[i] / N * (weight.padded / P::BLOCK) * P::WORDS * N;
+            for (float* to = row; to < row + weight.padded; block += P::WORDS * N) {
+                Scales scales = P::scales(block, v);
+                for (int w = 0; w < P::BLOCK / P::PER; w++)
+                    for (int j = 0; j < P::PER; j++)
+                        *to++ = P::weight(read<uvec>(block + (P::HEAD + w) * N + v * W), j,
+                                          scales)[lane];
+            }
+            for (int d = 0; d < weight.depth; d += W)
+                store(out + i * weight.depth + d, load(row + d), weight.depth - d);
+        });
+    });
+}
+
+// ---- At load: rows into panels.
+
+// `words_of(row, to)` gives the words of a row, as they follow each other in its column.
+template <class F>
+void pack(int64_t rows, int64_t words, uint32_t* panels, int threads, const F& words_of) {
+    parallel((rows + N - 1) / N, threads, [&](int64_t p) {
+        std::vector<uint32_t> taken(N * words);
+        for (int64_t r = 0; r < N && p * N + r < rows; r++)
+            words_of(p * N + r, taken.data() + r * words);
+        uint32_t* to = panels + p * N * words;
+        for (int64_t i = 0; i < words; i++)
+            for (int r = 0; r < N; r++) to[i * N + r] = taken[r * words + i];
+    });
+}
+
+// Of `depth` elements of `size` bytes each, whose rows stand `stride` bytes apart.
+void pack_elements(const uint8_t* data, int64_t stride, int size, int64_t rows, int64_t depth,
+                   uint32_t* panels, int threads) {
+    int64_t words = (depth * size + 3) / 4;
+    pack(rows, words, panels, threads, [&](int64_t row, uint32_t* to) {
+        memcpy(to, data + row * stride, depth * size);
+    });
+}
+
+// Of numbers [rows][depth], and scales and minimums [rows][depth / block].
+void pack_blocks(const uint8_t* numbers, const float* scales, const float* minimums, int bits,
+                 int block, int64_t rows, int64_t depth, uint32_t* panels, int threads) {
+    int64_t blocks = depth / block, per = 32 / bits;
+    pack(rows, blocks * (2 + block / per), panels, threads, [&](int64_t row, uint32_t* to) {
+        const uint8_t* from = numbers + row * depth;
+        for (int64_t b = row * blocks; b < (row + 1) * blocks; b++) {
+            memcpy(to++, scales + b, 4);
+            memcpy(to++, minimums + b, 4);
+            for (int i = 0; i < block / per; i++) {
+                uint32_t word = 0;
+                for (int j = 0; j < per; j++) word |= (uint32_t)*from++ << j * bits;
+                *to++ = word;
+            }
+        }
+    });
+}
+
+}  // namespace

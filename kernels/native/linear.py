@@ -1,0 +1,118 @@
+"""Linear layers whose weights are packed once, at load, in the order in which they are read."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_void_p
+
+import torch
+
+from radixcache.kernels.native.library import check, kernel, library
+from radixcache.kernels.quantized import Quantized
+
+_FORMATS = {  # bits and block of each, in the order of linear.h
+    (32, 1): 0,
+    (16, 2): 1,
+    (8, 32): 2,
+    (8, 16): 3,
+    (4, 32): 4,
+}
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of linear.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "bias")),
+        *((name, c_int32) for name in ("depth", "padded", "columns", "format")),
+    ]
+
+
+class PackedLinear:
+    """x [rows, in] to x @ weight.T + bias [rows, out], in float32 or bfloat16.
+
+    A row's result has the same bits among any rows. Products with a weight in fewer bits have
+    those of the float32 weight that it stands for; of bfloat16 with bfloat16, where the processor
+    has an instruction for it, those of that instruction.
+
+    Args:
+        weight: [out, in] float32, bfloat16 or quantized; it is copied.
+        bias: [out].
+
+    Attributes:
+        struct: what the kernels take; it points to memory of this object.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None
+    ) -> None:
+        self.out_features, self.in_features = rows, depth = weight.shape
+        panel = c_int32.in_dll(library(), "radixcache_panel").value
+        panels, padded = -(-rows // panel), depth
+        if isinstance(weight, Quantized):
+            bits, block = weight.bits, weight.block
+            if (bits, block) not in _FORMATS or depth % block:
+                raise ValueError(f"no panels of {bits} bits in blocks of {block} for {depth}")
+            check(weight.numbers, torch.uint8, (rows, depth))
+            for table in (weight.scales, weight.minimums):
+                check(table, torch.float32, (rows, depth // block))
+            words = depth // block * (2 + block * bits // 32)
+        else:
+            check(weight, weight.dtype, (rows, depth), apart=True)
+            if weight.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"no panels of {weight.dtype}")
+            bits, block = weight.itemsize * 8, 4 // weight.itemsize
+            padded = -(-depth // block) * block
+            words = padded // block
+        self._panels = torch.empty(panels * words * panel, dtype=torch.int32)
+        if isinstance(weight, Quantized):
+            kernel("pack_blocks")(
+                *(weight.numbers.data_ptr(), weight.scales.data_ptr()),
+                *(weight.minimums.data_ptr(), bits, block, rows, depth, self._panels.data_ptr()),
+            )
+        else:
+            stride = weight.stride(0) * weight.itemsize
+            kernel("pack")(
+                *(weight.data_ptr(), stride, weight.itemsize, rows, depth),
+                self._panels.data_ptr(),
+            )
+        self._bias: torch.Tensor | None = None
+        if bias is not None:
+            check(bias, bias.dtype, (rows,))
+            self._bias = torch.zeros(panels * panel)
+            self._bias[:rows] = bias
+        self.struct = Weight(
+            self._panels.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            *(depth, padded, rows, _FORMATS[bits, block]),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        check(x, x.dtype, (rows, self.in_features), apart=True)
+        out = x.new_empty(rows, self.out_features)
+        kernel("linear", x.dtype)(
+            *(x.data_ptr(), x.stride(0), ctypes.addressof(self.struct), out.data_ptr(), rows)
+        )
+        return out
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` [T] int64 of the weight, as [T, in]."""
+        check(ids, torch.int64, (len(ids),))
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise IndexError(f"rows of {self.out_features}")
+        out = torch.empty(len(ids), self.in_features, dtype=dtype)
+        kernel("rows", dtype)(
+            *(ctypes.addressof(self.struct), ids.data_ptr(), len(ids), out.data_ptr())
+        )
+        return out
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in] float32, made anew."""
+        return self.rows(torch.arange(self.out_features), torch.float32)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Address and bytes of the panels."""
+        return self._panels.data_ptr(), self._panels.nbytes

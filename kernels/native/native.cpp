@@ -1,0 +1,81 @@
+// What Python calls. library.py compiles it for the machine that it runs on; callers check every
+// argument. Each call returns 1; 0 if memory was not enough; -1 for a number that is out of range.
+
+#include "model.h"
+
+namespace {
+
+template <class F>
+int32_t enough_memory(const F& f) try {
+    f();
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+template <class T>
+int32_t attend(const Batch& batch, const Heads& heads, T* query, int64_t query_stride, T* key,
+               int64_t key_stride, T* value, int64_t value_stride, T* k_pages, T* v_pages, T* out,
+               int threads) {
+    return enough_memory([&] {
+        Tokens<T> q{query, query_stride}, k{key, key_stride}, v{value, value_stride};
+        write_kv(batch, heads, q, k, v, Rope{}, HeadNorms<T>{}, k_pages, v_pages, threads);
+        Plan plan(batch, heads);
+        Attention<T>{plan, q, k_pages, v_pages, out}.run(threads);
+    });
+}
+
+template <class T>
+int32_t linear(const T* x, int64_t stride, const Weight& weight, T* out, int64_t rows, int threads) {
+    return enough_memory([&] { multiply(x, stride, weight, out, weight.columns, rows, threads); });
+}
+
+template <class T>
+int32_t rows(const Weight& weight, const int64_t* ids, int64_t count, T* out, int threads) {
+    return enough_memory([&] { rows_of(weight, ids, count, out, threads); });
+}
+
+template <class T>
+int32_t activate(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t gate_stride,
+                 int64_t up_stride, int gelu, int threads) {
+    gated(gate, up, out, rows, width, gate_stride, up_stride, gelu, threads);
+    return true;
+}
+
+template <class T>
+int32_t forward(const Model<T>& model, const Batch& batch, T* const* pages, const int64_t* ids,
+                const int64_t* positions, const int64_t* wanted, int64_t count, float* logits,
+                int threads) {
+    int64_t rows = batch.qo_indptr[batch.sequences];
+    for (int64_t i = 0; i < rows; i++)
+        if (ids[i] < 0 || ids[i] >= model.embedding.columns) return -1;
+    for (int64_t i = 0; i < count; i++)
+        if (wanted[i] < 0 || wanted[i] >= rows) return -1;
+    return enough_memory([&] {
+        Step<T>{model, batch, pages, threads}.run(ids, positions, wanted, count, logits);
+    });
+}
+
+#define KERNELS(T)                                                                                 \
+    (void*)attend<T>, (void*)linear<T>, (void*)rows<T>, (void*)activate<T>, (void*)forward<T>
+
+}  // namespace
+
+extern "C" {
+void* radixcache_float32[] = {KERNELS(float)};
+void* radixcache_bfloat16[] = {KERNELS(bf16)};
+int32_t radixcache_panel = N;
+
+int32_t radixcache_pack(const uint8_t* data, int64_t stride, int size, int64_t rows, int64_t depth,
+                        uint32_t* panels, int threads) {
+    return enough_memory([&] { pack_elements(data, stride, size, rows, depth, panels, threads); });
+}
+
+int32_t radixcache_pack_blocks(const uint8_t* numbers, const float* scales, const float* minimums,
+                               int bits, int block, int64_t rows, int64_t depth, uint32_t* panels,
+                               int threads) {
+    return enough_memory([&] {
+        pack_blocks(numbers, scales, minimums, bits, block, rows, depth, panels, threads);
+    });
+}
+}
