@@ -460,39 +460,27 @@ MUTANTS = [
         f"{SERVER}/test_access.py",
     ),
     Mutant(
-        "exact: steps of one row",
-        "runtime/model/paged_model.py",
-        "if self.fills_up and (len(token_ids) == 1 or len(logit_rows) == 1):",
-        "if self.fills_up and len(token_ids) > 1 and len(logit_rows) == 1:",
-        EXACT,
-    ),
-    Mutant(
-        "exact: logits of one row",
-        "runtime/model/paged_model.py",
-        "if self.fills_up and (len(token_ids) == 1 or len(logit_rows) == 1):",
-        "if self.fills_up and len(token_ids) == 1:",
-        EXACT,
-    ),
-    Mutant(
-        "exact: the second row of a step writes to the page of the first",
-        "runtime/model/paged_model.py",
-        "np.append(batch.kv_indices, np.int32(spare_page))",
-        "np.append(batch.kv_indices, batch.kv_indices[:1])",
-        EXACT,
-    ),
-    Mutant(
-        "exact: small products as torch has them",
-        "runtime/model/native_operations.py",
-        "if weight.dtype == torch.float32:\n            return SmallProduct(weight, bias)",
-        "if weight.dtype == torch.float32:\n            return super().small_product(weight, bias)",
-        EXACT,
-    ),
-    Mutant(
-        "exact: small products of transformers' layers as torch has them",
+        "exact: linear layers of transformers as torch has them",
         "runtime/model/exact_layers.py",
-        "pack_linears(model, small=True)",
-        "pack_linears(model)",
+        "    pack_linears(model)\n",
+        "",
         EXACT,
+    ),
+    Mutant(
+        "native: blocks of the depth are summed apart",
+        "kernels/native/linear.h",
+        "tile<P>(n, a + row * depth + k * n, b, deep, to, k == 0);",
+        "float more[MOST * N];\n"
+        "                        tile<P>(n, a + row * depth + k * n, b, deep, more, true);\n"
+        "                        for (int e = 0; e < n * N; e++) to[e] = k ? to[e] + more[e] : more[e];",
+        "tests/kernels/test_native_linear.py",
+    ),
+    Mutant(
+        "native: the last layer's rows in another order",
+        "kernels/native/model.h",
+        "x + wanted[i] * width",
+        "x + wanted[count - 1 - i] * width",
+        "tests/runtime/model/test_decoder.py",
     ),
     Mutant(
         "exact: elements for scalar code",

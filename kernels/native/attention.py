@@ -128,13 +128,13 @@ class NativeBackend(AttentionBackend):
         """
         (tokens, heads, dim), (pages, size, kv_heads, _) = query.shape, k_pages.shape
         value_dim, batch = v_pages.shape[3], self.check_pages(tokens, k_pages)
+        layer = heads_of(heads, kv_heads, dim, value_dim, window, scale, softcap)
         check(query, query, (tokens, heads, dim), apart=True)
         check(key, query, (tokens, kv_heads, dim), apart=True)
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
         check(k_pages, query, (pages, size, kv_heads, dim))
         check(v_pages, query, (pages, size, kv_heads, value_dim))
         out = query.new_empty(tokens, heads, value_dim)
-        layer = heads_of(heads, kv_heads, dim, value_dim, window, scale, softcap)
         kernel("attend", query.dtype)(
             *(batch, ctypes.addressof(layer)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),

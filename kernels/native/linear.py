@@ -43,9 +43,7 @@ class PackedLinear:
         struct: what the kernels take; it points to memory of this object.
     """
 
-    def __init__(
-        self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = rows, depth = weight.shape
         panel = c_int32.in_dll(library(), "radixcache_panel").value
         panels, padded = -(-rows // panel), depth

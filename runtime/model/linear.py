@@ -27,6 +27,8 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
         return self.packed(rows).view(*x.shape[:-1], self.out_features)
 
 

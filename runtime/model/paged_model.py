@@ -146,4 +146,3 @@ class PagedModel(ABC):
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """[R, vocab_size] of the planned step in any dtype; all arguments int32 or int64."""
-

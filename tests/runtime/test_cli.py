@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import radixcache
-from radixcache.kernels import native
+from radixcache.kernels.native.library import problem
 from radixcache.runtime import cli
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):
 def test_a_reader_that_leaves_is_no_error():
     code = """
 import sys
-from radixcache.kernels import native
+from radixcache.kernels.native.library import problem
 from radixcache.runtime import cli
 def generate(args):
     print("x" * 100_000)
@@ -248,7 +248,7 @@ def test_generate_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert out == " The age of Nora Lund is 30.\n The age of Nora Holm is 57.\n"
     placement, first, second = err.splitlines()
-    kernels = "native kernels" if native.problem() is None else "torch "
+    kernels = "native kernels" if problem() is None else "torch "
     assert placement.startswith("qwen3 in float32 on cpu, layers by radixcache with ")
     assert f" with {kernels}" in placement and f", attention by {kernels}" in placement
     assert ", 0 cached, " in first and ", 0 cached, " not in second

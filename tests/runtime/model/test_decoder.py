@@ -13,23 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from radixcache.errors import ModelError
-from radixcache.kernels import native
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
-from radixcache.kernels.native import NativeBackend
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import (
-    decoder,
-    native_operations,
-    operations,
-    packed_linear,
-    reference,
-)
+from radixcache.runtime.model import decoder, operations, reference
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.native_operations import NativeOperations
-from radixcache.runtime.model.operations import Operations, PlainProduct, join
-from radixcache.runtime.model.packed_linear import PackedProduct, can_pack
+from radixcache.runtime.model.operations import Loaded, Operations, PlainProduct, join
 from radixcache.runtime.model.stock_model import StockModel
 from tests.models import EOS, NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
@@ -40,8 +34,7 @@ from tests.runtime.model.test_paged_model import (
     run_steps,
 )
 
-needs_native = pytest.mark.skipif(native.problem() is not None, reason="no C++ compiler")
-needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN on x86-64 only")
+needs_native = pytest.mark.skipif(problem() is not None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -271,47 +264,87 @@ def refuses_wrong_scale(
         (Operations, "norm"), (Operations, "rotation"), (Operations, "turn"),
         (Operations, "attend"), (Operations, "project"), (Operations, "gated"),
         (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchBackend, "run"),
-        pytest.param(PackedProduct, "__call__", marks=needs_packing),
-        pytest.param(PackedProduct, "silu", marks=needs_packing),
     ],
 )  # fmt: skip
 def test_a_wrong_scale_in_any_operation_is_refused_at_load(
     qwen, owner, operation, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1 if owner is PackedProduct else 1 << 30)
     refuses_wrong_scale(
         qwen, owner, operation, TorchBackend(torch.device("cpu")), monkeypatch, caplog
     )
 
 
+def scale_norm(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    weights.layers[1].mlp_norm.mul_(scale)
+
+
+def scale_last_norm(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    weights.layers[-1].norm_after.mul_(scale)
+
+
+def scale_keys(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    norm = weights.layers[0].key_norm
+    assert norm is not None
+    norm.mul_(scale)
+
+
+def scale_scores(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    layers = weights.layers
+    layers[0] = layers[0]._replace(kind=layers[0].kind._replace(scale=scale))
+
+
+def scale_rope(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    operations._rope_scale *= scale
+
+
+def scale_frequencies(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    operations._frequencies = operations._frequencies * scale
+
+
+def swap_products(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+    first, second = weights.layers[:2]
+    weights.layers[:2] = first._replace(down=second.down), second._replace(down=first.down)
+
+
+FAULTS = [
+    scale_norm, scale_last_norm, scale_keys, scale_scores, scale_rope, scale_frequencies,
+    swap_products,
+]  # fmt: skip
+
+
+def refuses_fault(folder: Path, fault: Any, scale: float, dtype: str, patch: Any, log: Any) -> None:
+    right = NativeOperations.loaded
+
+    def wrong(self: NativeOperations, weights: Loaded) -> None:
+        fault(self, weights, scale)
+        right(self, weights)
+
+    log.set_level("INFO", "radixcache")
+    patch.setattr(NativeOperations, "loaded", wrong)
+    assert isinstance(load_model(folder, device="cpu", dtype=dtype), StockModel)
+    assert "come out wrong" in log.text
+
+
 @needs_native
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.05), ("bfloat16", 1.5)])
-@pytest.mark.parametrize(
-    ("owner", "operation"),
-    [
-        (NativeOperations, "norm"), (NativeOperations, "rotation"), (NativeOperations, "heads"),
-        (NativeOperations, "attend"), (NativeOperations, "project"), (NativeOperations, "gated"),
-        (native_operations, "rms_norm"), (NativeBackend, "run"),
-    ],
-)  # fmt: skip
-def test_a_wrong_scale_in_any_native_operation_is_refused_at_load(
-    qwen, owner, operation, dtype, scale, monkeypatch, caplog
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_the_native_step_is_given_is_refused_at_load(
+    qwen, fault, dtype, scale, monkeypatch, caplog
 ) -> None:
-    refuses_wrong_scale(qwen, owner, operation, NativeBackend(), monkeypatch, caplog, dtype, scale)
+    refuses_fault(qwen, fault, scale, dtype, monkeypatch, caplog)
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("owner", "operation"), [(NativeOperations, "heads"), (native_operations, "rms_norm")]
-)
 def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
-    owner, operation, monkeypatch, caplog, tmp_path
+    monkeypatch, caplog, tmp_path
 ) -> None:
     deep = tiny_model("llama", tmp_path, tokenizer=False, num_hidden_layers=40)
+    monkeypatch.setitem(decoder._TOLERANCES, torch.bfloat16, 1e-3)
+    assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), Decoder)
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_ROUNDINGS", 0)
         assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), StockModel)
-    refuses_wrong_scale(deep, owner, operation, NativeBackend(), monkeypatch, caplog, "bfloat16", 2)
+    refuses_fault(deep, scale_norm, 2, "bfloat16", monkeypatch, caplog)
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:
@@ -327,7 +360,7 @@ def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog
 
 
 def test_the_last_layer_ends_with_the_rows_whose_logits_are_wanted(qwen, monkeypatch) -> None:
-    model = load_model(qwen, device="cpu")
+    model = load_model(qwen, device="cpu", attention=TorchBackend(torch.device("cpu")))
     rows: list[int] = []
     gated = operations.Operations.gated
 
@@ -336,50 +369,98 @@ def test_the_last_layer_ends_with_the_rows_whose_logits_are_wanted(qwen, monkeyp
         return gated(self, x, weights)
 
     monkeypatch.setattr(operations.Operations, "gated", count)
-    batch = PagedBatch(
-        np.array([0, 7], np.int32), np.array([0, 2], np.int32), np.array([3, 1], np.int32),
-        np.array([3], np.int32), 4,
-    )  # fmt: skip
     pool = model.allocate(4, 4)
-    model.forward(np.arange(7), batch, np.array([6]), pool)
-    model.forward(np.arange(7), batch, np.array([], np.int64), pool)
+    for wanted in ([6], []):
+        model.forward(np.arange(7), one_sequence(7), np.array(wanted, np.int64), pool)
     assert rows == [7] * (NUM_LAYERS - 1) + [1] + [7] * (NUM_LAYERS - 1)
 
 
-def test_many_rows_go_through_the_mlp_in_parts_of_two_rows_or_more(qwen, monkeypatch) -> None:
+def one_sequence(count: int) -> PagedBatch:
+    return PagedBatch.of([np.array([3, 1, 0, 2], np.int32)], [count], [count], 4)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, pytest.param(NativeBackend, marks=needs_native)])
+def test_logits_of_some_rows_in_any_order_are_those_of_all(qwen, backend) -> None:
+    attention = backend() if backend is NativeBackend else backend(torch.device("cpu"))
+    model = load_model(qwen, device="cpu", attention=attention)
+    pool, tokens = model.allocate(4, 4), np.arange(11)
+    whole = model.forward(tokens, one_sequence(11), np.arange(11), pool)
+    for wanted in ([10], [3, 0, 9], [5, 5], []):
+        some = model.forward(tokens, one_sequence(11), np.array(wanted, np.int64), pool)
+        torch.testing.assert_close(some, whole[wanted], atol=1e-4, rtol=1e-4)
+
+
+@needs_native
+def test_tokens_and_rows_that_do_not_exist_are_refused(qwen) -> None:
     model = load_model(qwen, device="cpu")
-    assert isinstance(model, Decoder)
-    whole, layer, rows = model._operations.gated, model._layers[0], list[int]()
+    pool = model.allocate(4, 4)
+    for tokens, wanted in (([-1, 3], [1]), ([3, model.vocab_size], [1]), ([3, 4], [2])):
+        with pytest.raises(IndexError):
+            model.forward(np.array(tokens), one_sequence(2), np.array(wanted), pool)
+    model.forward(np.array([3, 4]), one_sequence(2), np.array([1]), pool)
+    with pytest.raises(ValueError, match="expected"):
+        model.forward(np.array([3, 4]), one_sequence(2), np.array([1]), wrong_pool(model))
+
+
+def wrong_pool(model: Any) -> KVPool:
+    return KVPool(model.shapes, 4, 4, torch.bfloat16, model.device)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, pytest.param(NativeBackend, marks=needs_native)])
+def test_a_step_of_many_rows_gives_what_steps_of_few_give(qwen, backend, monkeypatch) -> None:
+    """More rows than an MLP holds at once."""
     monkeypatch.setattr(operations, "_MLP_ROWS", 5)
+    attention = backend() if backend is NativeBackend else backend(torch.device("cpu"))
+    model = load_model(qwen, device="cpu", attention=attention)
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, 1100)
+    outs = []
+    for counts in ([1100], [500, 500, 100]):
+        pool, done, rows = model.allocate(1, 1100), 0, []
+        for count in counts:
+            done += count
+            batch = PagedBatch.of([np.zeros(1, np.int32)], [count], [done], 1100)
+            chunk = tokens[done - count : done]
+            rows.append(model.forward(chunk, batch, np.arange(count), pool))
+        outs.append(torch.cat(rows))
+    assert relative_error(outs[:1], outs[1:]) < 1e-4
 
-    def gated(x: torch.Tensor, weights: Any) -> torch.Tensor:
-        rows.append(len(x))
-        return whole(x, weights)
 
-    monkeypatch.setattr(model._operations, "gated", gated)
-    torch.manual_seed(3)
-    for count in range(1, 19):
-        x = torch.randn(count, model._architecture.hidden_size)
-        expected = layer.down(whole(x.clone(), layer.gate_up))
-        rows.clear()
-        assert relative_error([model._operations.mlp(layer, x)], [expected]) < 1e-5
-        assert sum(rows) == count and max(rows) <= 6 and (min(rows) > 1 or count == 1)
-
-
-@needs_packing
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tied_embedding_is_read_from_the_packed_head(dtype, tmp_path, monkeypatch) -> None:
-    if not can_pack(getattr(torch, dtype)):
-        pytest.skip("no bfloat16 here")
-    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
-    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=True)
-    tied = load_model(folder, device="cpu", dtype=dtype)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_embedding_is_that_of_the_checkpoint(dtype, tied, tmp_path, monkeypatch) -> None:
+    """It may be read from the output layer."""
+    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=tied)
     weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    assert isinstance(tied, Decoder)
+    made: list[Any] = []
+    for kind in (Operations, NativeOperations):
+        loaded = kind.loaded
+        monkeypatch.setattr(
+            kind, "loaded", lambda self, w, f=loaded: (made.append(w.embedding), f(self, w))
+        )
+    load_model(folder, device="cpu", dtype=dtype)
     ids = torch.arange(len(weight))
-    assert torch.equal(tied._embed(ids), weight.to(tied.dtype))
-    if torch.cpu._is_avx512_supported():
-        assert isinstance(tied._embed, packed_linear.PackedRows)
+    wanted = weight.to(getattr(torch, dtype))
+    got = made[-1].rows(ids, wanted.dtype) if problem() is None else made[-1](ids)
+    assert torch.equal(got.to(wanted.dtype), wanted)
+
+
+@needs_native
+def test_weights_stored_in_bfloat16_take_half_the_memory_in_float32(qwen, tmp_path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "narrow")
+    model.float().save_pretrained(tmp_path / "wide")
+    narrow, wide = (load_model(tmp_path / name, device="cpu") for name in ("narrow", "wide"))
+    sizes = []
+    for loaded in (narrow, wide):
+        assert isinstance(loaded, Decoder) and loaded.dtype == torch.float32
+        assert isinstance(loaded._operations, NativeOperations)
+        sizes.append(sum(packed.block[1] for packed in loaded._operations._packed))
+    assert 2 * sizes[0] == sizes[1]
+    logits = [
+        m.forward(np.arange(9), one_sequence(9), np.arange(9), m.allocate(4, 4))
+        for m in (narrow, wide)
+    ]
+    assert torch.equal(*logits)
 
 
 def test_weights_side_by_side_are_joined_without_a_copy() -> None:

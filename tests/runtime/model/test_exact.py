@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -16,27 +15,21 @@ from torch.nn import functional as F
 
 from radixcache import LLM, SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels import native
+from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.prompt_logprobs import _score
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model import exact, exact_layers
-from radixcache.runtime.model.architecture import understand
-from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.linear import NativeLinear
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.native_operations import ExactOperations
 from radixcache.runtime.model.operations import Operations
-from radixcache.runtime.model.packed_linear import PackedLinear, PackedProduct, can_pack
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.stock_model import StockModel
 from tests.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import LOOPED, Tally, differing, exact_model, play
-from tests.runtime.model.test_decoder import settings_of
 
-reason = native.problem() or (None if can_pack(torch.float32) else "no packed weights")
-needs_exact = pytest.mark.skipif(reason is not None, reason=str(reason))
+needs_exact = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 F32, BF16 = torch.float32, torch.bfloat16
 SEED = 20_261_122
 
@@ -81,68 +74,11 @@ def make_row(width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(width)).mul_(3).to(dtype)
 
 
-def make_product(
-    width: int, outer: int, dtype: torch.dtype, *, bias: bool = False
-) -> PackedProduct:
-    generator = torch.Generator().manual_seed(width + outer)
-    weight = torch.randn(outer, width, generator=generator).mul_(width**-0.5).to(dtype)
-    return PackedProduct(
-        weight, torch.randn(outer, generator=generator).to(dtype) if bias else None
-    )
-
-
-@needs_exact
-@companies
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_row_of_a_packed_product_has_the_same_bits_among_two_rows_or_more(
-    counts, number, dtype
-) -> None:
-    torch.set_num_threads(number)
-    for width, outer in ((64, 60), (100, 77), (1536, 64)):
-        row, one = make_row(width, dtype), make_product(width, outer, dtype, bias=width == 100)
-        assert differing_rows(one, row, counts) == 0, (width, outer)
-
-
-@needs_exact
-@companies
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_row_of_a_packed_product_has_the_same_bits_alone_where_that_is_said(
-    counts, number, dtype
-) -> None:
-    torch.set_num_threads(number)
-    for width, outer in ((64, 60), (100, 77), (513, 64), (1024, 70), (1100, 64), (4224, 65)):
-        weight, bias = make_row(width * outer, dtype).view(outer, width), make_row(outer, dtype)
-        one = PackedProduct(weight, bias, row=True)
-        if not one.same_alone:
-            pytest.skip("oneDNN sums in another order here")
-        row = make_row(width, dtype)
-        assert differing_rows(one, row, [1, *counts]) == 0, (width, outer)
-        rest = PackedProduct(weight, -one._by_onednn(row[None], None)[0], row=True)
-        assert differing_rows(rest, row, [1, *counts]) == 0, "rounding hides it"
-
-
-@needs_exact
-@companies
-def test_a_row_of_a_small_product_has_the_same_bits_alone_and_among_others(counts, number) -> None:
-    torch.set_num_threads(number)
-    for width, outer in ((5, 3), (64, 60), (100, 77), (256, 512)):
-        row, weight = make_row(width, F32), make_row(width * outer, F32).view(outer, width)
-        one = native.SmallProduct(weight, make_row(outer, F32) if width == 100 else None)
-        assert differing_rows(one, row, [1, *counts]) == 0, (width, outer)
-
-
-def rotate(positions: torch.Tensor) -> torch.Tensor:
-    architecture = understand(settings_of(exact_schedules.folder("qwen3")))
-    operations = ExactOperations(architecture, native.NativeBackend(), F32)
-    return torch.cat(operations.rotation(positions[:, 0].abs().mul(1000).long()), 1)
-
-
 @needs_exact
 @companies
 def test_rows_of_all_other_operations_have_the_same_bits_in_any_company(counts, number) -> None:
     torch.set_num_threads(number)
     operations: dict[str, tuple[Function, int]] = {
-        "rotation tables": (rotate, 5),
         "softmax": (lambda x: x.softmax(-1), 261),
         "log_softmax": (lambda x: x.log_softmax(-1), 261),
         "logsumexp": (lambda x: x.logsumexp(-1, keepdim=True), 261),
@@ -208,40 +144,6 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype)
 
 
 @needs_exact
-@pytest.mark.parametrize(("family", "dtype"), [("gemma2", "float32"), ("llama", "bfloat16")])
-def test_where_the_check_finds_other_bits_of_one_row_there_is_none(
-    family, dtype, monkeypatch
-) -> None:
-    model = exact_model(family, dtype)
-    monkeypatch.setattr(model, "fills_up", False)
-    counted, compute = [], model._logits
-
-    def one_row_differs(pool: Any, tokens: Any, positions: Any, rows: Any) -> torch.Tensor:
-        counted.append((len(tokens), len(rows)))
-        logits = compute(pool, tokens, positions, rows)
-        return logits.nextafter(logits + 1) if len(rows) == 1 else logits
-
-    monkeypatch.setattr(model, "_logits", one_row_differs)
-    exact.check(model)
-    assert model.fills_up and (1, 1) in counted
-    counted.clear()
-    play(model, SEED)
-    exact.check(model)  # asks for the last row's logits alone, too
-    assert model.fills_up and len(counted) > 20
-    assert all(tokens > 1 and rows != 1 for tokens, rows in counted), "a row was alone"
-
-
-@needs_exact
-def test_transformers_layers_take_one_row_alone_where_every_product_may() -> None:
-    for dtype in exact_schedules.DTYPES:
-        model = exact_model("gemma2", dtype)
-        assert isinstance(model, StockModel)
-        linears = [m for m in model._model.modules() if isinstance(m, PackedLinear)]
-        assert len(linears) > 10
-        assert model.fills_up or all(linear.product.same_alone for linear in linears)
-
-
-@needs_exact
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", exact_schedules.DTYPES)
 @pytest.mark.parametrize("family", exact_schedules.MODELS)
@@ -272,43 +174,17 @@ def test_the_number_of_threads_changes_no_bit(families) -> None:
 # Each rule switched off: the schedules find it, and so does the check at load.
 
 
-def by_default(monkeypatch: pytest.MonkeyPatch) -> str:
+def loop_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("radixcache.runtime.model.decoder.choose_operations", Operations)
     return "llama"
 
 
-def one_row_alone(monkeypatch: pytest.MonkeyPatch) -> str:
-    forward = PagedModel.forward
+def linears_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
+    def forward(self: NativeLinear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
 
-    def unfilled(self: PagedModel, *args: Any) -> torch.Tensor:
-        self.fills_up = False
-        return forward(self, *args)
-
-    monkeypatch.setattr(PagedModel, "forward", unfilled)
-    monkeypatch.setattr(PackedProduct, "_take_row_product", lambda *_: None)
-    return "llama"
-
-
-def one_row_in_another_order(monkeypatch: pytest.MonkeyPatch) -> str:
-    take = PackedProduct._take_row_product
-
-    def take_unseen(self: PackedProduct, weight: torch.Tensor) -> None:
-        take(self, weight)
-        if self._row is not None:
-            self._row._block = 96
-            self.same_alone = True
-
-    monkeypatch.setattr(PackedProduct, "_take_row_product", take_unseen)
-    return "llama"
-
-
-def small_products_unpacked(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ExactOperations, "small_product", Operations.small_product)
-    return "llama"
-
-
-def silu_by_onednn(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ExactOperations, "gated", Operations.gated)
-    return "llama"
+    monkeypatch.setattr(NativeLinear, "forward", forward)
+    return "gemma2"
 
 
 def attention_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -324,29 +200,28 @@ def activations_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
     return "gemma3_text"
 
 
-RULES = [
-    by_default, one_row_alone, one_row_in_another_order, small_products_unpacked, silu_by_onednn,
-    attention_by_torch, activations_by_torch,
-]  # fmt: skip
+RULES = [loop_by_torch, linears_by_torch, attention_by_torch, activations_by_torch]
 
 
 @needs_exact
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_rule_bits_differ_and_the_load_sees_it(rule, monkeypatch) -> None:
     family = rule(monkeypatch)
-    load = partial(load_model, exact_schedules.folder(family), device="cpu")
-    if rule in (one_row_in_another_order, silu_by_onednn):  # then steps of one row are filled up
-        model = load(exact=True)
-        assert model.fills_up and not play(model, SEED).differing
-    elif rule is not by_default:
-        with pytest.raises(
-            ModelError, match=r"exact mode does not hold for .* of a token are other"
-        ):
-            load(exact=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(exact, "check", lambda model: None)
-        model = load(exact=rule is not by_default)
+    load = partial(load_model, exact_schedules.folder(family), device="cpu", exact=True)
+    with pytest.raises(ModelError, match=r"exact mode does not hold for .* of a token are other"):
+        load()
+    monkeypatch.setattr(exact, "check", lambda model: None)
+    model = load()
     assert any(play(model, seed).differing for seed in range(SEED, SEED + 40))
+
+
+@needs_exact
+@pytest.mark.parametrize("dtype", exact_schedules.DTYPES)
+@pytest.mark.parametrize("family", LOOPED)
+def test_the_loop_is_exact_by_default_too(family, dtype) -> None:
+    model = load_model(exact_schedules.folder(family), device="cpu", dtype=dtype)
+    assert not model.exact
+    assert schedules(model, range(SEED, SEED + 2)).differing == 0
 
 
 @needs_exact
@@ -367,7 +242,6 @@ def test_the_check_names_what_differs(layer, part, named, monkeypatch) -> None:
             slot[0, 3] = -slot[0, 3]
         return logits
 
-    monkeypatch.setattr(model, "fills_up", model.fills_up)
     monkeypatch.setattr(model, "forward", damage)
     with pytest.raises(ModelError, match=rf": {named} of a token are other bits in other chunks"):
         exact.check(model)
@@ -395,18 +269,11 @@ def test_another_device_is_refused_in_one_sentence() -> None:
         exact.require(torch.device("cuda", 1), torch.float32)
 
 
-def test_without_native_kernels_or_packed_weights_the_reason_is_said(monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "problem", lambda: "no C++ compiler")
-        with pytest.raises(
-            ModelError, match=r"needs the native kernels, which .*: no C\+\+ compiler"
-        ):
-            load_model(BUNDLED_MODEL, device="cpu", exact=True)
-        assert exact.describe().startswith("no: exact mode needs the native kernels")
-    if native.problem() is None:
-        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-        with pytest.raises(ModelError, match="needs oneDNN's packed weights, and has none here"):
-            load_model(BUNDLED_MODEL, device="cpu", exact=True)
+def test_without_native_kernels_the_reason_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(exact, "problem", lambda: "no C++ compiler")
+    with pytest.raises(ModelError, match=r"needs the native kernels, which .*: no C\+\+ compiler"):
+        load_model(BUNDLED_MODEL, device="cpu", exact=True)
+    assert exact.describe().startswith("no: exact mode needs the native kernels")
 
 
 @needs_exact
@@ -429,14 +296,3 @@ def test_an_llm_says_that_it_is_exact_and_answers_as_by_default() -> None:
         assert not repr(plain).endswith("exact)")
         answers = [llm.generate("| 1 | Nora", params)[0] for llm in (exactly, plain)]
     assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
-
-
-@needs_exact
-@pytest.mark.parametrize("family", LOOPED)
-def test_the_default_packs_no_small_product_and_fills_up_no_step(family, monkeypatch) -> None:
-    monkeypatch.setattr("radixcache.runtime.model.paged_model._fill_up", None)
-    model = load_model(exact_schedules.folder(family), device="cpu")
-    assert isinstance(model, Decoder) and not model.exact
-    assert bool(model._operations._packed) == (family == "llama")  # which has big ones
-    logits, _ = exact_schedules.run_alone(model, np.arange(1))
-    assert logits.shape == (1, model.vocab_size)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels import native
+from radixcache.kernels.native.library import problem
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import load, packed_linear
+from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -120,7 +120,7 @@ def random_sequences(seed: int = 0) -> list[np.ndarray]:
 
 
 LOOPED = ["llama", "mistral", "qwen2", "qwen3"]
-OPERATIONS = ["torch"] if native.problem() else ["torch", "native kernels"]
+OPERATIONS = ["torch"] if problem() else ["torch", "native kernels"]
 
 
 def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -> PagedModel:
@@ -142,14 +142,10 @@ KINDS = [
 ]
 
 
-@covering_of(
-    ["family", "layers", "packed"], [(*kind, packed) for kind in KINDS for packed in (False, True)]
-)
+@covering_of(["family", "layers"], KINDS)
 def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
-    monkeypatch, family, layers, packed, tmp_path
+    family, layers, tmp_path
 ) -> None:
-    if packed:  # tiny layers, too
-        monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
     folder = tiny_model(family, tmp_path, tokenizer=False)
     sequences = random_sequences()
     plain = plain_logits(folder, sequences)

@@ -29,7 +29,7 @@ from radixcache.errors import (
     RanksLost,
 )
 from radixcache.runtime.model import local_linear, parallel, ranks
-from radixcache.runtime.model.packed_linear import PackedLinear
+from radixcache.runtime.model.linear import NativeLinear
 from radixcache.runtime.model.ranks import Ranks, as_rank_0, join
 from radixcache.runtime.model.stock_model import StockModel
 from tests.forks import Forked
@@ -228,7 +228,7 @@ def test_big_layers_of_a_rank_are_packed(tmp_path: Path, monkeypatch: pytest.Mon
     with LLM(path, **SETTINGS) as alone, LLM(path, tensor_parallel=2, **SETTINGS) as llm:
         model = llm.engine.model
         assert isinstance(model, StockModel)
-        assert any(isinstance(layer, PackedLinear) for layer in model._model.modules())
+        assert any(isinstance(layer, NativeLinear) for layer in model._model.modules())
         check_equal(llm, alone, 20, seed=1, monkeypatch=monkeypatch)
 
 

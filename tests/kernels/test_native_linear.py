@@ -1,0 +1,172 @@
+"""Products on packed weights: right against float64, in every format, and the same to the bit for a
+row in any company, by any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache.kernels.native.library import problem
+from radixcache.kernels.native.linear import PackedLinear
+from radixcache.kernels.quantized import Quantized
+from tests.kernels.test_native import bits
+
+if problem() is not None:
+    pytest.skip(str(problem()), allow_module_level=True)
+
+F32, BF16 = torch.float32, torch.bfloat16
+FORMATS = ["float32", "bfloat16", "8 bits of 32", "8 bits of 16", "4 bits of 32"]
+COUNTS = (2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 25, 48, 95, 96, 97, 140)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(kind: str, outer: int, inner: int, seed: int = 0) -> torch.Tensor | Quantized:
+    rng = torch.Generator().manual_seed(seed)
+    if kind in ("float32", "bfloat16"):
+        weight = torch.randn(outer, inner, generator=rng).mul_(inner**-0.5)
+        return weight.to(getattr(torch, kind))
+    number, block = int(kind[0]), int(kind[-2:])
+    numbers = torch.randint(0, 1 << number, (outer, inner), generator=rng, dtype=torch.uint8)
+    scales, minimums = torch.rand(2, outer, inner // block, generator=rng).mul_(0.01).half().float()
+    return Quantized(numbers, scales, -(1 << number - 1) * minimums, number)
+
+
+def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight.double()
+    scales, minimums = (table.double().repeat_interleave(weight.block, 1) for table in weight[1:3])
+    return weight.numbers.double() * scales + minimums
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(1, 32), (48, 64), (77, 160), (700, 1536), (130, 4224)]
+)
+def test_any_number_of_rows_gives_the_product(outer, inner, kind, dtype) -> None:
+    weight = make(kind, outer, inner)
+    for bias in (None, torch.randn(outer)):
+        product = PackedLinear(weight, bias)
+        for rows in (0, 1, *COUNTS):
+            x = torch.randn(rows, inner).to(dtype)
+            expected = x.double() @ dense(weight).T + (0 if bias is None else bias.double())
+            got = product(x)
+            assert got.shape == (rows, outer) and got.dtype == dtype
+            if rows:
+                error = (got - expected).abs().max() / expected.abs().max()
+                assert error < (1e-5 if dtype == F32 else 1e-2), rows
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("inner", [1, 5, 77, 513])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_depths_that_fill_no_words(inner, kind, dtype) -> None:
+    weight, x = make(kind, 70, inner), torch.randn(40, inner).to(dtype)
+    product = PackedLinear(weight)
+    for rows in (1, 3, 40):
+        torch.testing.assert_close(
+            product(x[:rows]).double(), x[:rows].double() @ dense(weight).T, atol=2e-2, rtol=2e-2
+        )
+    assert torch.equal(product.weight, dense(weight).float())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("outer", "inner"), [(60, 64), (77, 96), (64, 1536)])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(outer, inner, kind, dtype) -> None:
+    product = PackedLinear(make(kind, outer, inner), torch.randn(outer))
+    x = torch.randn(140, inner).mul_(3).to(dtype)
+    torch.set_num_threads(1)
+    alone = bits(torch.cat([product(row) for row in x.split(1)]))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for count in COUNTS:
+            for first in (0, 1, 140 - count):
+                got = bits(product(x[first : first + count]))
+                np.testing.assert_array_equal(got, alone[first : first + count])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", FORMATS)
+def test_all_numbers_of_rows_and_many_columns(kind) -> None:
+    for dtype in (F32, BF16):
+        product = PackedLinear(make(kind, 3000, 320))
+        x = torch.randn(420, 320).to(dtype)
+        whole = bits(product(x))
+        for count in range(1, 421):
+            torch.set_num_threads(1 + count % 3)
+            np.testing.assert_array_equal(bits(product(x[:count])), whole[:count])
+
+
+def test_the_comparison_finds_other_products() -> None:
+    """Torch's own rows depend on their number, in some of these counts."""
+    weight, x = torch.randn(64, 1536), torch.randn(140, 1536)
+    alone = torch.cat([row @ weight.T for row in x.split(1)])
+    assert any((bits(x[:count] @ weight.T) != bits(alone[:count])).any() for count in COUNTS)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_fewer_bits_give_the_bits_of_the_float32_that_they_stand_for(kind) -> None:
+    weight = make(kind, 100, 224)
+    few, full = PackedLinear(weight), PackedLinear(dense(weight).float())
+    for rows in (1, 2, 9, 100):
+        x = torch.randn(rows, 224)
+        np.testing.assert_array_equal(bits(few(x)), bits(full(x)))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_a_weight_are_read_from_its_panels(kind, dtype) -> None:
+    weight = make(kind, 333, 96)
+    product, ids = PackedLinear(weight), torch.randint(333, (50,))
+    expected = weight.dense() if isinstance(weight, Quantized) else weight.float()
+    assert torch.equal(product.rows(ids, dtype), expected[ids].to(dtype))
+    assert torch.equal(product.weight, expected)
+    assert product.rows(ids[:0], dtype).shape == (0, 96)
+    for wrong in (-1, 333):
+        with pytest.raises(IndexError):
+            product.rows(torch.tensor([0, wrong]), dtype)
+
+
+def test_rows_may_stand_apart_and_weights_may_be_columns() -> None:
+    wide, x = torch.randn(64, 260), torch.randn(7, 300)
+    product = PackedLinear(wide[:, :130])
+    other, rows = PackedLinear(wide[:, :130].contiguous()), x[:, :130].contiguous()
+    assert torch.equal(product(x[:, :130]), other(rows))
+
+
+def test_what_is_no_number_spoils_its_row_alone() -> None:
+    product, x = PackedLinear(make("bfloat16", 64, 128)), torch.randn(9, 128).bfloat16()
+    x[3, 7] = torch.nan
+    assert product(x).isnan().any(1).tolist() == [row == 3 for row in range(9)]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    product = PackedLinear(torch.ones(4, 8))
+    for x in (torch.ones(2, 7), torch.ones(2, 8).double(), torch.ones(8, 2).mT, torch.ones(8)):
+        with pytest.raises(ValueError, match=r"expected|contiguous|no native kernels"):
+            product(x)
+    good = make("4 bits of 32", 6, 64)
+    assert isinstance(good, Quantized)
+    for weight, match in (
+        (torch.ones(4, 8).double(), "no panels"),
+        (torch.ones(4, 8, dtype=torch.float16), "no panels"),
+        (torch.ones(8, 4).mT, "contiguous"),
+        (good._replace(bits=5), "no panels of 5 bits"),
+        (good._replace(scales=good.scales[:, :1]), "no panels of 4 bits in blocks of 64"),
+        (good._replace(minimums=good.minimums[:5]), "expected"),
+        (good._replace(numbers=good.numbers.int()), "expected"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            PackedLinear(weight)
+    with pytest.raises(ValueError, match="expected"):
+        PackedLinear(torch.ones(4, 8), torch.ones(5))
