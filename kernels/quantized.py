@@ -6,6 +6,7 @@ is read, number * scale has at most 24 bits, so this is, to the bit, what its ow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,20 @@ class Quantized(NamedTuple):
     def block(self) -> int:
         """Numbers that share a scale."""
         return self.numbers.shape[1] // self.scales.shape[1]
+
+    def rows(self, ids: torch.Tensor) -> Quantized:
+        """The rows of these numbers."""
+        return Quantized(self.numbers[ids], self.scales[ids], self.minimums[ids], self.bits)
+
+    @staticmethod
+    def join(parts: Sequence[Quantized]) -> Quantized:
+        """Weights of the same format, one below the other."""
+        return Quantized(
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            torch.cat([part.minimums for part in parts]),
+            parts[0].bits,
+        )
 
     def dense(self) -> torch.Tensor:
         """float32 [out, in]."""

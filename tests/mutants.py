@@ -472,7 +472,8 @@ MUTANTS = [
         "tile<P>(n, a + row * depth + k * n, b, deep, to, k == 0);",
         "float more[MOST * N];\n"
         "                        tile<P>(n, a + row * depth + k * n, b, deep, more, true);\n"
-        "                        for (int e = 0; e < n * N; e++) to[e] = k ? to[e] + more[e] : more[e];",
+        "                        for (int e = 0; e < n * N; e++)\n"
+        "                            to[e] = k ? to[e] + more[e] : more[e];",
         "tests/kernels/test_native_linear.py",
     ),
     Mutant(

@@ -52,15 +52,16 @@ def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
         ValueError: there is none for that dtype.
     """
     if dtype is None:
-        types = _FUNCTIONS[name]
         function = getattr(library(), f"radixcache_{name}")
-        function.restype, function.argtypes = c_int32, [_TYPES[letter] for letter in types]
+        function.restype = c_int32
+        function.argtypes = [_TYPES[letter] for letter in _FUNCTIONS[name]]
     elif dtype not in DTYPES:
         raise ValueError(f"no native kernels for {dtype}")
     else:
         table = str(dtype).replace("torch.", "radixcache_")
         address = (c_void_p * len(_KERNELS)).in_dll(library(), table)[[*_KERNELS].index(name)]
-        types = (_TYPES[letter] for letter in _KERNELS[name])
+        assert address is not None
+        types = [_TYPES[letter] for letter in _KERNELS[name]]
         function = ctypes.CFUNCTYPE(c_int32, *types)(address)
 
     def call(*arguments: object) -> None:

@@ -86,7 +86,6 @@ def _format(weight: torch.Tensor | Quantized) -> Any:
 def _join(weights: list[Any], dtype: torch.dtype) -> torch.Tensor | Quantized:
     """One weight of some of the same format, in `dtype` or less."""
     if isinstance(weights[0], Quantized):
-        tables = (torch.cat(parts) for parts in zip(*(w[:3] for w in weights), strict=True))
-        return Quantized(*tables, weights[0].bits)
+        return Quantized.join(weights)
     joined = join(weights)
     return joined if joined.itemsize <= dtype.itemsize else joined.to(dtype)

@@ -78,10 +78,7 @@ def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:
     """[T, in] float32."""
-    if isinstance(weight, Quantized):
-        tables = (table[numbers] for table in weight[:3])
-        return Quantized(*tables, weight.bits).dense()
-    return weight[numbers].float()
+    return _dense(weight.rows(numbers) if isinstance(weight, Quantized) else weight[numbers])
 
 
 def _product(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:

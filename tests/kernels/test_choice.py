@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from radixcache.kernels import choice, native
+from radixcache.kernels import choice
 from radixcache.kernels.attention import LayerKind
-from radixcache.kernels.native import NativeBackend
+from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.torch_backend import TorchBackend
 from tests.kernels import fake_flashinfer
 from tests.kernels.stand_in import Gpu, pretend_gpu
@@ -40,7 +40,7 @@ def test_a_cpu_takes_native_kernels_or_torch_and_says_nothing(
     monkeypatch, caplog, problem, dtype, taken
 ) -> None:
     monkeypatch.setitem(sys.modules, NAME, None)
-    monkeypatch.setattr(native, "problem", lambda: problem)
+    monkeypatch.setattr(choice, "problem", lambda: problem)
     backend = choice.choose_backend(torch.device("cpu"), dtype, KINDS)
     assert type(backend) is taken and not caplog.records
 

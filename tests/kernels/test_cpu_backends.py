@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
-from radixcache.kernels.native import NativeBackend, problem
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from tests.kernels.reference import error, make_batch, make_step, naive_attention, run
 

@@ -227,7 +227,7 @@ sys.exit(cli.main(["generate", "-"]))
 
 @pytest.mark.parametrize("problem", [None, "no C++ compiler"])
 def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, capsys):
-    monkeypatch.setattr(native, "problem", lambda: problem)
+    monkeypatch.setattr("radixcache.kernels.native.library.problem", lambda: problem)
     assert main(["info"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     kernels = "yes" if problem is None else f"no: {problem}"

@@ -433,10 +433,12 @@ def test_the_embedding_is_that_of_the_checkpoint(dtype, tied, tmp_path, monkeypa
     weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     made: list[Any] = []
     for kind in (Operations, NativeOperations):
-        loaded = kind.loaded
-        monkeypatch.setattr(
-            kind, "loaded", lambda self, w, f=loaded: (made.append(w.embedding), f(self, w))
-        )
+
+        def watch(self: Any, weights: Loaded, loaded: Any = kind.loaded) -> None:
+            made.append(weights.embedding)
+            loaded(self, weights)
+
+        monkeypatch.setattr(kind, "loaded", watch)
     load_model(folder, device="cpu", dtype=dtype)
     ids = torch.arange(len(weight))
     wanted = weight.to(getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""transformers' linear layers by the native kernels: which are replaced, and that they do the same."""
+"""transformers' linear layers by the native kernels: which are replaced; that they do the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from radixcache.kernels.native.library import problem
+from radixcache.kernels.native.linear import PackedLinear
 from radixcache.runtime.model import linear
 from radixcache.runtime.model.linear import NativeLinear, pack_linears
 from radixcache.runtime.model.load import load_model
@@ -69,21 +70,23 @@ def test_weights_that_were_bfloat16_take_half_the_memory_and_have_the_same_bits(
     plain.weight.data = plain.weight.data.bfloat16().float()
     narrow = NativeLinear(plain)
     assert narrow.packed.block[1] * 2 == wide.packed.block[1]
-    full = linear.PackedLinear(plain.weight.data, plain.bias.data)
+    full = PackedLinear(plain.weight.data, plain.bias.data)
     assert torch.equal(narrow(x), full(x)) and narrow.weight.dtype == torch.float32
 
 
 @needs_kernels
 def test_plain_layers_are_replaced_and_nothing_else() -> None:
     model = toy()
-    embedding, place = model.get_parameter("embedding.weight"), model["quantised"].weight.data_ptr()
-    before = embedding.clone()
+    embedding, weight = (model.get_parameter(f"{n}.weight") for n in ("embedding", "quantised"))
+    before, place = embedding.clone(), weight.data_ptr()
     pack_linears(model)
     kinds = {name: type(module) for name, module in model.named_modules()}
     assert kinds["inner.0"] is kinds["inner.1"] is kinds["head"] is NativeLinear
     assert kinds["half precision"] is kinds["quantised"] is nn.Linear and kinds["sub"] is Sub
-    assert torch.equal(embedding, before) and model["quantised"].weight.data_ptr() == place
-    assert torch.equal(model["head"].weight, before)
+    assert torch.equal(embedding, before)
+    assert model.get_parameter("quantised.weight").data_ptr() == place
+    head = model["head"]
+    assert isinstance(head, NativeLinear) and torch.equal(head.weight, before)
 
 
 @needs_kernels

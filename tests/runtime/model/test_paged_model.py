@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.native.library import problem
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
