@@ -198,18 +198,9 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while not self._stop:
-                try:
-                    self._run_commands()
-                    self._abort_discarded()
-                    if self._engine.has_work and not self._stop:
-                        self._step()
-                    if self._after_step is not None:
-                        self._after_step()
-                except Exception as error:  # what was to be told may be lost: say so
-                    log.exception("the engine's thread failed")
-                    self._answer_with(error)
-                    self._fail([*self._jobs], error)
+            with self._engine.model.threads():
+                while not self._stop:
+                    self._turn()
         except BaseException:
             log.critical("the engine's thread ends", exc_info=True)
             raise
@@ -221,6 +212,20 @@ class Worker:
                 self._tell([News(job, [], True, stopped) for job in {*self._jobs.values()}])
             finally:
                 self._refuse_commands()
+
+    def _turn(self) -> None:
+        """What was asked since the last step, and a step if there is work."""
+        try:
+            self._run_commands()
+            self._abort_discarded()
+            if self._engine.has_work and not self._stop:
+                self._step()
+            if self._after_step is not None:
+                self._after_step()
+        except Exception as error:  # what was to be told may be lost: say so
+            log.exception("the engine's thread failed")
+            self._answer_with(error)
+            self._fail([*self._jobs], error)
 
     def _run_commands(self) -> None:
         """Run what is in the queue; wait for something if the engine has no work."""

@@ -9,6 +9,7 @@ computes is held against `reference` as it is loaded; transformers' layers run i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from tqdm import tqdm
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.architecture import Architecture, Unknown
@@ -123,6 +126,9 @@ class Decoder(PagedModel):
             down=operations.product(part("mlp.down")),
             norm_after=norm_after,
         )
+
+    def threads(self) -> AbstractContextManager[None]:
+        return quiet_torch() if isinstance(self.attention, NativeBackend) else nullcontext()
 
     def _logits(self, pool: KVPool, *step: torch.Tensor) -> torch.Tensor:
         return self._operations.run(pool, *step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -136,6 +137,10 @@ class PagedModel(ABC):
         """`forward` once the step is planned and its inputs are on the device; into `out`."""
         logits = self._logits(pool, token_ids, positions, logit_rows)
         return logits.float() if out is None else out.copy_(logits)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """What a thread that runs many steps runs them in: on which threads torch computes."""
+        return nullcontext()
 
     @abstractmethod
     def _logits(
