@@ -80,8 +80,9 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
             )
         except subprocess.SubprocessError as error:
             said.seek(0)
-            first = said.read().decode(errors="replace").strip().partition("\n")[0]
-            raise OSError(f"{compiler} failed: {first or error}") from None
+            lines = said.read().decode(errors="replace").strip().splitlines() or [str(error)]
+            first = next((line for line in lines if "error:" in line), lines[0])
+            raise OSError(f"{compiler} failed: {first}") from None
     return part.replace(folder / f"{name}-{_digest(part)}.so")
 
 

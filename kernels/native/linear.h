@@ -68,20 +68,15 @@ struct Pairs {
 
     static Scales scales(const uint32_t*, int) { return Scales(); }
     static vec weight(uvec word, int, const Scales&) { return (vec)word; }
+#if defined(__AVX512BF16__)
+    static constexpr bool HERE = true;
     static vec add(vec sum, uint32_t x, vec weight) {
-#if defined(__AVX512BF16__)
         return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(x - uvec{}), (__m512bh)weight);
-#else
-        return sum + weight + x;  // never called
-#endif
     }
-};
-
-#if defined(__AVX512BF16__)
-constexpr bool HAS_PAIRS = true;
 #else
-constexpr bool HAS_PAIRS = false;
+    static constexpr bool HERE = false;
 #endif
+};
 
 enum Format : int32_t { FLOAT32, BFLOAT16, BITS8, BITS8_OF_16, BITS4 };
 
@@ -206,7 +201,7 @@ struct Product {
 
     void run() {
         if (rows * weight.depth * weight.columns < SMALL) threads = 1;
-        if constexpr (HAS_PAIRS && sizeof(T) == 2)
+        if constexpr (Pairs::HERE && sizeof(T) == 2)
             if (weight.format == BFLOAT16) return by<Pairs>();
         with_panels(weight.format, [&](auto panels) { by<decltype(panels)>(); });
     }
