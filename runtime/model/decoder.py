@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
@@ -23,6 +22,7 @@ from radixcache.runtime.model.choice import choose_operations
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations import Layer, Weight
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.progress import track
 
 _CHECKED_TOKENS = 12
 # Root mean square of the logits' error, over that of their spread around the mean.
@@ -77,7 +77,7 @@ class Decoder(PagedModel):
         norms.append(weight("model.norm.weight"))
         self._first_norm = norms[0]
         self._layers = []
-        for number in tqdm(range(len(kinds)), "Loading layers", leave=False, disable=None, delay=1):
+        for number in track(range(len(kinds)), "reading weights"):
             shapes = architecture.layer_shapes(number)
             weights = {name: weight(f"model.layers.{number}.{name}") for name in shapes}
             hidden = reference.run_layer(architecture, number, hidden, weights)
