@@ -353,11 +353,16 @@ def _show_progress() -> Iterator[None]:
 
 
 def _silence(args: argparse.Namespace | Settings) -> None:
-    """No progress bar for the bundled model, which loads at once, nor where nobody sees it."""
+    """No bars of transformers', beside ours; of downloads, and warnings, where they are seen."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    if args.model is None or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    seen = args.model is not None and sys.stderr.isatty()
+    fetching = seen and not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's, too
+    if fetching:
+        enable_progress_bars()
+    if not seen:
         logging.set_verbosity_error()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 import time
@@ -25,7 +26,7 @@ def test_the_share_of_the_bundled_model_grows_from_0_to_1() -> None:
     shares = [share for _, share in heard if share is not None]
     assert len(shares) == len(heard) and shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0, 1)
-    reading = [share for stage, share in heard if stage == "reading weights"]
+    reading = [share for stage, share in heard if stage == "reading weights" and share is not None]
     assert reading[0] == 0 and 0.5 < reading[-1] < 1 and len({*reading}) == len(reading) > 3
 
 
@@ -84,3 +85,22 @@ def test_what_loads_at_once_or_has_no_terminal_shows_nothing(
 ) -> None:
     assert shown(monkeypatch, Terminal(), 0) == ""
     assert shown(monkeypatch, io.StringIO(), 1.1) == ""
+
+
+@pytest.mark.parametrize(("model", "hub"), [("org/name", True), (None, False)])
+def test_bars_of_others_are_off_but_for_downloads_on_a_terminal(
+    model: str | None, hub: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    enable_progress_bars()
+    try:
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        cli._silence(argparse.Namespace(model=model))
+        assert not logging.is_progress_bar_enabled()
+        assert are_progress_bars_disabled() is not hub
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()

@@ -196,10 +196,10 @@ def serve_slowly(*flags: str) -> int:
     """`radixcache serve` with a model that has loaded its half when there is a file `go`."""
     load = cli._load
 
-    def wait(settings: Any) -> LLM:
+    def wait(args: Any) -> LLM:
         progress.report("reading weights", 0.5)
         wait_for(Path(flags[0]).exists)
-        return load(settings)
+        return load(args)
 
     cli._load = wait
     return radixcache("serve", *flags[1:])
