@@ -115,7 +115,8 @@ serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled mode
 	@$(BIN)/radixcache serve $(ARGS)
 
 chat-smollm: $(VENV)/.stamp-server $(VENV)/.stamp-smollm  ## the same of SmolLM2-135M-Instruct, which is fetched once (94 MB)
-	@$(BIN)/radixcache serve --model "$$($(BIN)/python -c $(SMOLLM_FILE))" $(ARGS)
+	@$(BIN)/radixcache serve --model "$$($(BIN)/python -c $(SMOLLM_FILE))" \
+		--served-model-name SmolLM2-135M-Instruct $(ARGS)
 
 bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
 	@$(BIN)/python -m radixcache.bench.probes.serve_load $(ARGS)
