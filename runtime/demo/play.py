@@ -16,6 +16,7 @@ from typing import Any
 
 from radixcache import LLM, Chat, RequestOutput, SamplingParams
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, Question, read_table
+from radixcache.runtime.model.progress import watch
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=64)
 _KV_MEMORY = "1GiB"  # two models are loaded, so neither may take most of the machine
@@ -217,7 +218,10 @@ def _show(turns: Iterable[Turn]) -> Totals:
     room = console.width - len(left + right) if console.is_terminal else _LONGEST
     room = min(room, _LONGEST)
     played: list[Turn] = []
-    with console.status("loading the model") as status:
+    with (
+        console.status("loading the model") as status,
+        watch(lambda stage, _: status.update(f"loading the model: {stage}")),
+    ):
         for turn in turns:
             if not played:
                 console.print(_INTRODUCTION)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
@@ -26,6 +25,7 @@ from radixcache.runtime.model.choice import choose_operations
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations import Layer, Loaded, Weight
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.progress import track
 
 _CHECKED_TOKENS = 12
 # Root mean square of the logits' error, over that of their spread around the mean.
@@ -86,7 +86,7 @@ class Decoder(PagedModel):
         norms = [norm_weight(f"model.layers.{i}.input_layernorm.weight") for i in range(count)]
         norms.append(norm_weight("model.norm.weight"))
         layers = []
-        for number in tqdm(range(count), "Loading layers", leave=False, disable=None, delay=1):
+        for number in track(range(count), "reading weights"):
             shapes = architecture.layer_shapes(number)
             weights = {name: weight(f"model.layers.{number}.{name}") for name in shapes}
             hidden = reference.run_layer(architecture, number, hidden, weights)

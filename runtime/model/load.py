@@ -24,6 +24,7 @@ from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.system_memory import give_back
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def _load_decoder(
         if named not in _DTYPES:
             raise Unknown(f"the dtype of its config is {named}")
         dtype = _DTYPES[named]
+    report("fetching weights", 0.0)
     with open_checkpoint(name_or_path, device, dtype) as checkpoint, on_device(device):
         found, wanted = checkpoint.shapes, architecture.shapes()
         for name in found.keys() & wanted.keys():  # transformers refuses it, too, but may not end
@@ -138,6 +140,7 @@ def _load_decoder(
                 )
         if found != wanted:
             raise Unknown("its checkpoint has other weights")
+        report("preparing kernels", 0.0)  # which are compiled at the first start
         return Decoder(
             architecture,
             _generation_config(name_or_path),
@@ -167,6 +170,7 @@ def load_stock(
     Raises:
         ModelError: as `load_model`.
     """
+    report("importing transformers' layers")
     from transformers import AutoModelForCausalLM
 
     from radixcache.runtime.model.exact_layers import make_exact
@@ -187,13 +191,15 @@ def load_stock(
         output_loading_info=True,
         **parallel,
     )
-    model, report = _load(name_or_path, read)
-    if missing := sorted(report["missing_keys"]):
+    report("reading weights")
+    model, found = _load(name_or_path, read)
+    if missing := sorted(found["missing_keys"]):
         count = len(missing)
         raise ModelError(
             f"the checkpoint of {name_or_path} lacks {count} of its weights, {missing[0]} for one"
         )
     with on_device(device):
+        report("packing weights")
         model = model.to(device).eval()
         if ranks > 1:
             take_local(model)
@@ -203,6 +209,7 @@ def load_stock(
             pack_linears(model)
         paged = (make or StockModel)(model, attention, exact)
         if config.model_type not in VERIFIED:
+            report("comparing logits")
             again = partial(load_stock, name_or_path, torch.float32, torch.device("cpu"))
             check_logits(paged, again if ranks == 1 else None)
     return paged

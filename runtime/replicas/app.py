@@ -15,13 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from radixcache.runtime.replicas.ingress import Ingress, portable
-from radixcache.runtime.server import errors
-from radixcache.runtime.server.access import ADMINISTRATOR, Access
+from radixcache.runtime.server import errors, guards
+from radixcache.runtime.server.access import ADMINISTRATOR
 from radixcache.runtime.server.answers import Health
-from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.queries import QUERY
-from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
 
 PATIENCE = 5.0
 """Seconds that a replica has for its metrics: who hangs must not take those of others along."""
@@ -29,7 +27,6 @@ PATIENCE = 5.0
 
 def create_app(ingress: Ingress) -> FastAPI:
     """The server in front of the replicas; `app.state.backend` is the ingress."""
-    options = ingress.options
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -49,19 +46,7 @@ def create_app(ingress: Ingress) -> FastAPI:
     app.get("/v1/replicas", dependencies=[ADMINISTRATOR])(_replicas)
     app.mount("", ingress)
     errors.install(app)
-    app.add_middleware(BodyDeadline)
-    app.add_middleware(Access, options=options)
-    if options.allowed_origins:
-        from starlette.middleware.cors import CORSMiddleware
-
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[*options.allowed_origins],
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
-        )
-    app.add_middleware(RequestLog, access_log=options.access_log)
+    guards.install(app, ingress.options)
     return app
 
 

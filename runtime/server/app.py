@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
@@ -18,12 +17,13 @@ from radixcache.runtime.server import (
     completions,
     errors,
     explain,
+    guards,
     messages,
     prefixes,
     responses,
     static,
 )
-from radixcache.runtime.server.access import ADMINISTRATOR, Access
+from radixcache.runtime.server.access import ADMINISTRATOR
 from radixcache.runtime.server.answers import (
     Detokenized,
     Error,
@@ -38,12 +38,11 @@ from radixcache.runtime.server.backend import (
     client_of,
     plain_messages,
 )
-from radixcache.runtime.server.deadline import BodyDeadline
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
 from radixcache.runtime.server.past import Pasts
 from radixcache.runtime.server.queries import QUERY
-from radixcache.runtime.server.request_log import REQUEST_ID, RequestLog
+from radixcache.runtime.server.request_log import REQUEST_ID
 from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.server.settings import Options
 from radixcache.runtime.text.tokenizer import Tokenizer
@@ -80,18 +79,9 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])
     app.include_router(static.router)
+    app.include_router(static.files)
     errors.install(app)
-    app.add_middleware(BodyDeadline)
-    app.add_middleware(Access, options=backend.options)
-    if origins := backend.options.allowed_origins:  # in front: no key comes with a preflight
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
-        )
-    app.add_middleware(RequestLog, access_log=backend.options.access_log)
+    guards.install(app, backend.options)
     if backend.tracing is not None:
         backend.tracing.instrument(app, UNTRACED, [REQUEST_ID])
     return app

@@ -8,6 +8,12 @@ import socket
 from radixcache.errors import InvalidRequest
 
 
+def address_of(listener: socket.socket) -> str:
+    """The URL that leads there."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; `InvalidRequest` says why there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

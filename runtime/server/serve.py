@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from radixcache.runtime.server.listener import address_of
 
 HEAD_SECONDS = 10.0
 """From a connection, or from the first byte of a further request on it, to the end of the head."""
@@ -22,8 +25,8 @@ FLUSH_SECONDS = 3
 """For connections to take what is left, once nothing runs any more."""
 
 
-def configure(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
-    """How uvicorn serves an app of `create_app`."""
+def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
+    """How uvicorn serves an app."""
     return uvicorn.Config(
         app,
         http=_Connection,
@@ -37,15 +40,20 @@ def configure(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
     """Serve an app until a signal ends it; its `state.backend` is a `Backend` or an `Ingress`."""
-    config, backend = configure(app), app.state.backend
-    host, port = listener.getsockname()[:2]
+    announce(app.state.backend, listener)
+    server = Server(configure(app), shutdown_timeout)
+    server.door = app.state.backend.door
+    server.run([listener])
+
+
+def announce(backend: Any, listener: socket.socket) -> None:
+    """Say what is served where."""
+    host = listener.getsockname()[0]
     if backend.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"
         print(warning, file=sys.stderr)
-    host = f"[{host}]" if ":" in host else host
-    names, where = ", ".join(backend.names), f"http://{host}:{port}"
+    names, where = ", ".join(backend.names), address_of(listener)
     print(f"Serving {names} at {where}", *backend.notes, sep="\n", file=sys.stderr, flush=True)
-    _Server(config, backend.door, shutdown_timeout).run([listener])
 
 
 class Door(Protocol):
@@ -96,15 +104,19 @@ class _Connection(H11Protocol):
             self._late = None
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Lets requests end on the first signal, and dies of the second.
 
     While they end, the socket stays open, so that who comes is told 503 and not left to guess.
+
+    Attributes:
+        door: of what is served.
     """
 
-    def __init__(self, config: uvicorn.Config, door: Door, grace: float) -> None:
+    door: Door
+
+    def __init__(self, config: uvicorn.Config, grace: float) -> None:
         super().__init__(config)
-        self._door = door
         self._grace = grace
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,10 +126,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or not self._door.alive:
+        if self._loop is None or not self.door.alive:
             super().handle_exit(sig, frame)
-        elif not self._door.draining:
-            self._door.draining = True
+        elif not self.door.draining:
+            self.door.draining = True
             self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
         else:
             signal.signal(sig, signal.SIG_DFL)
@@ -125,7 +137,7 @@ class _Server(uvicorn.Server):
 
     def _begin_drain(self, sig: int, frame: Any) -> None:
         async def drain() -> None:
-            await self._door.drain(self._grace)
-            super(_Server, self).handle_exit(sig, frame)
+            await self.door.drain(self._grace)
+            super(Server, self).handle_exit(sig, frame)
 
         self._drain = asyncio.create_task(drain())

@@ -35,6 +35,8 @@ HEADERS = {
 }
 
 router = APIRouter(include_in_schema=False)
+files = APIRouter(include_in_schema=False)
+"""Of the page; they need no model."""
 
 
 class Example(BaseModel):
@@ -62,7 +64,7 @@ async def about(backend: BackendDep) -> About:
 
 
 def _add(path: str, name: str, media_type: str) -> None:
-    @router.get(path)
+    @files.get(path)
     async def file() -> FileResponse:
         return FileResponse(FOLDER / name, media_type=media_type, headers=HEADERS)
 

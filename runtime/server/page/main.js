@@ -4,6 +4,7 @@ import { lookAgain, onView } from "./cache.js";
 import { showCharts } from "./charts.js";
 import { introduce } from "./chat.js";
 import { $ } from "./dom.js";
+import { loaded } from "./loading.js";
 import { showReplicas } from "./replicas.js";
 import { call, tell } from "./server.js";
 import { showTree } from "./tree.js";
@@ -16,6 +17,7 @@ $("key").addEventListener("submit", (event) => {
 });
 
 async function begin() {
+  await loaded();
   try {
     introduce(await (await call("page.json")).json());
   } catch (error) {

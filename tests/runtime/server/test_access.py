@@ -283,7 +283,7 @@ def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
     def run(self: Any, sockets: list[socket.socket]) -> None:
         assert not self.config.proxy_headers  # else a header could say that it is this machine
 
-    monkeypatch.setattr(serve._Server, "run", run)
+    monkeypatch.setattr(serve.Server, "run", run)
     app = create_app(llm, Options(api_key=api_key, admin_key="boss"))
     with listen(host, 0) as listener:
         serve.serve(app, listener, 0)

@@ -1,0 +1,268 @@
+"""What the socket answers while the model loads, and how its app takes over."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx2 as httpx
+import pytest
+
+from radixcache import LLM
+from radixcache.errors import ModelError
+from radixcache.runtime import cli
+from radixcache.runtime.model import progress
+from radixcache.runtime.server import static
+from radixcache.runtime.server.app import create_app
+from radixcache.runtime.server.listener import address_of, listen
+from radixcache.runtime.server.loading import Loading
+from radixcache.runtime.server.settings import Options
+from tests.forks import Forked, radixcache
+from tests.runtime.server import http as plain
+from tests.runtime.server.browser import INSTALLED, browser
+from tests.runtime.server.live import ask
+from tests.runtime.server.test_errors import assert_error
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_memory="16MiB")
+
+
+@contextmanager
+def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
+    """A server whose model loads, and its address."""
+    with (
+        listen("127.0.0.1", 0) as listener,
+        Loading(Options(**options), listener, 1) as server,
+    ):
+        yield server, address_of(listener)
+
+
+@contextmanager
+def served(server: Loading, llm: LLM, **options: Any) -> Iterator[None]:
+    """Its model has come; the command's main thread is this one of ours."""
+    app = create_app(llm, Options(**options))
+    serving = threading.Thread(target=server.serve, args=(app,))
+    serving.start()
+    try:
+        yield
+    finally:
+        server._server.should_exit = True
+        serving.join(30)
+        assert not serving.is_alive()
+
+
+def wait_for(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("share", "sentence"),
+    [(0.374, "the model is loading (37 %)"), (None, "the model is loading")],
+)
+def test_health_is_503_and_says_what_is_done_and_how_far(share: float | None, sentence: str):
+    with loading() as (server, url):
+        server.report("reading weights", share)
+        response = plain.get(f"{url}/health")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.headers["x-request-id"]
+        assert response.json() == {
+            "status": "loading",
+            "stage": "reading weights",
+            "share": share,
+            "error": {"message": sentence, "type": "server_error", "param": None, "code": None},
+        }
+
+
+def test_every_other_route_is_503_but_the_pages_files():
+    with loading() as (_, url):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("POST", CHAT),
+            ("POST", "/v1/cache/flush"),
+            ("GET", "/page.json"),
+            ("GET", "/metrics"),
+            ("GET", "/openapi.json"),
+            ("DELETE", "/v1/prefixes/p"),
+            ("POST", "/"),
+            ("GET", "/nothing"),
+        ):
+            body = {"messages": ask("How old is Nora Holm?")} if method == "POST" else None
+            response = httpx.request(method, f"{url}{path}", json=body, verify=False)
+            assert_error(response, 503, "the model is loading (0 %)")
+            assert response.headers["retry-after"] == "1"
+        anthropic = plain.post(f"{url}/v1/messages", json={}).json()
+        assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "overloaded_error")
+        for path, (name, _) in static.FILES.items():
+            file = plain.get(f"{url}{path}")
+            assert (file.status_code, file.content) == (200, (static.FOLDER / name).read_bytes())
+            assert file.headers["content-security-policy"].startswith("default-src 'self';")
+
+
+def test_who_may_not_come_in_later_may_not_now():
+    with loading(api_key="sesame", allowed_origins=["https://a.example"]) as (_, url):
+        assert_error(plain.get(f"{url}/v1/models"), 401, "API key")
+        key = {"authorization": "Bearer sesame"}
+        assert_error(plain.get(f"{url}/v1/models", headers=key), 503, "the model is loading")
+        assert plain.get(f"{url}/health").status_code == 503
+        other = {**key, "origin": "https://b.example"}
+        assert_error(plain.get(f"{url}/health", headers=other), 403, "web pages of")
+        allowed = plain.get(f"{url}/v1/models", headers={**key, "origin": "https://a.example"})
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    with loading() as (_, url):
+        rebound = plain.get(f"{url}/v1/models", headers={"host": "evil.example"})
+        assert_error(rebound, 403, "the server is not known as 'evil.example'")
+
+
+def test_no_connection_is_lost_when_the_model_has_come(llm: LLM):
+    with loading() as (server, url):
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        connection.connect()
+        connection.auto_open = 0  # else a closed one would be opened again
+
+        def status(method: str, path: str, body: Any = None) -> int:
+            headers = {"Content-Type": "application/json"}
+            connection.request(method, path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+            response.read()
+            return response.status
+
+        body = {"messages": ask("How old is Nora Holm?"), "max_tokens": 4}
+        assert status("POST", CHAT, body) == 503
+        seen = [status("GET", "/health")]
+        with served(server, llm):
+            while seen[-1] != 200:
+                seen.append(status("GET", "/health"))
+            assert {*seen} == {503, 200}
+            assert status("POST", CHAT, body) == 200
+            assert status("GET", "/v1/models") == 200
+
+
+# The command.
+
+
+def free_port() -> int:
+    with listen("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_a_model_that_fails_to_load_ends_it_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    url = f"http://127.0.0.1:{free_port()}"
+
+    def load(_: Any) -> NoReturn:
+        progress.report("reading weights", 0.5)
+        assert plain.get(f"{url}/health").json()["share"] == 0.5
+        raise ModelError("no luck")
+
+    monkeypatch.setattr(cli, "_load", load)
+    assert cli.main(["serve", "--port", url.rpartition(":")[2]]) == 2
+    assert capsys.readouterr() == ("", "radixcache: error: no luck\n")
+    with pytest.raises(httpx.ConnectError):
+        plain.get(f"{url}/health")
+
+
+def test_the_address_of_a_named_model_is_told_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def load(args: Any) -> NoReturn:
+        told.append(capsys.readouterr().err)
+        raise ModelError("enough")
+
+    told: list[str] = []
+    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "check_model", lambda name: None)
+    port = free_port()
+    assert cli.main(["serve", "org/name", "--port", str(port)]) == 2
+    assert told == [f"Loading org/name ... http://127.0.0.1:{port}\n"]
+
+
+def serve_slowly(*flags: str) -> int:
+    """`radixcache serve` with a model that has loaded its half when there is a file `go`."""
+    load = cli._load
+
+    def wait(args: Any) -> LLM:
+        progress.report("reading weights", 0.5)
+        wait_for(Path(flags[0]).exists)
+        return load(args)
+
+    cli._load = wait
+    return radixcache("serve", *flags[1:])
+
+
+@contextmanager
+def slow(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
+    """`serve_slowly` in a process that has begun to load, and its address."""
+    port = free_port()
+    running = Forked(folder, serve_slowly, str(folder / "go"), "--port", str(port), *flags)
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def loads() -> bool:
+            try:
+                return bool(plain.get(f"{url}/health").json()["share"] == 0.5)
+            except httpx.TransportError:
+                assert running.poll() is None, running.err.read_text()
+                return False
+
+        wait_for(loads)
+        yield running, url
+    finally:
+        running.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Path):
+    with slow(tmp_path) as (running, url):
+        plain.get(f"{url}/")
+        running.send_signal(number)
+        assert running.wait(5) == status
+        assert running.err.read_text() == ""
+
+
+def test_a_signal_after_it_has_loaded_lets_requests_end(tmp_path: Path):
+    with slow(tmp_path, "--kv-memory", "16MiB") as (running, url):
+        (tmp_path / "go").touch()
+        wait_for(lambda: "Serving tabletalk at" in running.err.read_text())
+        body = {"prompt": "| 1 | Nora", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with plain.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert running.wait(15) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
+def test_the_page_shows_how_far_it_is_and_then_goes_on_by_itself(tmp_path: Path, llm: LLM):
+    with browser(tmp_path) as page, loading() as (server, url):
+        server.report("reading weights", 0.5)
+        page.driver.get(url)
+        page.until(lambda: page.text("#loading") == "Loading the model: reading weights")
+        assert page.run("return document.querySelector('progress').position") == 0.5
+        assert page.text("#trouble") == ""
+        server.report("packing weights", None)
+        page.until(lambda: page.text("#loading") == "Loading the model: packing weights")
+        assert page.run("return document.querySelector('progress').position") == -1
+        with served(server, llm):
+            page.until(lambda: page.text("#model") == "tabletalk")
+            page.until(lambda: "pages in use" in page.text("#pages"))
+            assert not page.one("#loading").is_displayed()
+            page.driver.get("about:blank")
