@@ -54,7 +54,7 @@ class Array(NamedTuple):
     """Where an array of the metadata begins: its values are read when they are asked for."""
 
     kind: int
-    count: int
+    length: int
     at: int
 
 
@@ -190,10 +190,10 @@ class GGUFFile:
 
     def _values(self, array: Array) -> list[Any]:
         if array.kind != _STRING:
-            form = f"<{array.count}{self._format(array.kind)}"
+            form = f"<{array.length}{self._format(array.kind)}"
             return list(struct.unpack_from(form, self._map, array.at))
         found, at, unpack = [], array.at, struct.Struct("<Q").unpack_from
-        for _ in range(array.count):  # they lie inside the file: `_value` has seen to it
+        for _ in range(array.length):  # they lie inside the file: `_value` has seen to it
             begin, at = at + 8, at + 8 + unpack(self._map, at)[0]
             found.append(self._map[begin:at])
         try:
