@@ -261,8 +261,8 @@ def config_of(family: str) -> dict[str, Any]:
     }
 
 
-def metadata_of(family: str, **more: Any) -> dict[str, Any]:
-    """The same of a GGUF file; "{}" in a key stands for the architecture."""
+def metadata_of(family: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The same of a GGUF file; "{}" in a key stands for the architecture, None takes it away."""
     name = "llama" if family == "mistral" else family
     metadata = {
         "general.architecture": name,
@@ -278,24 +278,25 @@ def metadata_of(family: str, **more: Any) -> dict[str, Any]:
         "{}.attention.layer_norm_rms_epsilon": 1e-5,
         "{}.rope.freq_base": 10_000.0,
         **({"{}.attention.sliding_window": 7} if family == "mistral" else {}),
-        **more,
+        **(more or {}),
     }
     return {key.format(name): value for key, value in metadata.items() if value is not None}
 
 
 def write_model(
     path: Path,
+    metadata: Mapping[str, Any] | None = None,
     family: str = "llama",
     kinds: Sequence[str] = ("Q8_0",),
     *,
     tied: bool = False,
     seed: int = 0,
     extra: Mapping[str, Stored] | None = None,
-    **metadata: Any,
 ) -> dict[str, torch.Tensor]:
     """A tiny random model; its weights as a safetensors folder would have them.
 
     Args:
+        metadata: other than `metadata_of` has it.
         kinds: of the matrices, in turn.
         tied: the head is the embedding.
         extra: more tensors of the file.
@@ -332,7 +333,7 @@ def write_model(
         if family == "qwen3":
             for part in "qk":
                 vector(f"{to}attn_{part}_norm.weight", f"{of}self_attn.{part}_norm.weight", DIM)
-    path.write_bytes(gguf_bytes(metadata_of(family, **metadata), tensors))
+    path.write_bytes(gguf_bytes(metadata_of(family, metadata or {}), tensors))
     return dense
 
 

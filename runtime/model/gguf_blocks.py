@@ -79,7 +79,7 @@ def _by_gguf(name: str, tensor: GGUFTensor, rows: torch.Tensor) -> torch.Tensor:
     except ImportError:
         raise ModelError(
             f"the tensor {name} is of kind {tensor.kind.name}, which takes the package gguf: "
-            "pip install 'radixcache[gguf]'"
+            "pip install '.[gguf]' in a checkout"
         ) from None
     except (KeyError, NotImplementedError):
         raise ModelError(

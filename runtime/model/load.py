@@ -116,7 +116,7 @@ def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]
     if missing and split_gguf(str(name_or_path))[1]:
         raise ModelError(
             f"the model at {name_or_path} is a GGUF file of an architecture that transformers "
-            f"reads, with the package {' and '.join(missing)}: pip install 'radixcache[gguf]'"
+            f"reads, with the package {' and '.join(missing)}: pip install '.[gguf]' in a checkout"
         )
     settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
     if not isinstance(settings, dict):

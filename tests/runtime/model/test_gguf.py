@@ -100,7 +100,7 @@ def test_the_definition_is_what_gguf_decodes(kind):
 def test_a_model_gives_the_logits_of_its_dense_weights(
     path, tmp_path, sequences, family, kinds, tied
 ):
-    dense = write_model(path, family, kinds, tied=tied)
+    dense = write_model(path, None, family, kinds, tied=tied)
     folder = write_folder(tmp_path / "dense", family, dense, tie_word_embeddings=tied)
     model = load_model(path, device="cpu")
     assert model.layers_by.startswith("radixcache")
@@ -113,7 +113,7 @@ def test_a_model_gives_the_logits_of_its_dense_weights(
 
 
 def test_weights_are_given_without_loss(path):
-    dense = write_model(path, "llama", ["Q4_K", "F16", "BF16", "F32", "Q6_K"])
+    dense = write_model(path, None, "llama", ["Q4_K", "F16", "BF16", "F32", "Q6_K"])
     checkpoint = GGUFCheckpoint(GGUFFile(path), CPU, torch.float32)
     assert checkpoint.shapes == {name: tuple(weight.shape) for name, weight in dense.items()}
     seen = set()
@@ -154,7 +154,7 @@ def test_on_another_device_all_weights_are_dense(path):
 )
 def test_rope_scaling_is_that_of_the_file(path, tmp_path, sequences, written, wanted):
     keys = {f"{{}}.rope.scaling.{key}": value for key, value in written.items()}
-    dense = write_model(path, "llama", **keys)
+    dense = write_model(path, keys)
     wanted = {"rope_theta": 10_000.0, **wanted}
     folder = write_folder(
         tmp_path / "dense", "llama", dense, rope_theta=None, rope_parameters=wanted
@@ -173,15 +173,15 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
     factors = (1 / ((1 - smooth) / 8 + smooth)).float()
     assert set(factors.tolist()) > {1.0, 8.0}
     stored = Stored("F32", (16,), factors.numpy().tobytes())
-    dense = write_model(path, "llama", extra={"rope_freqs.weight": stored})
+    dense = write_model(path, None, "llama", extra={"rope_freqs.weight": stored})
     folder = write_folder(tmp_path / "dense", "llama", dense, rope_theta=None, rope_parameters=rope)
     wanted = plain_logits(folder, sequences)
     found = run_steps(load_model(path, device="cpu"), sequences, STEPS, 4)
     assert relative_error(found, wanted) < 1e-5
-    write_model(path, "llama")
+    write_model(path, None, "llama")
     without = run_steps(load_model(path, device="cpu"), sequences, STEPS, 4)
     assert relative_error(without, wanted) > 1e-3
-    write_model(path, "llama", extra={"rope_freqs.weight": stored._replace(shape=(4, 4))})
+    write_model(path, None, "llama", extra={"rope_freqs.weight": stored._replace(shape=(4, 4))})
     with pytest.raises(ModelError, match=r"rope_freqs.weight is F32 \[4, 4\]"):
         load_model(path, device="cpu")
 
@@ -208,7 +208,7 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
     ],
 )
 def test_what_is_not_understood_is_refused_in_one_sentence(path, family, change, said):
-    write_model(path, family, **change)
+    write_model(path, change, family)
     with pytest.raises(ModelError, match=said) as error:
         load_model(path, device="cpu")
     assert "\n" not in str(error.value)
@@ -222,10 +222,8 @@ def test_a_tensor_that_the_loop_does_not_know_is_refused(path):
 
 def test_what_transformers_reads_names_its_packages(path, monkeypatch):
     monkeypatch.setattr(load, "find_spec", lambda package: None)
-    write_model(path, "llama", **{"general.architecture": "gemma3"})
-    with pytest.raises(
-        ModelError, match=r"gguf and accelerate: pip install 'radixcache\[gguf\]'"
-    ) as error:
+    write_model(path, {"general.architecture": "gemma3"})
+    with pytest.raises(ModelError, match=r"gguf and accelerate: pip install '\.\[gguf\]'") as error:
         load_model(path, device="cpu")
     assert "\n" not in str(error.value)
 
@@ -233,7 +231,7 @@ def test_what_transformers_reads_names_its_packages(path, monkeypatch):
 def test_a_kind_that_only_gguf_reads_names_the_package(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     file = opened(path, gguf_bytes({}, {"a": Stored("IQ2_XXS", (2, 256), bytes(132))}))
-    with pytest.raises(ModelError, match=r"IQ2_XXS, .* pip install 'radixcache\[gguf\]'") as error:
+    with pytest.raises(ModelError, match=r"IQ2_XXS, .* pip install '\.\[gguf\]'") as error:
         read_tensor("a", file.tensors["a"])
     assert "\n" not in str(error.value)
 
@@ -255,7 +253,7 @@ def test_a_kind_that_gguf_reads_becomes_float32(path, caplog):
 def test_ends_are_those_of_the_metadata(path):
     ids = {"eos": 5, "eot": 9, "eom": 5, "bos": 3, "padding": 0}
     keys = {f"tokenizer.ggml.{name}_token_id": at for name, at in ids.items()}
-    config = generation_config_of(opened(path, gguf_bytes(metadata_of("llama", **keys))))
+    config = generation_config_of(opened(path, gguf_bytes(metadata_of("llama", keys))))
     assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == ([5, 9], 3, 0)
     assert generation_config_of(opened(path, gguf_bytes(metadata_of("llama")))).eos_token_id is None
 
