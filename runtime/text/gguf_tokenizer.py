@@ -14,6 +14,7 @@ from radixcache.runtime.gguf_file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is any other
 _SPACE = "\u2581"
+_LONGEST_PIECE = 256
 
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -181,6 +182,8 @@ def _merges(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, st
 
     Of those with one result, the first is that with the longest left part, as transformers has it.
     """
+    if max(map(len, pieces), default=0) > _LONGEST_PIECE:
+        raise ModelError(f"the GGUF file has a token of over {_LONGEST_PIECE} characters")
     found = [
         (score, at, len(piece) - at, piece[:at], piece[at:])
         for piece, score in pieces.items()

@@ -221,6 +221,15 @@ def test_sentencepiece_joins_by_scores_and_falls_back_to_bytes(tmp_path, prefix)
         assert found.encode(text) == [1, *ids]  # where the file says nothing, there is a BOS
 
 
+def test_a_token_as_long_as_a_file_is_refused_quickly(tmp_path):
+    """A token of n characters has n - 1 cuts, and each takes as long as it is."""
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"][-1] = "a" * 5_000_000
+    metadata["tokenizer.ggml.token_type"][-1] = NORMAL
+    with pytest.raises(ModelError, match="token of over 256"):
+        opened(tmp_path, metadata)
+
+
 def test_added_tokens_of_sentencepiece_cut_the_text(tmp_path):
     metadata = sentencepiece_metadata()
     found = opened(tmp_path, metadata)
