@@ -66,9 +66,21 @@ def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
 
 
 def find_gguf(name_or_path: str) -> str | None:
-    """The path of the GGUF file of that name, fetched if need be; None if it is none."""
+    """The path of the GGUF file of that name, fetched if need be; None if it is no such name.
+
+    Raises:
+        ModelError: the file is not there, or cannot be fetched.
+    """
     source, more = split_gguf(name_or_path)
-    return find_file(source, more["gguf_file"]) if more else None
+    if not more:
+        return None
+    try:
+        if (found := find_file(source, more["gguf_file"])) is not None:
+            return found
+        reason = "there is no such file"
+    except Exception as error:  # what the hub or the network makes of the library that asks
+        reason = first_sentence(error)
+    raise ModelError(f"the model at {name_or_path} does not load: {reason}")
 
 
 def _problem_of_hub(name: str, file: str) -> str | None:

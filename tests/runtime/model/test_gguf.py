@@ -298,6 +298,19 @@ def test_a_folder_with_one_gguf_file_is_that_model(tmp_path):
     assert split_gguf(str(folder)) == (str(folder), {})
 
 
+def test_a_file_of_the_hub_that_cannot_be_had_is_one_sentence(monkeypatch):
+    def refuse(*_: Any) -> str:
+        raise OSError("You are trying to access a gated repo.\nAsk for it.")
+
+    monkeypatch.setattr("radixcache.runtime.files.find_file", refuse)
+    with pytest.raises(ModelError, match="does not load: You are trying") as error:
+        open_gguf("org/name/model.gguf")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr("radixcache.runtime.files.find_file", lambda *_: None)
+    with pytest.raises(ModelError, match="there is no such file"):
+        open_gguf("org/name/model.gguf")
+
+
 @pytest.mark.parametrize("beside", ["config.json", "model.safetensors"])
 def test_a_folder_with_another_checkpoint_is_no_gguf_file(tmp_path, beside):
     (tmp_path / "a.gguf").touch()
