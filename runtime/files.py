@@ -19,8 +19,8 @@ def check_model(name_or_path: str | None) -> None:
     """Refuse what is no model, quickly and without torch; None is the bundled one.
 
     Raises:
-        ModelError: a folder without a config, another file, or a name that nobody knows: neither
-            a folder nor, as far as can be told, the hub.
+        ModelError: a folder without a config and without one GGUF file, another file, or a name
+            that nobody knows: neither a folder nor, as far as can be told, the hub.
     """
     if name_or_path is None:
         return
@@ -31,7 +31,8 @@ def check_model(name_or_path: str | None) -> None:
             raise ModelError(f"no model at {name_or_path}: the folder has no {file}")
     elif path.exists():
         raise ModelError(
-            f"no model at {name_or_path}: a model is a folder with a config.json and weights"
+            f"no model at {name_or_path}: a model is a folder with a config.json and weights, "
+            "or a GGUF file"
         )
     elif (problem := _problem_of_hub(source, file)) is not None:
         raise ModelError(
@@ -43,13 +44,43 @@ def check_model(name_or_path: str | None) -> None:
 def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
     """The folder or hub id of a model, and what transformers is told if it is one GGUF file of it.
 
+    A folder without config.json and safetensors that holds one such file is that file.
+
     >>> split_gguf("org/name/model-q8_0.gguf")
     ('org/name', {'gguf_file': 'model-q8_0.gguf'})
+
+    Raises:
+        ModelError: a folder that holds several.
     """
     path = Path(name_or_path)
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
         return str(path.parent), {"gguf_file": path.name}
-    return name_or_path, {}
+    if not path.is_dir() or (path / "config.json").exists() or any(path.glob("*.safetensors")):
+        return name_or_path, {}
+    found = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if len(found) > 1:
+        raise ModelError(
+            f"the folder {name_or_path} holds several GGUF files; name one: {', '.join(found)}"
+        )
+    return name_or_path, {"gguf_file": found[0]} if found else {}
+
+
+def find_gguf(name_or_path: str) -> str | None:
+    """The path of the GGUF file of that name, fetched if need be; None if it is no such name.
+
+    Raises:
+        ModelError: the file is not there, or cannot be fetched.
+    """
+    source, more = split_gguf(name_or_path)
+    if not more:
+        return None
+    try:
+        if (found := find_file(source, more["gguf_file"])) is not None:
+            return found
+        reason = "there is no such file"
+    except Exception as error:  # what the hub or the network makes of the library that asks
+        reason = first_sentence(error)
+    raise ModelError(f"the model at {name_or_path} does not load: {reason}")
 
 
 def _problem_of_hub(name: str, file: str) -> str | None:

@@ -19,6 +19,7 @@ FLOORS = [
     {
         "radixcache.kernels",
         "radixcache.runtime.files",
+        "radixcache.runtime.gguf_file",
         "radixcache.runtime.routing",
         "radixcache.runtime.sizes",
         "radixcache.runtime.vllm_names",

@@ -27,10 +27,10 @@ _READ = frozenset({
 })  # fmt: skip
 # Settings that change nothing: of training, of other tasks, of the tokenizer, or told by another.
 _INERT = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype",
-    "chunk_size_feed_forward", "id2label", "initializer_range", "label2id", "pad_token_id",
+    "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "label2id", "pad_token_id",
     "pretraining_tp", "problem_type", "return_dict", "torch_dtype", "transformers_version",
-    "use_cache",
+    "unk_token_id", "use_cache",
 })  # fmt: skip
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,11 +19,18 @@ from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.files import check_model, split_gguf
+from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model import gate
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.gguf_checkpoint import GGUFCheckpoint, open_gguf
+from radixcache.runtime.model.gguf_config import (
+    generation_config_of,
+    settings_of,
+    with_rope_factors,
+)
 from radixcache.runtime.model.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
@@ -70,21 +79,23 @@ def load_model(
     """
     place = resolve_device(device)
     check_model(str(name_or_path))
-    settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
-    if not isinstance(settings, dict):
-        raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
+    kind, file = resolve_dtype(dtype, place), open_gguf(name_or_path)
+    settings = _settings(name_or_path, file)
     gate.check_sizes(settings)
-    kind = resolve_dtype(dtype, place)
     if exact:
         exactness.require(place, kind)
-        if settings.get("quantization_config") or split_gguf(str(name_or_path))[1]:
+        by_transformers = file is None and split_gguf(str(name_or_path))[1]
+        if settings.get("quantization_config") or by_transformers:
             raise ModelError(
-                "exact mode takes no quantised checkpoint or GGUF file: none is checked"
+                "exact mode takes no quantised checkpoint, and GGUF files only of Llama, Mistral, "
+                "Qwen2 and Qwen3: no other is checked"
             )
     model: PagedModel | None = None
     try:
-        model = _load_decoder(name_or_path, settings, kind, place, attention, exact)
+        model = _load_decoder(name_or_path, settings, kind, place, attention, exact, file)
     except Unknown as reason:
+        if file is not None:
+            raise _unread(name_or_path, reason) from None
         _log.info("transformers' own layers run this model: %s", reason)
     if model is None:
         model = load_stock(name_or_path, kind, place, attention, exact)
@@ -92,6 +103,30 @@ def load_model(
         exactness.check(model)
     give_back()
     return model
+
+
+def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]:
+    """What config.json says, or a GGUF file in its place."""
+    if file is not None:
+        try:
+            return settings_of(file)
+        except Unknown as reason:
+            raise _unread(name_or_path, reason) from None
+    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
+    if missing and split_gguf(str(name_or_path))[1]:
+        raise ModelError(
+            f"the model at {name_or_path} is a GGUF file of an architecture that transformers "
+            f"reads, with the package {' and '.join(missing)}: pip install '.[gguf]' in a checkout"
+        )
+    settings, _ = _load(name_or_path, PreTrainedConfig.get_config_dict)
+    if not isinstance(settings, dict):
+        raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
+    return settings
+
+
+def _unread(name_or_path: str | Path, reason: Unknown) -> ModelError:
+    """Of a GGUF file that the loop should run: transformers leaves out what it does not know."""
+    return ModelError(f"the GGUF file {name_or_path} is not one that is understood: {reason}")
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> Any:
@@ -115,22 +150,33 @@ def _load_decoder(
     device: torch.device,
     attention: AttentionBackend | None = None,
     exact: bool = False,
+    file: GGUFFile | None = None,
 ) -> PagedModel:
     """A model that the decoder loop knows; nothing of transformers' layers is imported.
+
+    Args:
+        file: the GGUF file that the model is, if the loop knows its architecture.
 
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.
     """
-    if split_gguf(str(name_or_path))[1]:
+    if file is None and split_gguf(str(name_or_path))[1]:
         raise Unknown("its weights are in a GGUF file")
     architecture = understand(settings)
+    if file is not None:
+        architecture = with_rope_factors(architecture, file)
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in _DTYPES:
             raise Unknown(f"the dtype of its config is {named}")
         dtype = _DTYPES[named]
     report("fetching weights", 0.0)
-    with open_checkpoint(name_or_path, device, dtype) as checkpoint, on_device(device):
+    opened = (
+        open_checkpoint(name_or_path, device, dtype)
+        if file is None
+        else nullcontext(GGUFCheckpoint(file, device, dtype))
+    )
+    with opened as checkpoint, on_device(device):
         found, wanted = checkpoint.shapes, architecture.shapes()
         for name in found.keys() & wanted.keys():  # transformers refuses it, too, but may not end
             if found[name] != wanted[name]:
@@ -143,7 +189,7 @@ def _load_decoder(
         report("preparing kernels", 0.0)  # which are compiled at the first start
         return Decoder(
             architecture,
-            _generation_config(name_or_path),
+            _generation_config(name_or_path, file),
             checkpoint.tensor,
             dtype,
             device,
@@ -224,7 +270,9 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     return config
 
 
-def _generation_config(name_or_path: str | Path) -> GenerationConfig:
+def _generation_config(name_or_path: str | Path, file: GGUFFile | None) -> GenerationConfig:
+    if file is not None:
+        return generation_config_of(file)
     try:
         return GenerationConfig.from_pretrained(str(name_or_path))
     except OSError:  # it has none

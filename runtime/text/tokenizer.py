@@ -13,7 +13,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
-from radixcache.runtime.files import find_file, split_gguf
+from radixcache.runtime.files import find_file, find_gguf, split_gguf
+from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.text.call_formats import THINK, THOUGHT, CallFormat, find_format
 from radixcache.runtime.text.tool_calls import check_tools, for_template
 
@@ -80,8 +81,10 @@ class Tokenizer:
             ModelError: there is one, and it cannot be loaded.
         """
         try:
-            has_gguf = bool(split_gguf(name_or_path)[1])
-            if has_gguf or any(find_file(name_or_path, file) for file in _VOCABULARIES):
+            if (path := find_gguf(name_or_path)) is not None:
+                found = _read_gguf(name_or_path, path)
+                return None if found is None else cls(found, max_tokens)
+            if any(find_file(name_or_path, file) for file in _VOCABULARIES):
                 return cls(_read(name_or_path), max_tokens)
             if not find_file(name_or_path, _CONFIG):  # for some models, transformers makes one up
                 return None
@@ -310,6 +313,21 @@ class Tokenizer:
         return text
 
 
+def _read_gguf(name_or_path: str, path: str) -> Any:
+    """The tokenizer in a GGUF file, which transformers reads of other families; None if none is."""
+    from radixcache.runtime.text.gguf_tokenizer import read_tokenizer
+
+    file = GGUFFile(path)
+    if file.get("tokenizer.ggml.model", str, "none") in ("none", "no_vocab"):
+        return None
+    if file.get("general.architecture", str) in _LIGHT:
+        return read_tokenizer(file)
+    from transformers import AutoTokenizer
+
+    source, gguf = split_gguf(name_or_path)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
+
+
 def _read(name_or_path: str) -> Any:
     """What transformers' AutoTokenizer gives.
 
@@ -319,11 +337,6 @@ def _read(name_or_path: str) -> Any:
     """
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-    source, gguf = split_gguf(name_or_path)
-    if gguf:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
     file, family = find_file(name_or_path, _CONFIG), settings.get("model_type")
     declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}

@@ -18,6 +18,7 @@ from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.text.tokenizer import Tokenizer
+from tests.gguf_files import write_model
 from tests.models import tiny_model
 
 SEED = 20_261_204
@@ -166,9 +167,10 @@ def test_a_quantised_checkpoint_names_the_package_that_is_missing(folder, method
         load_model(folder, device="cpu", exact=True)
 
 
-def test_a_gguf_file_goes_to_transformers_as_one(folder, monkeypatch):
+def test_a_gguf_file_of_another_family_goes_to_transformers_as_one(folder, monkeypatch):
     """With the packages gguf and accelerate it loads, which were tried by hand."""
-    (folder / "model.gguf").touch()
+    write_model(folder / "model.gguf", {"general.architecture": "gemma3"})
+    monkeypatch.setattr("radixcache.runtime.model.load.find_spec", lambda package: True)
     asked: list[Any] = []
 
     def read(source: str, **options: Any) -> Any:
@@ -181,6 +183,10 @@ def test_a_gguf_file_goes_to_transformers_as_one(folder, monkeypatch):
     ):
         LLM(folder / "model.gguf")
     assert asked == [(str(folder), "model.gguf")]
+    settings = Mock(return_value=({}, {}))
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", settings)
+    with pytest.raises(ModelError, match=r"exact mode takes .* GGUF files only of Llama"):
+        load_model(folder / "model.gguf", device="cpu", exact=True)
     with pytest.raises(ModelError, match=r"no model at .*: the folder has no other.gguf"):
         LLM(folder / "other.gguf")
 

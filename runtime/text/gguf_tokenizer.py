@@ -1,0 +1,194 @@
+"""The tokenizer that the metadata of a GGUF file describes, made of the tokenizers library's parts.
+
+The file has a vocabulary and the name of the rule by which text is cut before it is merged. A rule
+that is not listed here is refused: a wrong one gives other tokens than the model was trained on,
+and nothing would tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from radixcache.errors import ModelError
+from radixcache.runtime.gguf_file import GGUFFile
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is any other
+_SPACE = "\u2581"
+_LONGEST_PIECE = 256
+
+_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA_3 = rf"{_SHORT}|\p{{N}}{{1,3}}|{_END}"
+_QWEN_2 = rf"{_SHORT}|\p{{N}}|{_END}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Cut(NamedTuple):
+    """How text is cut before its bytes are merged.
+
+    Attributes:
+        pattern: what stays together.
+        digits: whether each digit is cut off first.
+        whole: whether what is a token as a whole is not merged from its parts.
+        composed: whether text is brought into the normal form NFC.
+        bos: whether a text begins with BOS where the file does not say.
+    """
+
+    pattern: str
+    digits: bool = False
+    whole: bool = False
+    composed: bool = False
+    bos: bool = False
+
+
+_CUTS = {
+    **dict.fromkeys(("default", "gpt-2"), _Cut(_GPT_2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(_GPT_2, digits=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3"), _Cut(_LLAMA_3, whole=True, bos=True)
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _Cut(_LLAMA_3)),
+    "qwen2": _Cut(_QWEN_2, composed=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Cut(_QWEN_2)),
+    "tekken": _Cut(_TEKKEN, whole=True, bos=True),
+}
+"""By the names that llama.cpp gives them."""
+
+
+def read_tokenizer(file: GGUFFile) -> Any:
+    """transformers' `PreTrainedTokenizerFast` of a GGUF file.
+
+    Raises:
+        ModelError: it has none, or one of which this knows too little to give the same ids.
+    """
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = file.array("tokenizer.ggml.tokens", str)
+    types = file.array("tokenizer.ggml.token_type", int) or [1] * len(tokens)
+    model, named = file.get("tokenizer.ggml.model", str), _named(file, tokens)
+    if len(types) != len(tokens):
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(types)} types of tokens")
+    if model == "gpt2":
+        backend, bos = _byte_level(file, tokens)
+    elif model == "llama":
+        backend, bos = _sentencepiece(file, tokens, types, named), True
+    else:
+        raise ModelError(f"the GGUF file has a tokenizer of model {model!r}, which is not read")
+    added = [
+        AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+    ]
+    backend.add_tokens(added)
+    before = "bos_token" in named and file.get("tokenizer.ggml.add_bos_token", bool, bos)
+    after = "eos_token" in named and file.get("tokenizer.ggml.add_eos_token", bool, False)
+    if before or after:
+        text = ["bos_token"] * before + ["$A"] + ["eos_token"] * after
+        pieces = [
+            {"id": name, "ids": [backend.token_to_id(token)], "tokens": [token]}
+            for name, token in named.items()
+        ]
+        backend.post_processor = processors.TemplateProcessing(
+            single=text, pair=[*text, *text[:-1], "$B"], special_tokens=pieces
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=_templates(file),
+        clean_up_tokenization_spaces=False,
+        **{name: AddedToken(token, normalized=False) for name, token in named.items()},
+    )
+
+
+def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
+    """transformers' names of the tokens that have a part of their own."""
+    parts = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id", int, -1) for name, key in parts.items()}
+    return {f"{name}_token": tokens[at] for name, at in ids.items() if 0 <= at < len(tokens)}
+
+
+def _templates(file: GGUFFile) -> str | dict[str, str] | None:
+    """The chat template: all of them by their names, if there are several."""
+    default, prefix = "tokenizer.chat_template", "tokenizer.chat_template."
+    found = {key.removeprefix(prefix): key for key in file.metadata if key.startswith(prefix)}
+    if default in file.metadata:
+        found = {"default": default, **found}
+    templates = {name: file.get(key, str) for name, key in found.items()}
+    return templates["default"] if [*templates] == ["default"] else templates or None
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Any, bool]:
+    """A BPE of bytes, and whether its texts begin with BOS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = file.get("tokenizer.ggml.pre", str, "")
+    if (cut := _CUTS.get(name)) is None:
+        raise ModelError(f"the GGUF file cuts text by the rule {name!r}, which is not known here")
+    pairs = [merge.split(" ") for merge in file.array("tokenizer.ggml.merges", str)]
+    merges = [(pair[0], pair[-1]) for pair in pairs if len(pair) == 2]
+    if len(merges) < len(pairs) or not merges:
+        raise ModelError("the GGUF file has merges that are no pairs, or none")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut.whole))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
+    steps.append(pre_tokenizers.Split(Regex(cut.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if cut.composed:
+        backend.normalizer = normalizers.NFC()
+    return backend, cut.bos
+
+
+def _sentencepiece(
+    file: GGUFFile, tokens: list[str], types: list[int], named: dict[str, str]
+) -> Any:
+    """A BPE of characters that falls back to bytes, whose spaces are a letter."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.array("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pieces = {
+        token: score
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind not in (_UNKNOWN, _CONTROL, _BYTE)
+    }
+    backend = Tokenizer(
+        models.BPE(
+            vocabulary,
+            _merges(pieces, vocabulary),
+            unk_token=named.get("unk_token"),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
+    spaces: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return backend
+
+
+def _merges(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges whose results are these pieces, the best first: SentencePiece has scores alone.
+
+    Of those with one result, the first is that with the longest left part, as transformers has it.
+    """
+    if max(map(len, pieces), default=0) > _LONGEST_PIECE:
+        raise ModelError(f"the GGUF file has a token of over {_LONGEST_PIECE} characters")
+    found = [
+        (score, at, len(piece) - at, piece[:at], piece[at:])
+        for piece, score in pieces.items()
+        for at in range(1, len(piece))
+        if piece[:at] in ids and piece[at:] in ids
+    ]
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [merge[3:] for merge in found]
