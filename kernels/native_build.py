@@ -3,6 +3,9 @@
 A wheel that travels could not use what this processor has, and needs no compiler as it is: what was
 compiled stands in the user's cache folder, under a name made of the source, the processor and its
 own bytes: a file that lost some, as by a full disk or a power cut, would crash who loads it.
+
+`RADIXCACHE_MARCH` is for tests: a level that the compiler knows, such as x86-64-v3, instead of all
+that this processor has.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 # No fusing of a * b + c but where the source says so: the same sums in every loop.
-_FLAGS = ("-std=c++17", "-O3", _NATIVE, "-ffp-contract=off", "-fPIC", "-shared")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 
 
 def build() -> Path:
@@ -30,7 +33,9 @@ def build() -> Path:
     Raises:
         OSError: there is no compiler, it fails, or no cache folder can be written to.
     """
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, _processor())).encode())
+    level = os.environ.get("RADIXCACHE_MARCH")
+    flags = (*_FLAGS, f"-march={level}" if level else _NATIVE)
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((flags, _processor())).encode())
     folder, name = _cache() / "radixcache", f"native-{key.hexdigest()[:16]}"
     library = _find(folder, name)
     if library is None:
@@ -40,7 +45,7 @@ def build() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds it compiled
-            library = _find(folder, name) or _compile(compiler, folder, name)
+            library = _find(folder, name) or _compile(compiler, flags, folder, name)
     return library
 
 
@@ -63,9 +68,9 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _compile(compiler: str, folder: Path, name: str) -> Path:
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
     part = folder / f"{name}.part"
-    command = (compiler, *_FLAGS, "-o", part, _SOURCE)
+    command = (compiler, *flags, "-o", part, _SOURCE)
     # Into a file: a pipe is also held by what the compiler has started, and that may hang.
     with tempfile.TemporaryFile() as said:
         try:
