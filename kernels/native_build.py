@@ -70,7 +70,7 @@ def _digest(file: Path) -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
     part = folder / f"{name}.part"
-    command = (compiler, *flags, "-o", part, _SOURCE)
+    command = (compiler, *flags, "-o", str(part), str(_SOURCE))
     # Into a file: a pipe is also held by what the compiler has started, and that may hang.
     with tempfile.TemporaryFile() as said:
         try:
