@@ -9,8 +9,6 @@ said="$*"
 while [ "$1" != -o ]; do shift; done
 printf '%s' "$said" > "$2"
 """
-    '#!/bin/sh\nsaid="$*"\nwhile [ "$1" != -o ]; do shift; done\nprintf "%s" "$said" > "$2"\n'
-)
 
 
 def test_a_level_of_the_processor_can_be_asked_for(tmp_path, monkeypatch) -> None:

@@ -37,6 +37,7 @@ from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
 
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers", minversion="5.20")  # as the extra `tensor-parallel` says
 
 SETTINGS: dict[str, Any] = {
     "kv_memory": "1MB",
