@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve chat-smollm test test-clients test-replicas test-exhaustive \
+.PHONY: help demo serve chat-smollm test test-clients test-replicas test-exhaustive test-machines \
 	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
 	bench-history bench-exact bench-structured bench-serve conformance gpu-check pictures check clean
 
@@ -55,6 +55,9 @@ test-replicas: $(REPLICAS)/.stamp  ## three replicas on Ray Serve, one of which 
 
 test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more seeds, public data
 	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive $(ARGS)
+
+test-machines: $(VENV)/.stamp-dev  ## kernels, model and engine as on other processors, without a compiler, by other versions (15 minutes)
+	@$(BIN)/python -m tests.machines $(ARGS)
 
 stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
 	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)

@@ -4,8 +4,8 @@ A wheel that travels could not use what this processor has, and needs no compile
 compiled stands in the user's cache folder, under a name made of the sources, the processor and its
 own bytes: a file that lost some, as by a full disk or a power cut, would crash who loads it.
 
-`RADIXCACHE_MARCH` names another level of instructions than the processor's own, for tests: with
-x86-64-v3, the kernels are those of a CPU that has AVX2 and no AVX-512.
+`RADIXCACHE_MARCH` is for tests: a level that the compiler knows, such as x86-64-v3, instead of all
+that this processor has.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("native.cpp")  # includes the headers beside it
 _COMPILERS = ("c++", "g++", "clang++")
-_LEVEL = "march" if platform.machine() in ("x86_64", "AMD64") else "mcpu"
-_NATIVE = f"-{_LEVEL}={os.environ.get('RADIXCACHE_MARCH', 'native')}"
+_NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 # No fusing of a * b + c but where the source says so: the same sums in every loop.
-_FLAGS = ("-std=c++17", "-O3", _NATIVE, "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 
 def build() -> Path:
@@ -36,7 +35,9 @@ def build() -> Path:
     """
     sources = sorted(_SOURCE.parent.glob("*.h")), [_SOURCE]
     text = b"".join(path.read_bytes() for paths in sources for path in paths)
-    key = hashlib.sha256(text + repr((_FLAGS, _processor())).encode())
+    level = os.environ.get("RADIXCACHE_MARCH")
+    flags = (*_FLAGS, f"-march={level}" if level else _NATIVE)
+    key = hashlib.sha256(text + repr((flags, _processor())).encode())
     folder, name = _cache() / "radixcache", f"native-{key.hexdigest()[:16]}"
     library = _find(folder, name)
     if library is None:
@@ -46,7 +47,7 @@ def build() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds it compiled
-            library = _find(folder, name) or _compile(compiler, folder, name)
+            library = _find(folder, name) or _compile(compiler, flags, folder, name)
     return library
 
 
@@ -69,9 +70,9 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _compile(compiler: str, folder: Path, name: str) -> Path:
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
     part = folder / f"{name}.part"
-    command = (compiler, *_FLAGS, "-o", part, _SOURCE)
+    command = (compiler, *flags, "-o", str(part), str(_SOURCE))
     # Into a file: a pipe is also held by what the compiler has started, and that may hang.
     with tempfile.TemporaryFile() as said:
         try:

@@ -3,6 +3,7 @@
     make bench-peers
     make bench-peers ARGS="--quick"
     make bench-peers ARGS="--only W1 W3 --without vllm --json /tmp/engines.json"
+    make bench-peers ARGS="--model smollm2"     # SmolLM2-135M in 4 bits, ours against llama.cpp
 
 In every round each engine in turn is started in a process of its own, in its own environment,
 warmed up, sent all workloads, and ended, so no engine ever works while another one is there. A
@@ -22,8 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.peers.engines import smollm2
 from bench.peers.engines.cases import SIZES, THREADS, WORKLOADS
-from bench.peers.engines.contenders import ENGINES
+from bench.peers.engines.contenders import BOTH, ENGINES
 from bench.peers.engines.report import Results, Turn, agreements, tables
 from bench.peers.process import Worker, python_of
 from radixcache.bench.machine import conditions, held_bytes
@@ -37,7 +39,7 @@ class Failed(Exception):
     """An engine cannot go on; says why."""
 
 
-def take_turn(engine: str, folder: Path, workloads: list[str], sizes: str, seed: int) -> Turn:
+def take_turn(engine: str, path: Path, workloads: list[str], sizes: str, seed: int) -> Turn:
     """Start an engine, warm it up, run workloads, measure its memory, end it.
 
     Raises:
@@ -49,7 +51,7 @@ def take_turn(engine: str, folder: Path, workloads: list[str], sizes: str, seed:
         "bench-peers",
         "bench.peers.engines.worker",
         engine,
-        str(folder),
+        str(path),
         OMP_NUM_THREADS=str(THREADS),
         HF_HUB_OFFLINE="1",
     )
@@ -78,9 +80,21 @@ def ask(worker: Worker, workload: str, sizes: str, seed: int) -> dict[str, Any]:
     return outcome
 
 
-def take_turns(args: argparse.Namespace, folder: Path) -> list[Turn]:
-    """All rounds but the first, which does not count; engines that fail are named once."""
-    engines = [name for name in ENGINES if name.removesuffix("-off") not in args.without]
+def take_turns(args: argparse.Namespace, files: dict[str, Path]) -> list[Turn]:
+    """All rounds but the first, which does not count; engines that fail are named once.
+
+    Args:
+        files: the model, by `Contender.file`.
+    """
+    wanted = [name for name in ENGINES if name.removesuffix("-off") not in args.without]
+    engines = [name for name in wanted if args.model in ENGINES[name].models]
+    others = [name for name in wanted if "llama" in ENGINES[name].models and name not in engines]
+    if others:
+        print(f"Not compared on {args.model}: {', '.join(others)}.", flush=True)
+    for name in list(engines):
+        if ENGINES[name].file not in files:
+            engines.remove(name)
+            print(f"{name} is left out: there is no {ENGINES[name].file} file.", flush=True)
     sizes = "quick" if args.quick else "full"
     turns = []
     for number in range(args.rounds + 1):
@@ -90,7 +104,8 @@ def take_turns(args: argparse.Namespace, folder: Path) -> list[Turn]:
             began = time.perf_counter()
             try:
                 # The first start reads from disk and compiles: it is not measured.
-                turn = take_turn(engine, folder, args.only, sizes if number else "quick", args.seed)
+                size, file = sizes if number else "quick", files[ENGINES[engine].file]
+                turn = take_turn(engine, file, args.only, size, args.seed)
             except Failed as failed:
                 engines.remove(engine)
                 print(f"{engine} is left out: {failed}.", flush=True)
@@ -119,12 +134,26 @@ def make_model(folder: Path, seed: int, without: list[str]) -> None:
         subprocess.run(command, check=False)
 
 
+def smollm2_files(folder: Path, without: list[str]) -> dict[str, Path]:
+    """SmolLM2 as it was installed, and in 8 bits if llama.cpp is there to write that."""
+    files, python = {"": smollm2.find()}, python_of(ENGINES["llama.cpp"].venv)
+    if python.exists() and "llama.cpp" not in without:
+        command = [str(python), "-m", "bench.peers.engines.smollm2"]
+        command += [str(files[""]), str(folder / "Q8_0.gguf")]
+        if not subprocess.run(command, check=False, capture_output=True).returncode:
+            files["Q8_0"] = folder / "Q8_0.gguf"
+    return files
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--model", choices=BOTH, default="llama", help="random weights, 33 M (llama)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    peers = [name for name in ENGINES if not name.startswith("ours") and not name.endswith("-off")]
+    peers = [name for name in ENGINES if name != "ours" and not name.endswith("-off")]
     parser.add_argument("--without", nargs="+", default=[], choices=peers)
     parser.add_argument("--quick", action="store_true", help="short prompts, few requests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn there, too")
@@ -134,8 +163,15 @@ def main() -> None:
     print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
     print("tokens and counts: " + ", ".join(f"{name} {n}" for name, n in asdict(sizes).items()))
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), args.seed, args.without)
-        turns = take_turns(args, Path(folder))
+        files = {"": Path(folder)}
+        if args.model == "llama":
+            make_model(Path(folder), args.seed, args.without)
+        else:
+            try:
+                files = smollm2_files(Path(folder), args.without)
+            except FileNotFoundError as error:
+                parser.exit(1, f"{error}\n")
+        turns = take_turns(args, files)
     results = Results(turns)
     titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
     titles["process"] = "from start to ready, and memory after the workloads."

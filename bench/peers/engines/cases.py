@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 VOCAB = 16_384
+"""Tokens are below this; the Llama has as many, SmolLM2 three times as many."""
 
 KV_BYTES = 256 << 20
-"""KV memory of every engine: 32,768 tokens of the model."""
+"""KV memory of every engine: 32,768 tokens of the Llama."""
 
 MAX_TOKENS = 32_768
 
@@ -53,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class Engine(Protocol):
-    """A model that was loaded from a folder, with whatever it caches."""
+    """A model that was loaded from a folder or a file, with whatever it caches."""
 
     version: str
 
@@ -81,12 +82,16 @@ class Sizes:
     unrelated: int = 256
     prompts: int = 12
     answer: int = 16
+    read: int = 1000
+    before: int = 64
+    written: int = 64
+    tries: int = 5
 
 
 SIZES = {
     "full": Sizes(),
     # Whatever an engine does once, it does here: same lengths, fewer requests.
-    "warm-up": Sizes(questions=3, conversations=2, turns=2, prompts=3),
+    "warm-up": Sizes(questions=3, conversations=2, turns=2, prompts=3, tries=1),
     "quick": Sizes(
         document=200,
         questions=3,
@@ -99,12 +104,16 @@ SIZES = {
         unrelated=40,
         prompts=2,
         answer=6,
+        read=100,
+        before=20,
+        written=8,
+        tries=2,
     ),
 }
 
 
 Figures = dict[str, float]
-"""Seconds or bytes, by name."""
+"""Seconds, bytes or tokens per second, by name."""
 
 
 @dataclass
@@ -124,13 +133,16 @@ class Asked:
         self._engine = engine
         self._max_tokens = max_tokens
 
-    def __call__(self, *requests: Request) -> tuple[float, list[Answer]]:
+    def __call__(
+        self, *requests: Request, max_tokens: int | None = None
+    ) -> tuple[float, list[Answer]]:
         """Seconds until the last of them was answered, and the answers."""
+        wanted = max_tokens or self._max_tokens
         start = time.perf_counter()
-        answers = self._engine.generate(list(requests), self._max_tokens)
+        answers = self._engine.generate(list(requests), wanted)
         seconds = time.perf_counter() - start
         for answer in answers:
-            if len(answer.tokens) != self._max_tokens:
+            if len(answer.tokens) != wanted:
                 raise RuntimeError(f"it generated {len(answer.tokens)} tokens")
             self.outcome.answers.append(list(answer.tokens))
             self.outcome.cached.append(answer.cached)
@@ -187,11 +199,30 @@ def unrelated(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     return {"a request": statistics.median(times)}
 
 
+def speed(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
+    """W5: tokens per second, read and then written, by one sequence and by eight at once."""
+    read, written = [], {1: [], 8: []}  # type: tuple[list[float], dict[int, list[float]]]
+    for _ in range(sizes.tries):
+        _, (answer,) = ask(Request(_tokens(rng, sizes.read)), max_tokens=1)
+        read.append(sizes.read / answer.ttft)
+        for count, rates in written.items():
+            prompts = [Request(_tokens(rng, sizes.before)) for _ in range(count)]
+            seconds, answers = ask(*prompts, max_tokens=sizes.written)
+            after = seconds - max(answer.ttft for answer in answers)
+            rates.append(count * (sizes.written - 1) / after)
+    return {
+        "read": statistics.median(read),
+        "written by one": statistics.median(written[1]),
+        "written by eight": statistics.median(written[8]),
+    }
+
+
 WORKLOADS: dict[str, Callable[[Asked, Sizes, np.random.Generator], Figures]] = {
     "W1": document,
     "W2": conversations,
     "W3": burst,
     "W4": unrelated,
+    "W5": speed,
 }
 
 

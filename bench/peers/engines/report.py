@@ -15,9 +15,17 @@ OURS = "ours"
 REFERENCE = "transformers"
 
 
+def ours_for(engine: str) -> str:
+    """Ours over the same file as that engine's."""
+    return f"{OURS}-Q8_0" if engine.endswith("-Q8_0") else OURS
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A column: which figure of which workload, and its unit."""
+    """A column: which figure of which workload, and its unit.
+
+    More tokens per second are better, less of everything else.
+    """
 
     workload: str
     name: str
@@ -29,8 +37,8 @@ class Figure:
         return f"{self.name}{off}, {self.unit}"
 
     def show(self, value: float) -> str:
-        """A value in seconds or bytes, in the unit."""
-        scaled = value * {"ms": 1e3, "s": 1.0, "MB": 1e-6}[self.unit]
+        """A value in seconds, bytes or tokens per second, in the unit."""
+        scaled = value * {"ms": 1e3, "s": 1.0, "MB": 1e-6, "tokens/s": 1.0}[self.unit]
         return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.{1 if scaled >= 10 else 2}f}"
 
 
@@ -45,6 +53,9 @@ FIGURES = (
     Figure("W3", "warm", "s"),
     Figure("W4", "a request", "ms"),
     Figure("W4 off", "a request", "ms"),
+    Figure("W5", "read", "tokens/s"),
+    Figure("W5", "written by one", "tokens/s"),
+    Figure("W5", "written by eight", "tokens/s"),
     Figure("process", "start", "s"),
     Figure("process", "memory", "MB"),
 )
@@ -58,7 +69,7 @@ class Turn:
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def value(self, figure: Figure) -> float | None:
-        """A figure of this turn, seconds or bytes."""
+        """A figure of this turn, in seconds, bytes or tokens per second."""
         workload = figure.workload.removesuffix(" off")
         found: float | None = self.outcomes.get(workload, {}).get("figures", {}).get(figure.name)
         return found
@@ -77,6 +88,7 @@ class Results:
     def __init__(self, turns: list[Turn]) -> None:
         self.turns = turns
         self.engines = list(dict.fromkeys(t.engine for t in turns if not t.engine.endswith("-off")))
+        self.reference = REFERENCE if REFERENCE in self.engines else OURS
 
     def values(self, engine: str, figure: Figure) -> list[float]:
         """One for each round in which the engine was measured."""
@@ -86,13 +98,13 @@ class Results:
 
     def ratio(self, engine: str, figure: Figure) -> float | None:
         """Ours over theirs, of the medians over the rounds."""
-        ours, theirs = self.values(OURS, figure), self.values(engine, figure)
+        ours, theirs = self.values(ours_for(engine), figure), self.values(engine, figure)
         return median(ours) / median(theirs) if ours and theirs else None
 
     def agreement(self, engine: str) -> tuple[int, int] | None:
-        """In how many answers the engine and transformers agree in every round, and of how many."""
+        """In how many answers it agrees with the reference in every round, and of how many."""
         mine = [turn.answers for turn in self.turns if turn.engine == engine]
-        reference = [turn.answers for turn in self.turns if turn.engine == REFERENCE]
+        reference = [turn.answers for turn in self.turns if turn.engine == self.reference]
         if not mine or not reference:
             return None
         same = [
@@ -130,7 +142,7 @@ def _cells(results: Results, engine: str, figure: Figure) -> tuple[str, str]:
     half = (max(values) - min(values)) / 2 / middle
     spread = f" ±{half * 100:.0f}%" if len(values) > 1 else ""
     ratio = results.ratio(engine, figure)
-    compared = f"{ratio:.3f} x" if ratio and engine != OURS else ""
+    compared = f"{ratio:.3f} x" if ratio and engine != ours_for(engine) else ""
     return figure.show(middle) + spread, compared
 
 
@@ -138,5 +150,6 @@ def agreements(results: Results) -> Iterator[str]:
     """One line for each engine, those without a cache too."""
     for engine in dict.fromkeys(turn.engine for turn in results.turns):
         found = results.agreement(engine)
-        if found and engine != REFERENCE:
-            yield f"  {engine:18}{found[0]:4} of {found[1]} answers are those of {REFERENCE}"
+        if found and engine != results.reference:
+            same = f"{found[0]:4} of {found[1]} answers are those of {results.reference}"
+            yield f"  {engine:18}{same}"

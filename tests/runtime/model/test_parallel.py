@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
 
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers", minversion="5.20")  # as the extra `tensor-parallel` says
 
 SETTINGS: dict[str, Any] = {
     "kv_memory": "1MB",
@@ -43,6 +45,11 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "max_num_seqs": 6,
 }
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What somebody was told: torch 2.11 also writes to a logger that shows nothing."""
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class ForkedRank:
@@ -208,7 +215,7 @@ def test_closing_does_not_wait_for_a_rank_that_is_stopped(
     assert time.monotonic() - begun < 5
     with pytest.raises(EngineStopped):
         list(stream)
-    assert not is_running(process.pid) and not caplog.records
+    assert not is_running(process.pid) and not warnings(caplog)
 
 
 @pytest.mark.exhaustive
@@ -273,7 +280,7 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
     monkeypatch.setattr(parallel, "Ranks", Watched)
     with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
         LLM(tiny_model("llama", tmp_path), tensor_parallel=2)
-    assert not caplog.records  # it is said once
+    assert not warnings(caplog)  # it is said once
 
 
 @pytest.mark.usefixtures("forked")

@@ -1,0 +1,246 @@
+"""What a machine can change, tried as on other machines: `make test-machines`.
+
+    python -m tests.machines                  # all profiles
+    python -m tests.machines avx2 aarch64     # some of them
+    python -m tests.machines avx2 -- -k exact -x    # pytest is told more
+
+A profile is a processor, a compiler, threads or versions. Those of versions get an environment of
+their own in `.venv-machines/`, made once; torch takes 5 GB there, unless pip finds a CPU build.
+Each runs the tests of kernels, model and engine, with exact mode and sampling among them; aarch64
+runs `kernels/native_check.cpp`, cross-compiled, under qemu. A profile that this machine cannot have
+is named in the table, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.kernels.native_check import compile_check, run_check
+from tests.sources import ROOT
+
+FOLDERS = ("tests/kernels", "tests/runtime/model", "tests/runtime/engine")
+PROCESSES = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+ENVIRONMENTS = ROOT / ".venv-machines"
+TESTING = "accelerate httpx2 hypothesis jsonschema packaging pydantic pytest pytest-xdist".split()
+
+PROBE = """
+import platform, numpy, torch, transformers
+from radixcache.kernels import native
+threads = torch.get_num_threads()
+print(
+    torch.backends.cpu.get_cpu_capability(), native.problem() or "native kernels",
+    f"{threads} thread{'s' * (threads > 1)}", f"Python {platform.python_version()}",
+    f"torch {torch.__version__}", f"transformers {transformers.__version__}",
+    f"NumPy {numpy.__version__}", sep=", ",
+)
+"""
+
+
+class Impossible(Exception):
+    """This machine cannot have the profile; says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a profile: counts, and what was there."""
+
+    passed: int
+    failed: int
+    skipped: int
+    machine: str
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The tests under other variables, perhaps by another interpreter.
+
+    Attributes:
+        proof: what the probe has to say, or the profile is not what it claims.
+        hides_programs: whether PATH is empty, and nothing is found that was compiled before.
+        version: of Python, in an environment of its own; None for the one that runs this.
+        lowest: whether that gets the lowest versions that pyproject.toml admits.
+    """
+
+    proof: str
+    variables: dict[str, str] = field(default_factory=dict)
+    hides_programs: bool = False
+    version: str | None = None
+    lowest: bool = False
+
+    def run(self, name: str, options: list[str]) -> Outcome:
+        """
+        Raises:
+            Impossible: this machine cannot have it.
+        """
+        if "RADIXCACHE_MARCH" in self.variables and platform.machine() not in ("x86_64", "AMD64"):
+            raise Impossible("the processor is not of that kind")
+        python = sys.executable
+        if self.version is not None:
+            python = make_environment(ENVIRONMENTS / name, self.version, lowest=self.lowest)
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+            environment |= self.variables
+            if self.hides_programs:
+                environment |= {"PATH": folder, "XDG_CACHE_HOME": folder}
+            machine = probe(python, environment)
+            if self.proof not in machine:
+                return Outcome(0, 1, 0, machine, [f"it is {machine}, not {self.proof}"])
+            report = Path(folder, "report.xml")
+            command = (python, "-m", "pytest", f"--junitxml={report}", *PROCESSES, *options)
+            wanted = () if any(option.startswith("tests/") for option in options) else FOLDERS
+            ended = subprocess.run((*command, *wanted), cwd=ROOT, env=environment).returncode
+            if ended not in (0, 1) or not report.exists():  # 1: tests have failed
+                return Outcome(0, 1, 0, machine, [f"pytest ended with {ended}"])
+            return read_report(report, machine)
+
+
+def probe(python: str, environment: dict[str, str]) -> str:
+    """What torch and the kernels say of such a machine, or why they say nothing."""
+    command = (python, "-c", PROBE)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return (done.stdout if done.returncode == 0 else done.stderr).strip().rpartition("\n")[2]
+
+
+def read_report(report: Path, machine: str) -> Outcome:
+    """The counts of pytest's XML."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failures = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    passed = len(cases) - skipped - len(failures)
+    return Outcome(passed, len(failures), skipped, machine, failures)
+
+
+def run_aarch64(name: str, options: list[str]) -> Outcome:
+    """The kernels alone, cross-compiled, under an emulator."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        raise Impossible("it needs g++-aarch64-linux-gnu and qemu-user")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            program = compile_check(compiler, Path(folder, "check"), "-static")
+            checked = run_check(emulator, program)
+        except (subprocess.CalledProcessError, RuntimeError) as error:
+            return Outcome(0, 1, 0, "aarch64, emulated", [str(error)])
+    failures = re.findall(r"^failed: (.*)$", checked.said, re.MULTILINE)
+    machine = f"aarch64, emulated; hash {checked.hash}"
+    return Outcome(checked.passed, checked.failed, 0, machine, failures)
+
+
+PROFILES: dict[str, Callable[[str, list[str]], Outcome]] = {
+    "avx2": Profile(
+        "AVX2, native kernels",
+        {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "RADIXCACHE_MARCH": "x86-64-v3",
+        },
+    ).run,
+    "no-compiler": Profile("no C++ compiler", hides_programs=True).run,
+    "aarch64": run_aarch64,
+    "one-thread": Profile("1 thread,", {"OMP_NUM_THREADS": "1"}).run,
+    "three-threads": Profile("3 threads,", {"OMP_NUM_THREADS": "3"}).run,
+    "lowest": Profile("Python 3.10", version="3.10", lowest=True).run,
+    "python3.13": Profile("Python 3.13", version="3.13").run,
+}
+
+
+# Environments.
+
+
+def make_environment(folder: Path, version: str, *, lowest: bool) -> str:
+    """The interpreter of an environment with what the tests import; the project stays outside."""
+    needed, pins = requirements()
+    python = folder / "bin" / "python"
+    text = (ROOT / "constraints.txt").read_text()
+    if lowest:  # constraints.txt has higher ones, and of torch's own needs too
+        text = "\n".join(pins)
+    stamp = folder / "constraints.txt"
+    wanted = "\n".join([text, *(f"# {name}" for name in (*needed, *TESTING))])
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"installing {folder.relative_to(ROOT)} ...", flush=True)
+        subprocess.run((find_python(version), "-m", "venv", "--clear", folder), check=True)
+        torch = next(pin for pin in text.splitlines() if pin.startswith("torch=="))
+        part = folder / "part.txt"
+        part.write_text(text)
+        pip = (python, "-m", "pip", "install", "--quiet")
+        # A CPU build, where pip knows one, is a tenth of the size.
+        if subprocess.run((*pip, f"{torch}+cpu"), capture_output=True).returncode:
+            print(f"pip finds no {torch}+cpu: the build for GPUs takes 5 GB", flush=True)
+        done = subprocess.run((*pip, "-c", part, *needed, *TESTING), capture_output=True, text=True)
+        if done.returncode:
+            raise Impossible(f"pip: {done.stderr.strip().rpartition(chr(10))[2]}")
+        stamp.write_text(wanted)
+    return str(python)
+
+
+def requirements() -> tuple[list[str], list[str]]:
+    """What the runtime needs, by name, and the lowest versions of that which pyproject.toml has."""
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = re.findall(r"^(?:dependencies|runtime) = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
+    lowest = re.findall(r'"([\w-]+)>=([\d.]+)', "".join(lists))
+    return [name for name, _ in lowest], [f"{name}=={version}" for name, version in lowest]
+
+
+def find_python(version: str) -> str:
+    """An interpreter of that version: of the system, or of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python")]
+    for python in map(str, filter(None, found)):
+        said = subprocess.run((python, "-V"), capture_output=True, text=True).stdout
+        if said.startswith(f"Python {version}."):
+            return python
+    raise Impossible(f"there is no Python {version}")
+
+
+# The command.
+
+
+def main() -> int:
+    arguments = [*sys.argv[1:], "--"]
+    own, options = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 : -1]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("profiles", nargs="*", metavar="profile", help=", ".join(PROFILES))
+    names = parser.parse_args(own).profiles or list(PROFILES)
+    if unknown := [name for name in names if name not in PROFILES]:
+        parser.error(f"no profile {', '.join(unknown)}; there are {', '.join(PROFILES)}")
+    rows, failures = [], []
+    for name in names:
+        print(f"\n{name}", flush=True)
+        start = time.monotonic()
+        try:
+            outcome = PROFILES[name](name, options)
+        except Impossible as reason:
+            rows.append(f"| {name} | not run: {reason} | | | | |")
+            continue
+        counts = f"{outcome.passed} | {outcome.failed} | {outcome.skipped}"
+        seconds = time.monotonic() - start
+        rows.append(f"| {name} | {outcome.machine} | {counts} | {seconds:.0f} |")
+        failures += [f"{name}: {failure}" for failure in outcome.failures]
+    print(f"\n{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores\n")
+    print("| profile | machine | passed | failed | skipped | seconds |\n|---|---|---|---|---|---|")
+    print(*rows, sep="\n")
+    print(*failures, sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
