@@ -41,6 +41,7 @@ from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.text.answer_parser import AnswerParser
@@ -190,6 +191,7 @@ class LLM:
             self.worker = Worker(self.engine, self.prefixes, after_step)
             self._close = finalize(self, _close, self.worker, self.kv_events, paged)
             self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
+            give_back()  # what loading took of memory, and no longer needs
         except BaseException:
             if paged.ranks is not None:  # or they would live as long as the error's traceback
                 paged.ranks.close()

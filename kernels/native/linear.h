@@ -37,6 +37,10 @@ struct Scales {
     vec scale, minimum;
 };
 
+#if defined(__AVX512F__)
+constexpr vec NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#endif
+
 template <int BITS, int BLOCK_>
 struct Panels {
     using Element = float;  // of a row
@@ -53,6 +57,11 @@ struct Panels {
         if constexpr (BITS == 32) return (vec)word;
         if constexpr (BITS == 16) return (vec)(j ? word & 0xffff0000 : word << 16);
         uvec number = word >> j * BITS;
+#if defined(__AVX512F__)
+        if constexpr (BITS == 4)  // a table of the 16 numbers, looked up by the lowest 4 bits
+            return fma((vec)_mm512_permutexvar_ps((__m512i)number, (__m512)NUMBERS), s.scale,
+                       s.minimum);
+#endif
         if (j < PER - 1) number &= (1u << BITS % 32) - 1;
         return fma(__builtin_convertvector((ivec)number, vec), s.scale, s.minimum);
     }

@@ -12,10 +12,13 @@ import torch
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import send
-from radixcache.runtime.model.system_memory import HUGE
+from radixcache.runtime.model.system_memory import HUGE, use_small_pages
 from radixcache.runtime.sizes import parse_memory
 
 _CPU_LIMIT = 1 << 30
+_MOST_WASTE = 1 / 64
+"""What huge pages may add to a CPU's KV memory; with small ones, a hit on 4,000 tokens took an eighth
+longer (measured, AMD EPYC)."""
 _CUDA_MARGIN = 1 << 30  # for the activations of a step
 
 
@@ -130,9 +133,11 @@ def _available_memory() -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched pages of the operating system, torch's are written. Each layer
-    # writes its own huge ones: where the first does not begin with one, all share two with others.
+    # numpy's zeros are untouched pages of the operating system, torch's are written; and they are
+    # huge ones. Each layer writes its own: a few tokens would take megabytes of each.
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(count + HUGE, dtype=np.uint8)
     first = -memory.ctypes.data % HUGE
+    if shape[0] * HUGE > count * _MOST_WASTE:
+        use_small_pages(memory.ctypes.data, memory.nbytes)
     return torch.from_numpy(memory[first : first + count]).view(dtype).view(shape)

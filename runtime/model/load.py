@@ -34,7 +34,6 @@ from radixcache.runtime.model.gguf_config import (
 from radixcache.runtime.model.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.runtime.model.system_memory import give_back
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.stock_model import StockModel
@@ -101,7 +100,6 @@ def load_model(
         model = load_stock(name_or_path, kind, place, attention, exact)
     if exact:
         exactness.check(model)
-    give_back()
     return model
 
 

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 HUGE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE, from Linux 6.1; before, the kernel's own time comes
@@ -26,9 +27,7 @@ def use_huge_pages(blocks: Iterable[tuple[int, int]]) -> int:
     """
     if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return 0
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    moved = 0
+    madvise, moved = _madvise(), 0
     for start, end in _merge(blocks):
         first, last = -(-start // HUGE) * HUGE, end // HUGE * HUGE
         if first < last and not madvise(first, last - first, mmap.MADV_HUGEPAGE):
@@ -36,10 +35,23 @@ def use_huge_pages(blocks: Iterable[tuple[int, int]]) -> int:
     return moved
 
 
+def use_small_pages(address: int, size: int) -> None:
+    """Ask for none but small pages in a block of memory that nothing has been written to yet."""
+    if sys.platform == "linux" and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
+        _madvise()(first, (end - first) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_NOHUGEPAGE)
+
+
 def give_back() -> None:
     """Return what has been freed to the operating system, where the allocator is glibc's."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def _madvise() -> Any:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
 
 
 def _merge(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
