@@ -224,15 +224,17 @@ struct Product {
         else by_many<P>(depth);
     }
 
-    // Element k of a row, with zeros behind its end.
+    // Elements k to k + W of a row, with zeros behind its end.
     template <class P>
-    typename P::Element element(const T* row, int k) const {
+    vec elements(const T* row, int k) const {
         if constexpr (std::is_same_v<P, Pairs>) {
-            uint32_t low = read<bf16>(row + 2 * k).bits;
-            return 2 * k + 1 < weight.depth ? low | (uint32_t)read<bf16>(row + 2 * k + 1).bits << 16
-                                            : low;
+            int left = weight.depth - 2 * k;
+            if (left >= 2 * W) return read<vec>(row + 2 * k);
+            bf16 part[2 * W] = {};
+            memcpy(part, row + 2 * k, left * sizeof(bf16));
+            return read<vec>(part);
         } else {
-            return k < weight.depth ? number(row[k]) : 0;
+            return load(row + k, weight.depth - k);
         }
     }
 
@@ -252,11 +254,12 @@ struct Product {
         const E* a = (const E*)x;
         int64_t stride = x_stride;
         if (sizeof(T) != sizeof(E) || weight.depth != weight.padded) {
-            E* copy = (E*)memory.get(rows * depth);
+            stride = (depth + W - 1) / W * W;
+            float* copy = memory.get(rows * stride);
             for (int r = 0; r < rows; r++)
-                for (int k = 0; k < depth; k++)
-                    copy[r * (int64_t)depth + k] = element<P>(x + r * x_stride, k);
-            a = copy, stride = depth;
+                for (int k = 0; k < depth; k += W)
+                    store(copy + r * stride + k, elements<P>(x + r * x_stride, k));
+            a = (const E*)copy;
         }
         // One row takes two panels at once, so that enough sums are under way. Shares differ by
         // little: each thread takes some ten.
@@ -289,10 +292,18 @@ struct Product {
         E* a = (E*)copies.get(rows * depth);
         parallel_rows(groups, MOST * depth, threads, [&](int64_t g) {
             int64_t from = start(g), n = start(g + 1) - from;
-            E* to = a + from * depth;
-            for (int r = 0; r < n; r++)
-                for (int k = 0; k < depth; k++)
-                    to[k * n + r] = element<P>(x + (from + r) * x_stride, k);
+            for (int r = 0; r < n; r += W) {
+                float* to = (float*)a + from * depth + r;
+                for (int k = 0; k < depth; k += W) {
+                    vec v[W];
+                    for (int i = 0; i < W; i++)
+                        v[i] = r + i < n ? elements<P>(x + (from + r + i) * x_stride, k) : vec{};
+                    transpose(v);
+                    // What a whole vector writes too much is written over by the next one.
+                    for (int i = 0; i < std::min(W, depth - k); i++, to += n)
+                        store(to, v[i], r || k + i == depth - 1 ? n - r : W);
+                }
+            }
         });
         int share = std::clamp<int64_t>(panels * blocks / (4 * threads), 1, PANELS);
         int64_t shares = (panels + share - 1) / share;
