@@ -299,9 +299,9 @@ struct Product {
                     for (int i = 0; i < W; i++)
                         v[i] = r + i < n ? elements<P>(x + (from + r + i) * x_stride, k) : vec{};
                     transpose(v);
-                    // What a whole vector writes too much is written over by the next one.
-                    for (int i = 0; i < std::min(W, depth - k); i++, to += n)
-                        store(to, v[i], r || k + i == depth - 1 ? n - r : W);
+                    // What a vector writes too much is written over next, and never another group's.
+                    for (int64_t i = 0, left = depth - k; i < W && left > 0; i++, left--, to += n)
+                        store(to, v[i], r ? n - r : std::min<int64_t>(W, left * n));
                 }
             }
         });
