@@ -52,15 +52,15 @@ struct Step {
             out = std::max<int64_t>(out, h.heads * h.value_dim);
         }
         int64_t inner = std::min(rows, MLP_ROWS) * model.inner, qkv = rows * wide;
-        int64_t sizes[] = {2 * rows * half, rows * hidden, rows * hidden, std::max(qkv, 2 * inner),
-                           std::max(rows * out, inner)};
-        float* places[5];
+        int64_t sizes[] = {2 * rows * half, rows * hidden, rows * hidden, rows * hidden,
+                           std::max(qkv, 2 * inner), std::max(rows * out, inner)};
+        float* places[6];
         size_t total = 0;
         for (int64_t& size : sizes) total += size = (size + 15) / 16 * 16;
         places[0] = memory.get(total);
-        for (int i = 1; i < 5; i++) places[i] = places[i - 1] + sizes[i - 1];
-        float *cos = places[0], *sin = cos + rows * half;
-        T *residual = (T*)places[1], *x = (T*)places[2], *a = (T*)places[3], *b = (T*)places[4];
+        for (int i = 1; i < 6; i++) places[i] = places[i - 1] + sizes[i - 1];
+        float *cos = places[0], *sin = cos + rows * half, *residual = places[1], *y = places[2];
+        T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
 
         parallel_rows(rows, 64 * half, threads, [&](int64_t row) {
             for (int d = 0; d < half; d++) {
@@ -86,11 +86,11 @@ struct Step {
                 pick(wanted, count, hidden, residual);
                 rows = count;
             }
-            multiply(b, attended, layer.out, x, hidden, rows, threads);
-            add_norm(x, residual, layer.mlp_norm, rows, hidden, model.eps, threads);
+            multiply(b, attended, layer.out, y, hidden, rows, threads);
+            add_norm(y, residual, layer.mlp_norm, x, rows, hidden, model.eps, threads);
             for (int64_t row = 0; row < rows; row += MLP_ROWS)
-                mlp(layer, std::min(rows - row, MLP_ROWS), x + row * hidden, a, b);
-            add_norm(x, residual, layer.norm_after, rows, hidden, model.eps, threads);
+                mlp(layer, std::min(rows - row, MLP_ROWS), x + row * hidden, a, b, y + row * hidden);
+            add_norm(y, residual, layer.norm_after, x, rows, hidden, model.eps, threads);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
     }
@@ -115,20 +115,22 @@ struct Step {
         Attention<T>{plan, q, pages[0], pages[1], out}.run(threads);
     }
 
-    void mlp(const Layer<T>& layer, int64_t rows, T* x, T* both, T* activated) const {
+    void mlp(const Layer<T>& layer, int64_t rows, const T* x, T* both, T* activated,
+             float* out) const {
         int64_t inner = model.inner;
         several(layer.gate_up, 2, x, model.hidden, both, 2 * inner, rows);
         gated(both, both + inner, activated, rows, inner, 2 * inner, 2 * inner, false, threads);
-        multiply(activated, inner, layer.down, x, model.hidden, rows, threads);
+        multiply(activated, inner, layer.down, out, model.hidden, rows, threads);
     }
 
     // Moves the wanted rows to the front, in place; they may come in any order.
-    void pick(const int64_t* wanted, int64_t count, int64_t width, T* x) const {
-        static thread_local std::vector<T> picked;
+    template <class E>
+    static void pick(const int64_t* wanted, int64_t count, int64_t width, E* x) {
+        static thread_local std::vector<E> picked;
         picked.resize(count * width);
         for (int64_t i = 0; i < count; i++)
-            memcpy(&picked[i * width], x + wanted[i] * width, width * sizeof(T));
-        memcpy(x, picked.data(), picked.size() * sizeof(T));
+            memcpy(&picked[i * width], x + wanted[i] * width, width * sizeof(E));
+        memcpy(x, picked.data(), picked.size() * sizeof(E));
     }
 };
 

@@ -6,9 +6,9 @@
 
 namespace {
 
-// `from` over its root mean square, times weight + offset.
-template <class T>
-void norm(const T* from, const T* weight, T* to, int width, float eps, float offset = 0) {
+// `from` over its root mean square, times weight.
+template <class S, class T>
+void norm(const S* from, const T* weight, T* to, int width, float eps) {
     vec squares = {};
     for (int d = 0; d < width; d += W) {
         vec v = load(from + d, width - d);
@@ -17,20 +17,22 @@ void norm(const T* from, const T* weight, T* to, int width, float eps, float off
     float factor = 1 / std::sqrt(sum(squares) / width + eps);
     for (int d = 0; d < width; d += W) {
         int n = width - d;
-        store(to + d, load(from + d, n) * factor * (load(weight + d, n) + offset), n);
+        store(to + d, load(from + d, n) * factor * load(weight + d, n), n);
     }
 }
 
-// Adds x to the residual, in place, and norms the sum into x.
+// Adds y to the residual, in place, and norms the sum. What goes from layer to layer is float32, so
+// that bfloat16 rounds what a layer computes, and not their sum.
 template <class T>
-void add_norm(T* x, T* residual, const T* weight, int64_t rows, int width, float eps, int threads) {
+void add_norm(const float* y, float* residual, const T* weight, T* out, int64_t rows, int width,
+              float eps, int threads) {
     parallel_rows(rows, width, threads, [&](int64_t row) {
-        T *from = x + row * width, *sum_to = residual + row * width;
+        float* sum_to = residual + row * width;
         for (int d = 0; d < width; d += W) {
             int n = width - d;
-            store(sum_to + d, load(from + d, n) + load(sum_to + d, n), n);
+            store(sum_to + d, load(y + row * width + d, n) + load(sum_to + d, n), n);
         }
-        norm(sum_to, weight, from, width, eps);
+        norm(sum_to, weight, out + row * width, width, eps);
     });
 }
 

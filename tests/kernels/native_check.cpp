@@ -308,30 +308,32 @@ template <class T>
 void check_norms(int rows, int width) {
     std::string name = type<T>() + " add_norm of " + std::to_string(width);
     Random random(width);
-    const auto x = random.numbers<T>(rows * width, 3);
-    const auto residual = random.numbers<T>(rows * width, 3);
+    const auto y = random.numbers<float>(rows * width, 3);
+    const auto residual = random.numbers<float>(rows * width, 3);
     const auto weight = random.numbers<T>(width, 1);
-    auto sum = residual, out = x;
-    add_norm<T>(out.data(), sum.data(), weight.data(), rows, width, 1e-3f, 1);
+    auto sum = residual;
+    std::vector<T> out(rows * width);
+    add_norm(y.data(), sum.data(), weight.data(), out.data(), rows, width, 1e-3f, 1);
     std::vector<double> sums, expected;
     for (int r = 0; r < rows; r++) {
         double squares = 0;
         for (int d = r * width; d < (r + 1) * width; d++) {
-            sums.push_back((double)number(x[d]) + number(residual[d]));
-            squares += (double)number(sum[d]) * number(sum[d]);
+            sums.push_back((double)y[d] + residual[d]);
+            squares += (double)sum[d] * sum[d];
         }
         double factor = 1 / std::sqrt(squares / width + 1e-3f);
         for (int d = 0; d < width; d++)
-            expected.push_back(number(sum[r * width + d]) * factor * number(weight[d]));
+            expected.push_back(sum[r * width + d] * factor * number(weight[d]));
     }
     check_near(sum, sums, name + ", residual");
     check_near(out, expected, name);
     for (int threads : THREADS)
         for (int step : {rows, 1}) {
-            auto other_sum = residual, other = x;
+            auto other_sum = residual;
+            std::vector<T> other(out.size());
             for (int r = 0; r < rows; r += step)
-                add_norm<T>(&other[r * width], &other_sum[r * width], weight.data(), step, width,
-                            1e-3f, threads);
+                add_norm(&y[r * width], &other_sum[r * width], weight.data(), &other[r * width],
+                         step, width, 1e-3f, threads);
             check(same(out, other) && same(sum, other_sum),
                   name + " by " + std::to_string(threads) + " threads, rows at once "
                       + std::to_string(step));
