@@ -41,8 +41,8 @@ from radixcache.runtime.model.decode_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.history import TokenHistory, TokenisedText

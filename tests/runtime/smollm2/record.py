@@ -18,10 +18,10 @@ PROMPTS = (
     "def fibonacci(n):\n    ", "Water boils at", "The three primary colours are",
     "Question: What is 7 times 8?\nAnswer:", "Dear Sir or Madam,\n\nI am writing to",
     "import numpy as np\n\nx = np.", "The Great Wall of China was built", "1, 2, 3, 5, 8, 13,",
-    "In 1969, Neil Armstrong", "La capitale de l'Italie est", "A list of fruits:\n- apple\n- banana\n-",
+    "In 1969, Neil Armstrong", "La capitale de l'Italie est", "Fruits:\n- apple\n- banana\n-",
     "Photosynthesis is the process by which", "SELECT name, age FROM", "The opposite of hot is",
-    "Shakespeare wrote", "To bake bread you need flour,", "<|im_start|>user\nWho are you?<|im_end|>\n"
-    "<|im_start|>assistant\n", "The sun rises in the east and",
+    "Shakespeare wrote", "To bake bread you need flour,", "The sun rises in the east and",
+    "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n",
 )  # fmt: skip
 LENGTH = 24
 
