@@ -30,6 +30,7 @@ from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
+from tests.gguf_files import write_model
 from tests.models import VOCAB_SIZE, tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,14 +40,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"intermediate_size": 100},
     "gemma3_text": {"intermediate_size": 60},
 }
+GGUFS = {
+    "llama of 4 bits": ("Q4_1",),
+    "llama of mixed bits": ("Q4_1", "Q4_K", "Q6_K", "Q8_0", "BF16"),
+}
+"""Files of these kinds of blocks, matrix by matrix in turn."""
 LOOPED = ("llama", "qwen3", "mistral")
 DTYPES = ("float32", "bfloat16")
 
 
 @cache
 def folder(family: str) -> Path:
-    """Of a tiny peaky model, whose products have few and many weights, and odd widths."""
+    """Of a tiny model, peaky if it is no GGUF file, whose products have few and many weights, and odd widths."""
     path = Path(tempfile.mkdtemp(prefix="exact"))
+    if family in GGUFS:
+        write_model(path / "model.gguf", {"{}.context_length": 8192}, kinds=GGUFS[family])
+        return path
     options = {name: value for name, value in MODELS[family].items() if value is not None}
     options["max_position_embeddings"] = 8192
     return tiny_model(family, path, tokenizer=False, **options)
@@ -208,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=300, help="schedules (300)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (0)")
-    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], metavar="M")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *GGUFS], metavar="M")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(1 2)")
     parser.add_argument("--scale", type=int, default=1, help="of lengths, of some 50 tokens (1)")
     parser.add_argument("--default", action="store_true", help="without exact mode")

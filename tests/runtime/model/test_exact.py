@@ -135,7 +135,8 @@ def schedules(model: PagedModel, seeds: range) -> Tally:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [("llama", "float32"), ("qwen3", "bfloat16"), ("mistral", "float32"), ("gemma2", "float32"),
-     ("gemma3_text", "bfloat16")],
+     ("gemma3_text", "bfloat16"), ("llama of 4 bits", "float32"),
+     ("llama of mixed bits", "bfloat16")],
 )  # fmt: skip
 def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype) -> None:
     tally = schedules(exact_model(family, dtype), range(SEED, SEED + 3))
@@ -146,7 +147,7 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype)
 @needs_exact
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", exact_schedules.DTYPES)
-@pytest.mark.parametrize("family", exact_schedules.MODELS)
+@pytest.mark.parametrize("family", [*exact_schedules.MODELS, *exact_schedules.GGUFS])
 def test_no_bit_of_more_schedules_differs(family, dtype) -> None:
     tally = Tally()
     for number in (1, 2, 3):
