@@ -227,7 +227,8 @@ sys.exit(cli.main(["generate", "-"]))
 
 @pytest.mark.parametrize("problem", [None, "no C++ compiler"])
 def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, capsys):
-    monkeypatch.setattr("radixcache.kernels.native.library.problem", lambda: problem)
+    for module in ("kernels.native.library", "runtime.model.exact"):
+        monkeypatch.setattr(f"radixcache.{module}.problem", lambda: problem)
     assert main(["info"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     kernels = "yes" if problem is None else f"no: {problem}"
