@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.native.library import problem
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
@@ -92,9 +93,12 @@ class PagedModel(ABC):
         if self.device.type == "cuda":
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
+        more = ", exact" if self.exact else ""
+        if self.device.type == "cpu" and (reason := problem()) is not None:
+            more += f"; slower without the native kernels ({reason})"
         return (
             f"{self.model_type} in {dtype} on {place}, layers by {self.layers_by}, "
-            f"attention by {self.attention.name}{', exact' if self.exact else ''}"
+            f"attention by {self.attention.name}{more}"
         )
 
     def allocate(self, num_pages: int, page_size: int) -> KVPool:

@@ -390,8 +390,9 @@ def test_what_was_compiled_is_used_again_by_the_same_processor_only(bare, monkey
 
 
 @pytest.mark.exhaustive
-def test_a_model_answers_alike_without_a_compiler_and_nobody_says_a_word(bare) -> None:
+def test_a_model_answers_alike_without_a_compiler_and_says_once_what_is_slower(bare) -> None:
     command = (sys.executable, "-m", "radixcache.runtime.cli", "generate", "--prompt", "The age of")
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0 and "attention by torch" in done.stderr
-    assert "compiler" not in done.stderr and len(done.stderr.splitlines()) == 2
+    assert done.stderr.count("slower without the native kernels (no C++ compiler") == 1
+    assert len(done.stderr.splitlines()) == 2
