@@ -51,7 +51,7 @@ DTYPES = ("float32", "bfloat16")
 
 @cache
 def folder(family: str) -> Path:
-    """Of a tiny model, peaky if it is no GGUF file, whose products have few and many weights, and odd widths."""
+    """Of a tiny model: a GGUF file, or peaky, with few and many weights, and odd widths."""
     path = Path(tempfile.mkdtemp(prefix="exact"))
     if family in GGUFS:
         write_model(path / "model.gguf", {"{}.context_length": 8192}, kinds=GGUFS[family])
