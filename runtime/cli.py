@@ -277,7 +277,7 @@ def _info(_: argparse.Namespace) -> int:
         ("torch", f"{torch.__version__}, {threads} thread{'s' * (threads != 1)}"),
         ("transformers", transformers.__version__),
         ("GPU", cuda),
-        ("native kernels", "yes" if problem is None else f"no: {problem}"),
+        ("native kernels", "yes" if problem is None else f"no, models run slower: {problem}"),
         ("exact mode", exact.describe()),
     ):
         print(f"{name:15} {text}")
@@ -558,7 +558,9 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="M", help="folder or hub id (else the bundled model)")
+    group.add_argument(
+        "--model", metavar="M", help="folder, .gguf file or hub id (else the bundled model)"
+    )
     if choose_cache:
         group.add_argument(
             "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
@@ -571,7 +573,9 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
             help="devices that the model is shared out among (1)",
         )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
-    group.add_argument("--kv-memory", metavar="SIZE", help="for KV pages, like 2GB or 512MiB")
+    group.add_argument(
+        "--kv-memory", metavar="SIZE", help="for KV pages, like 2GB (on a CPU 1 GiB, if free)"
+    )
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),

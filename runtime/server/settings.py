@@ -196,7 +196,8 @@ class Settings(BaseSettings):
         """What the app is told; `InvalidRequest` if there is something wrong with a key."""
         given = {field.name: getattr(self, field.name, None) for field in fields(Options)}
         given |= {
-            "served_model_name": self.served_model_name or ([self.model] if self.model else ()),
+            "served_model_name": self.served_model_name
+            or ([_name(self.model)] if self.model else ()),
             "api_key": _key("api-key", self.api_key, self.api_key_file),
             "admin_key": _key("admin-key", self.admin_key, self.admin_key_file),
             "allowed_hosts": [self.host, *self.allowed_host],
@@ -257,6 +258,11 @@ def _check_name(name: str, where: str, form: str, case: Any) -> None:
         near = get_close_matches(name, Settings.model_fields, 1)
         hint = f": did you mean {form.format(case(near[0]))}?" if near else ""
         raise InvalidRequest(f"{where} is no setting of radixcache serve{hint}")
+
+
+def _name(model: str) -> str:
+    """What a model is called: of a GGUF file not where it lies on this machine."""
+    return Path(model).stem if model.lower().endswith(".gguf") else model
 
 
 def _key(flag: str, key: str | None, file: Path | None) -> str | None:

@@ -231,7 +231,7 @@ def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, 
         monkeypatch.setattr(f"radixcache.{module}.problem", lambda: problem)
     assert main(["info"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    kernels = "yes" if problem is None else f"no: {problem}"
+    kernels = "yes" if problem is None else f"no, models run slower: {problem}"
     assert f" native kernels {kernels} exact mode {exact.describe()}" in out
     assert problem is None or out.endswith(problem)
     assert f"torch {torch.__version__}, {torch.get_num_threads()} thread" in out
