@@ -98,13 +98,14 @@ def quiet_torch() -> Iterator[None]:
     except AttributeError:
         yield
         return
-    _threads.count = torch.get_num_threads()
+    before = torch.get_num_threads(), _threads.count
+    _threads.count = num_threads()
     set_threads(1)
     try:
         yield
     finally:
-        set_threads(_threads.count)
-        _threads.count = 0
+        set_threads(before[0])
+        _threads.count = before[1]
 
 
 def check(

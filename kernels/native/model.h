@@ -45,15 +45,16 @@ struct Step {
              float* logits) const {
         static thread_local Scratch memory;
         int64_t rows = batch.qo_indptr[batch.sequences], hidden = model.hidden, half = model.half;
+        int64_t most = std::max(rows, count);  // a row may be wanted more than once
         int64_t wide = 0, out = 0;  // columns of Q, K and V together, and of what attention gives
         for (int i = 0; i < model.count; i++) {
             const Heads& h = model.layers[i].heads;
             wide = std::max<int64_t>(wide, (h.heads + h.kv_heads) * h.dim + h.kv_heads * h.value_dim);
             out = std::max<int64_t>(out, h.heads * h.value_dim);
         }
-        int64_t inner = std::min(rows, MLP_ROWS) * model.inner, qkv = rows * wide;
-        int64_t sizes[] = {2 * rows * half, rows * hidden, rows * hidden, rows * hidden,
-                           std::max(qkv, 2 * inner), std::max(rows * out, inner)};
+        int64_t inner = std::min(most, MLP_ROWS) * model.inner, qkv = rows * wide;
+        int64_t sizes[] = {2 * rows * half, most * hidden, most * hidden, most * hidden,
+                           std::max(qkv, 2 * inner), std::max(most * out, inner)};
         float* places[6];
         size_t total = 0;
         for (int64_t& size : sizes) total += size = (size + 15) / 16 * 16;

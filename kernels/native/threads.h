@@ -126,7 +126,7 @@ void parallel(int64_t count, int threads, const F& f) {
 // The same by rows; a few short ones stay on the caller's thread.
 template <class F>
 void parallel_rows(int64_t rows, int64_t width, int threads, const F& f) {
-    int64_t step = std::max<int64_t>(1, (1 << 14) / width);
+    int64_t step = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, width));
     parallel((rows + step - 1) / step, threads, [&](int64_t i) {
         for (int64_t row = i * step; row < std::min(rows, (i + 1) * step); row++) f(row);
     });

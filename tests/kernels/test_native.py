@@ -141,6 +141,7 @@ def test_rows_of_activations_have_the_same_bits_alone(dtype) -> None:
     for width in (1, 7, 16, 60, 100, 1536):
         x, y = randn(1, 50, width, dtype=dtype), randn(2, 50, width, dtype=dtype)
         for kernel in (partial(gated, activation="silu"), partial(gated, activation="gelu_tanh")):
+            assert kernel(x[:, :0], y[:, :0]).shape == (50, 0)
             alone = torch.cat([kernel(a, b) for a, b in zip(x.split(1), y.split(1), strict=True)])
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
@@ -264,6 +265,8 @@ def test_torch_is_quiet_for_one_thread_and_the_kernels_are_not() -> None:
     torch.set_num_threads(3)
     seen = []
     with quiet_torch():
+        with quiet_torch():
+            pass
         seen.append((torch.get_num_threads(), num_threads()))
         other = Thread(target=lambda: seen.append((torch.get_num_threads(), num_threads())))
         other.start()
