@@ -118,6 +118,10 @@ void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, in
          int depth, float* to) {
     vec sums[R][C * V] = {};
     for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N) {
+        if constexpr (R == 1 && P::HEAD)  // the next panels: these are soon read
+#pragma GCC unroll 16
+            for (int at = 0; at < C * P::WORDS * N; at += 16)
+                __builtin_prefetch(panel + (C + at / (P::WORDS * N)) * apart + at % (P::WORDS * N));
         Scales scales[C * V];
 #pragma GCC unroll 8
         for (int v = 0; v < C * V; v++) scales[v] = P::scales(panel + v / V * apart, v % V);
