@@ -38,10 +38,10 @@ TESTING = "accelerate httpx2 hypothesis jsonschema packaging pydantic pytest pyt
 
 PROBE = """
 import platform, numpy, torch, transformers
-from radixcache.kernels import native
+from radixcache.kernels.native.library import problem
 threads = torch.get_num_threads()
 print(
-    torch.backends.cpu.get_cpu_capability(), native.problem() or "native kernels",
+    torch.backends.cpu.get_cpu_capability(), problem() or "native kernels",
     f"{threads} thread{'s' * (threads > 1)}", f"Python {platform.python_version()}",
     f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     f"NumPy {numpy.__version__}", sep=", ",
