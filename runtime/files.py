@@ -28,8 +28,8 @@ def check_model(name_or_path: str | None) -> None:
     path, file = Path(source), more.get("gguf_file", "config.json")
     if path.is_dir():
         if not (path / file).is_file():
-            more = " and no GGUF file" if file == "config.json" else ""
-            raise ModelError(f"no model at {name_or_path}: the folder has no {file}{more}")
+            either = " and no GGUF file" if file == "config.json" else ""
+            raise ModelError(f"no model at {name_or_path}: the folder has no {file}{either}")
     elif path.exists():
         raise ModelError(
             f"no model at {name_or_path}: a model is a folder with a config.json and weights, "
