@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache.base import CacheStats, PrefixCache
 from radixcache.errors import (
+    Busy,
     CacheBroken,
     ContextExceeded,
     EngineFailed,
@@ -53,6 +54,7 @@ _RUNTIME = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Busy",
     "CacheBroken",
     "CacheStats",
     "Chat",

@@ -56,7 +56,9 @@ def as_tokens(tokens: TokensLike) -> Tokens:
     """
     try:
         array = np.asarray(tokens)
-    except ValueError:  # rows of different lengths
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # rows of different lengths, or whatever what is no array makes of it
         raise InvalidRequest("tokens must be a flat sequence of integers") from None
     if array.dtype == _INT32 and array.ndim == 1:
         return array
@@ -65,6 +67,22 @@ def as_tokens(tokens: TokensLike) -> Tokens:
     if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise InvalidRequest("token ids must fit 32 bits")
     return array.astype(np.int32)
+
+
+def as_namespace(namespace: Hashable) -> Hashable:
+    """The same, but that "" is None; `InvalidRequest` for what cannot be a key."""
+    try:
+        hash(namespace)
+    except TypeError:
+        raise InvalidRequest(f"a namespace must be hashable, not {repr(namespace)[:80]}") from None
+    return None if isinstance(namespace, str) and not namespace else namespace
+
+
+def as_name(name: str) -> str:
+    """The name of a pin; `InvalidRequest` for what is none."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"a name is a string, not {repr(name)[:80]}")
+    return name
 
 
 @dataclass
@@ -124,6 +142,10 @@ def mutation(method: _F) -> _F:
             result = method(self, *args, **kwargs)
         except RadixCacheError:
             self._inside = False
+            raise
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                self._inside = False  # it was called with other arguments than it has
             raise
         self._inside = False
         return result
@@ -272,7 +294,7 @@ class PrefixCache(ABC):
     @mutation
     def unpin(self, name: str, namespace: Hashable = None) -> None:
         """Drop a pin; `PinError` if the namespace has none of that name."""
-        lease = self._pins.pop((namespace, name), None)
+        lease = self._pins.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
         self._release(cast(Any, lease))
@@ -306,7 +328,7 @@ class PrefixCache(ABC):
 
     def pinned_pages_of(self, namespace: Hashable) -> int:
         """Distinct pages that the pins of one namespace hold. O(pages of all its pins)."""
-        return _count_pages(self._tables(namespace))
+        return _count_pages(self._tables(as_namespace(namespace)))
 
     def _tables(self, *namespaces: Hashable) -> list[Pages]:
         """The page tables of the pins, or of those in `namespaces`."""

@@ -35,6 +35,10 @@ class EngineStopped(RadixCacheError, RuntimeError):
     """The engine was closed, or its thread has ended."""
 
 
+class Busy(RadixCacheError, RuntimeError):
+    """There is no capacity for this right now; the same will do later."""
+
+
 class RanksLost(RadixCacheError, RuntimeError):
     """A process of a tensor-parallel model has ended or failed: it can compute nothing more."""
 

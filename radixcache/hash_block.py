@@ -9,7 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens, mutation
+from radixcache.base import (
+    CacheStats,
+    PrefixCache,
+    Tokens,
+    TokensLike,
+    as_name,
+    as_namespace,
+    as_tokens,
+    mutation,
+)
 from radixcache.block_hash import (
     HashAlgorithm,
     as_block_namespace,
@@ -29,7 +38,7 @@ from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Listener
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, as_count
 from radixcache.snapshot import Ends, Outline
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
@@ -258,7 +267,7 @@ class HashBlockCache(PrefixCache):
         With ``read=False`` nothing is looked up and the statistics do not count the lease, but what
         it publishes is cached: what vLLM does for a request that wants logprobs of its prompt.
         """
-        tokens = as_tokens(tokens)
+        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         pages = self._find(tokens, namespace, len(tokens) - 1) if read else []
         counts = read and self.enabled
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed, counts)
@@ -311,7 +320,7 @@ class HashBlockCache(PrefixCache):
 
     @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease = self._mine(lease)
+        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
         have = lease._num_pages
         wanted = -(-num_tokens // self.page_size) - have
         if wanted <= 0:
@@ -427,7 +436,7 @@ class HashBlockCache(PrefixCache):
         They count as free before and after, and keep their place. Returns how many there were.
         O(pages in the queue).
         """
-        evicted = 0
+        evicted, num_pages = 0, as_count(num_pages, "the number of pages")
         for page in self._queue:
             if evicted >= num_pages:
                 break
@@ -459,7 +468,7 @@ class HashBlockCache(PrefixCache):
         The tokens after the last whole block cannot be found, hence not be pinned either; there
         must be at least one block.
         """
-        tokens = as_tokens(tokens)
+        tokens, namespace, name = as_tokens(tokens), as_namespace(namespace), as_name(name)
         pages = self._find(tokens, namespace, len(tokens))
         wanted = len(tokens) // self.page_size
         if not wanted or len(pages) < wanted:
@@ -528,9 +537,8 @@ class HashBlockCache(PrefixCache):
         self._emit(Cleared())
 
     def _mine(self, lease: Lease) -> BlockLease:
-        if lease.released or lease not in self._leases:
+        if not isinstance(lease, BlockLease) or lease not in self._leases:
             raise LeaseError("the lease was released, or belongs to another cache")
-        assert isinstance(lease, BlockLease)
         return lease
 
     def check(self) -> None:

@@ -7,11 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import CacheStats, PrefixCache, TokensLike, mutation
+from radixcache.base import (
+    CacheStats,
+    PrefixCache,
+    TokensLike,
+    as_namespace,
+    as_tokens,
+    mutation,
+)
 from radixcache.errors import LeaseError, PinError
 from radixcache.events import Listener
 from radixcache.lease import Lease
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, as_count
 from radixcache.snapshot import Outline
 
 
@@ -52,6 +59,7 @@ class NoCache(PrefixCache):
         resumed: bool = False,
         whole: bool = False,
     ) -> Lease:
+        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         lease = Lease(self.page_size, len(tokens), namespace, resumed)
         self._leases[lease] = None
         return lease
@@ -59,6 +67,7 @@ class NoCache(PrefixCache):
     @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         self._mine(lease)
+        num_tokens = as_count(num_tokens, "the number of tokens")
         wanted = -(-num_tokens // self.page_size) - lease._num_pages
         if wanted > 0:
             lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
@@ -67,6 +76,7 @@ class NoCache(PrefixCache):
     @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         self._mine(lease)
+        tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
         if lease in self._in_flight:
             raise LeaseError("a lease publishes once per step: commit or roll back first")
@@ -130,5 +140,5 @@ class NoCache(PrefixCache):
         self.pool.check(refs)
 
     def _mine(self, lease: Lease) -> None:
-        if lease.released or lease not in self._leases:
+        if not isinstance(lease, Lease) or lease not in self._leases:
             raise LeaseError("the lease was released, or belongs to another cache")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from operator import index
+from typing import Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,14 @@ from radixcache.errors import InvalidRequest, OutOfPages
 
 Pages = NDArray[np.int32]
 """Page numbers, one-dimensional int32."""
+
+
+def as_count(number: SupportsIndex, what: str) -> int:
+    """A whole number; `InvalidRequest` for what is none."""
+    try:
+        return index(number)
+    except TypeError:
+        raise InvalidRequest(f"{what} must be a whole number, not {repr(number)[:80]}") from None
 
 
 class FreePages(Protocol):
@@ -70,9 +79,12 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1 or page_size < 1:
+        num_pages = as_count(num_pages, "the number of pages")
+        page_size = as_count(page_size, "the size of a page")
+        if not 0 < num_pages < 2**31 or not 0 < page_size < 2**31:
             raise InvalidRequest(
-                f"a pool needs at least one page of one token, not {num_pages} of {page_size}"
+                "a pool has at least one page of one token, and less than 2^31 of either, not "
+                f"{num_pages} of {page_size}"
             )
         self.num_pages = num_pages
         self.page_size = page_size

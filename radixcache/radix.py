@@ -8,7 +8,16 @@ from math import inf
 
 import numpy as np
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens, mutation
+from radixcache.base import (
+    CacheStats,
+    PrefixCache,
+    Tokens,
+    TokensLike,
+    as_name,
+    as_namespace,
+    as_tokens,
+    mutation,
+)
 from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.eviction import (
@@ -21,7 +30,7 @@ from radixcache.eviction import (
 )
 from radixcache.lease import Lease, PageCopy
 from radixcache.nodes import Node
-from radixcache.pages import PagePool, Pages
+from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
 from radixcache.tree import RadixTree
 
@@ -164,7 +173,7 @@ class RadixCache(PrefixCache):
         resumed: bool = False,
         whole: bool = False,
     ) -> RadixLease:
-        tokens = as_tokens(tokens)
+        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         root = self._tree.root(namespace)
         node, position, written, unusable = self._find(root, 0, tokens if whole else tokens[:-1])
         if whole and written < len(tokens):
@@ -185,7 +194,7 @@ class RadixCache(PrefixCache):
 
     @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease = self._mine(lease)
+        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
         if num_tokens <= lease.capacity:
             return
         page_size, position = self.page_size, lease.num_tokens
@@ -368,7 +377,7 @@ class RadixCache(PrefixCache):
         Returns the number of pages that became free: fewer than asked only if nothing else is
         evictable. O(log n) per leaf, O(1) per page.
         """
-        return self._evict(num_pages)
+        return self._evict(as_count(num_pages, "the number of pages"))
 
     def _evict(self, num_pages: int) -> int:
         before = self.pool.num_free
@@ -497,9 +506,8 @@ class RadixCache(PrefixCache):
     # -- cursors and tables --------------------------------------------------------------------
 
     def _mine(self, lease: Lease) -> RadixLease:
-        if lease not in self._leases:
+        if not isinstance(lease, RadixLease) or lease not in self._leases:
             raise LeaseError("the lease was released, or belongs to another cache")
-        assert isinstance(lease, RadixLease)
         return lease
 
     def _leave(self, lease: RadixLease) -> None:
@@ -539,7 +547,7 @@ class RadixCache(PrefixCache):
 
     @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        tokens = as_tokens(tokens)
+        tokens, namespace, name = as_tokens(tokens), as_namespace(namespace), as_name(name)
         root = self._tree.find_root(namespace)
         node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
         if node is None or position < len(tokens) or not position:

@@ -16,7 +16,7 @@ from itertools import islice
 
 import numpy as np
 
-from radixcache.errors import InvalidRequest
+from radixcache.base import as_namespace
 from radixcache.nodes import NO_CHILDREN, NOBODY, Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
 
@@ -45,16 +45,12 @@ class RadixTree:
 
     def find_root(self, namespace: Hashable) -> Node | None:
         """The namespace's root, if there is one; `InvalidRequest` for what is no namespace."""
-        try:
-            return self.roots.get(namespace)
-        except TypeError:
-            raise InvalidRequest(
-                f"a namespace must be hashable, not {repr(namespace)[:80]}"
-            ) from None
+        return self.roots.get(as_namespace(namespace))
 
     def root(self, namespace: Hashable) -> Node:
         """The namespace's root, made if there is none."""
-        root = self.find_root(namespace)
+        namespace = as_namespace(namespace)
+        root = self.roots.get(namespace)
         if root is None:
             empty = np.empty(0, np.int32)
             root = self.roots[namespace] = self._start_run(None, 0, empty, empty)
