@@ -164,7 +164,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> None:
         """See `LLM.reset_prefix_cache`."""
-        await self.call(self.llm.engine.reset_cache)
+        await asyncio.to_thread(self.llm.reset_prefix_cache)
 
     async def call(self, function: Callable[[], T]) -> T:
         """See `LLM.call`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 from weakref import finalize
 
 import numpy as np
+import torch
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
@@ -27,7 +29,7 @@ from radixcache.radix import RadixCache
 from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
-from radixcache.runtime.engine.guides import Guides
+from radixcache.runtime.engine.guides import Grammar, Guides
 from radixcache.runtime.engine.kept_logits import KEPT_BYTES
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
@@ -42,8 +44,9 @@ from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.runtime.model.system_memory import give_back
+from radixcache.runtime.model.system_memory import give_back, resident_bytes
 from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
+from radixcache.runtime.sizes import format_memory
 from radixcache.runtime.text.answer_parser import AnswerParser
 from radixcache.runtime.text.history import TokenHistory, TokenisedText
 from radixcache.runtime.text.tokenizer import Message, Tokenizer
@@ -77,6 +80,8 @@ class _Input(NamedTuple):
     text: str | None
     tokens: TokensLike
     params: SamplingParams
+    grammar: Grammar | None
+    """Compiled: as long as it is held, the engine finds it at once."""
 
 
 class LLM:
@@ -103,7 +108,8 @@ class LLM:
         exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
             uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
-            quarter of a CPU's free memory, 1 GiB at most, or most of a GPU's; of each rank.
+            quarter of a CPU's free memory, 16 GiB at most, or most of a GPU's; of each rank. On a
+            CPU it is taken as it is filled.
         max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
         max_num_seqs: sequences that run at the same time.
         schedule: "longest-prefix" or "fcfs".
@@ -139,6 +145,7 @@ class LLM:
         kv_events_config: Mapping[str, Any] | str | None = None,
         **vllm: Any,
     ) -> None:
+        start = time.perf_counter()
         check_names(LLM, vllm)
         _check_choice("exact", exact, (True, False))
         _check_choice("cache", cache, tuple(CACHES))
@@ -192,6 +199,7 @@ class LLM:
             self._close = finalize(self, _close, self.worker, self.kv_events, paged)
             self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
             give_back()  # what loading took of memory, and no longer needs
+            self.load_seconds = time.perf_counter() - start
         except BaseException:
             if paged.ranks is not None:  # or they would live as long as the error's traceback
                 paged.ranks.close()
@@ -201,6 +209,19 @@ class LLM:
     def cache(self) -> PrefixCache:
         """The prefix cache, to look at: statistics, pins. Changes are the engine's (`call`)."""
         return self.engine.cache
+
+    @property
+    def notes(self) -> list[str]:
+        """What runs where, how much context there is, and what loading took: a line each."""
+        pool, threads = self.engine.kv_pool, torch.get_num_threads()
+        tokens = pool.num_pages * pool.page_size
+        size = format_memory(tokens * self.engine.model.bytes_per_token)
+        return [
+            self.engine.model.placement,
+            f"context {self.engine.max_model_len:,} tokens; KV memory {size} = {tokens:,} tokens",
+            f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
+            f"use, {threads} thread{'s' * (threads != 1)}",
+        ]
 
     @property
     def history(self) -> TokenHistory:
@@ -246,8 +267,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
-        self.call(self.prefixes.drop_yielding)
-        self.call(self.engine.reset_cache)
+
+        def reset() -> None:
+            self.prefixes.drop_yielding()
+            self.engine.reset_cache()
+
+        self.call(reset)
 
     def generate(
         self,
@@ -504,10 +529,9 @@ class LLM:
                 check_params(one)
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
-                if one.structured is not None:
-                    self.guides.compile(one.structured)
+                grammar = None if one.structured is None else self.guides.compile(one.structured)
                 text = prompt if isinstance(prompt, str) else None
-                inputs.append(_Input(text, self.encode(prompt, special=special), one))
+                inputs.append(_Input(text, self.encode(prompt, special=special), one, grammar))
         return inputs
 
     def _add(
@@ -520,7 +544,7 @@ class LLM:
         """Queue one request for each input, or none if any of them is unusable."""
         requests: list[Request] = []
         try:
-            for text, tokens, params in inputs:
+            for text, tokens, params, _ in inputs:
                 with _naming(len(requests), len(inputs)):
                     whole = tokens
                     if prefix is not None:
@@ -548,7 +572,7 @@ class LLM:
 
         Clients share the engine fairly (see `radixcache.runtime.engine.scheduler`).
         """
-        inputs = [_Input(None, tokens, params) for tokens in prompts]
+        inputs = [_Input(None, tokens, params, None) for tokens in prompts]
         return self._add(inputs, cache_salt, None, client)
 
     def _run(
@@ -696,16 +720,20 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 
 
 def _default_params(config: Any) -> SamplingParams:
-    """Sampling as the model's generation_config.json asks for it."""
-    sampling = bool(getattr(config, "do_sample", False))
+    """Sampling as the model's generation_config.json asks for it.
+
+    A model that says nothing is sampled at temperature 1, as in OpenAI's API and vLLM; where it
+    says ``"do_sample": false``, the likeliest token is taken.
+    """
+    greedy = getattr(config, "do_sample", None) is False
 
     def setting(name: str, default: Any) -> Any:
         value = getattr(config, name, None)
-        return default if value is None or not sampling else value
+        return default if value is None or greedy else value
 
     try:
         return SamplingParams(
-            temperature=float(setting("temperature", 1.0 if sampling else 0.0)),
+            temperature=0.0 if greedy else float(setting("temperature", 1.0)),
             top_p=float(setting("top_p", 1.0)),
             top_k=int(setting("top_k", 0)),
             min_p=float(setting("min_p", 0.0)),

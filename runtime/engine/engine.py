@@ -291,6 +291,14 @@ class Engine:
         leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer: of the model's context those that the KV memory holds
+        when nothing is pinned."""
+        return min(
+            self.model.max_context, (self.kv_pool.num_pages - 1) * self.kv_pool.page_size + 1
+        )
+
     def check_prompt(self, tokens: Tokens, *, answer: bool = True) -> None:
         """Raises `InvalidRequest` for a prompt that no request can have; `ContextExceeded` if it is
         too long, or leaves no room to answer where there is to be one. O(len(tokens)).
@@ -316,13 +324,11 @@ class Engine:
         pages = self.kv_pool.num_pages - 1 - pinned
         room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
         if room < (1 if asked is None else max(1, wanted)):
-            raise InvalidRequest(
-                f"{length} prompt tokens and {wanted} to generate do not fit the KV memory "
-                + (
-                    "beside what is pinned"  # how much may be others' secret
-                    if pinned
-                    else f"of {pages} pages of {self.kv_pool.page_size} tokens"
-                )
+            said = f"{length} prompt tokens and {wanted} to generate do not fit the KV memory"
+            if pinned:  # how much may be others' secret
+                raise InvalidRequest(f"{said} beside what is pinned")
+            raise ContextExceeded(
+                f"{said} of {room + length - 1:,} tokens: give it more (--kv-memory, kv_memory=)"
             )
         return min(wanted, room)
 
@@ -535,7 +541,7 @@ class Engine:
                     self.scheduler.finish(sequence, "stop")
                     sequence.request.note_end()
                 else:
-                    self.scheduler.fail(sequence, NOTHING_LEFT)
+                    self.scheduler.fail(sequence, NOTHING_LEFT, invalid=True)
                 continue
             logprobs = None
             if row in top:
@@ -569,7 +575,7 @@ class Engine:
         except (MemoryError, RecursionError):
             raise
         except GuideBroken as error:
-            self.scheduler.fail(sequence, str(error))
+            self.scheduler.fail(sequence, str(error), invalid=True)
         except Exception as error:  # text that cannot be made ends this sequence, no other
             self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
         else:

@@ -7,20 +7,28 @@ all at once instead of one a step.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
 from threading import Lock, Semaphore, Thread, stack_size
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from radixcache.base import Tokens
-from radixcache.errors import InvalidRequest
+from radixcache.errors import Busy, InvalidRequest
 from radixcache.kernels.upload import send
+from radixcache.runtime.engine.grammar_compiler import (
+    DEEP_STACK,
+    MAX_COMPILERS,
+    Vocabulary,
+    compile_grammar,
+    first_part,
+    try_compile,
+)
 from radixcache.runtime.engine.structured import Structured
 from radixcache.runtime.text.tokenizer import Tokenizer
 
@@ -28,24 +36,23 @@ if TYPE_CHECKING:  # nobody imports it before somebody asks for a structure
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMARS = 256
-"""Compiled ones that are kept, the least recently used dropped."""
+"""That are kept, those that do not compile among them; the least recently used are dropped."""
 
-MAX_TEXT = 1 << 16
-"""Characters of a schema or a grammar."""
+MAX_KEPT_BYTES = 64 << 20
+"""Of all that are kept."""
 
-COMPILE_SECONDS = 10.0
-"""For which a request waits; intersections of patterns may take exponential time."""
+PATIENCE = 10.0
+"""Seconds that a thread waits for one of them."""
 
-MAX_COMPILERS = 2
-"""Threads that compile at the same time."""
+MAX_FORCED_TOKENS = 256
+"""That a sequence is given in one step."""
 
-COMPILER_STACK = 1 << 29
-"""Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
-
-MAX_LEXER_STATES = 25_000
-"""Of each matcher; a state takes one or two kilobytes."""
+T = TypeVar("T")
 
 _Decode = Callable[[list[int]], str]
+
+_STACK_SIZE = Lock()
+"""The size of a thread's stack is one setting for the whole process."""
 
 
 class GuideBroken(Exception):
@@ -93,7 +100,7 @@ class Guide:
             begun = self._is_behind(said[:read])
         new = said[read:].tolist()
         if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
-            reason = _reason(matcher.get_error()) or f"one of the tokens {new} is not of it"
+            reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
             raise GuideBroken(f"the structure cannot be followed: {reason}")
         self._state = _State(matcher, len(said), begun)
         return matcher if begun else None
@@ -115,9 +122,9 @@ class Guide:
         return matcher is not None and matcher.is_accepting()
 
     def forced(self, said: Tokens) -> list[int]:
-        """The tokens that must come after `said`, as far as there is no choice."""
+        """The tokens that must come after `said`, as far as there is no choice, or a number."""
         matcher = self.follow(said)
-        return [] if matcher is None else matcher.compute_ff_tokens()
+        return [] if matcher is None else matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
 
 
 def mask(
@@ -149,6 +156,14 @@ def mask(
     return logits.index_copy(0, where, logits[where].masked_fill_(refusals, -torch.inf))
 
 
+class Grammar:
+    """A compiled one: the matcher before the first token, to be copied."""
+
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
+        self.matcher = matcher
+        self.num_bytes = num_bytes
+
+
 class Guides:
     """Compiles structures for one model; for any number of threads.
 
@@ -164,138 +179,114 @@ class Guides:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = [*end_tokens]
-        self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
+        self._compiled: OrderedDict[tuple[str, str], Grammar | str] = OrderedDict()
+        """The sentence for one that does not compile, so that it is tried once."""
+        self._in_use: WeakValueDictionary[tuple[str, str], Grammar] = WeakValueDictionary()
         self._making = Lock()
         self._compilers = Semaphore(MAX_COMPILERS)
 
     def guide(self, structured: Structured) -> Guide:
         """A guide for one sequence; compiles what is not compiled yet."""
-        compiled = self.compile(structured)
+        grammar = self.compile(structured)
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
-        return Guide(compiled, structured.after, lambda ids: tokenizer.decode(ids, special=True))
+        decode = partial(tokenizer.decode, special=True)
+        return Guide(grammar.matcher, structured.after, decode)
 
-    def compile(self, structured: Structured) -> LLMatcher:
-        """The matcher before the first token, to be copied.
+    def find(self, structured: Structured) -> Grammar | None:
+        """What `compile` gives, if it is there already.
+
+        Raises:
+            InvalidRequest: it is known not to compile.
+        """
+        key = structured.kind, structured.value
+        with self._making:
+            found = self._compiled.get(key) or self._in_use.get(key)
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+        if isinstance(found, str):
+            raise InvalidRequest(found)
+        return found
+
+    def compile(self, structured: Structured) -> Grammar:
+        """The grammar of a structure; as long as somebody has it, it is found at once.
 
         Raises:
             InvalidRequest: it does not compile, and why; or the model's tokenizer cannot say what
                 texts its tokens are.
+            Busy: other grammars are compiled.
         """
+        if (found := self.find(structured)) is not None:
+            return found
+        vocabulary, tokens = self._read_vocabulary()
+        if not self._compilers.acquire(timeout=PATIENCE):
+            raise Busy("other structures take long to compile: try again")
+        try:
+            if (found := self.find(structured)) is not None:  # another thread's
+                return found
+            kind, text = structured.kind, structured.value
+            try:
+                size = try_compile(vocabulary, kind, text)
+                compiling = partial(compile_grammar, kind, text, tokens, vocabulary.added)
+                grammar = Grammar(_in_deep_stack(compiling), size)
+            except InvalidRequest as error:
+                self._keep(structured, str(error))
+                raise
+            self._keep(structured, grammar)
+            return self.find(structured) or grammar  # it may be another thread's
+        finally:
+            self._compilers.release()
+
+    def _keep(self, structured: Structured, result: Grammar | str) -> None:
         key = structured.kind, structured.value
         with self._making:
-            found = self._compiled.get(key)
-            if found is not None:
-                self._compiled.move_to_end(key)
-                return found
-            vocabulary = self._vocabulary = self._vocabulary or self._read_vocabulary()
-        if len(structured.value) > MAX_TEXT:
-            raise InvalidRequest(
-                f"{structured.kind} of {len(structured.value)} characters: {MAX_TEXT} at most"
-            )
-        matcher = self._compile_aside(structured, vocabulary)
-        with self._making:
-            matcher = self._compiled.setdefault(key, matcher)  # or another thread's
-            while len(self._compiled) > MAX_GRAMMARS:
+            if isinstance(result, Grammar):
+                result = self._in_use.setdefault(key, result)
+            self._compiled[key] = result
+            sizes = [len(k[1]) + getattr(g, "num_bytes", 0) for k, g in self._compiled.items()]
+            total = sum(sizes)
+            while len(self._compiled) > MAX_GRAMMARS or total > MAX_KEPT_BYTES:
+                total -= sizes.pop(0)
                 self._compiled.popitem(last=False)
-        return matcher
 
-    def _compile_aside(self, structured: Structured, vocabulary: LLTokenizer) -> LLMatcher:
-        """`_compile` on a thread with a large stack, which goes on alone if it takes too long."""
-        future: Future[LLMatcher] = Future()
-        added = self._tokenizer.added if self._tokenizer else {}
-
-        def run() -> None:
-            try:
-                future.set_result(_compile(structured, vocabulary, added))
-            except BaseException as error:
-                future.set_exception(error)
-            finally:
-                self._compilers.release()
-
-        if not self._compilers.acquire(timeout=COMPILE_SECONDS):
-            raise InvalidRequest("other structures take too long to compile: try again later")
+    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
         with self._making:
-            before = stack_size(COMPILER_STACK)
+            if self._vocabulary is not None:
+                return self._vocabulary
+            serialised = self._tokenizer and self._tokenizer.serialised
+            if not self._tokenizer or not serialised:
+                raise InvalidRequest(
+                    "structured output needs a tokenizer of the tokenizers library, "
+                    f"and this model has {'another' if self._tokenizer else 'none'}"
+                )
+            vocabulary = Vocabulary(
+                serialised, self._vocab_size, self._end_tokens, self._tokenizer.added
+            )
             try:
-                Thread(target=run, name="compiler", daemon=True).start()
-            except BaseException:
-                self._compilers.release()
-                raise
-            finally:
-                stack_size(before)
-        if wait([future], COMPILE_SECONDS).not_done:
-            raise InvalidRequest(
-                f"{structured.kind} takes more than {COMPILE_SECONDS:g} seconds to compile"
-            )
-        return future.result()
+                self._vocabulary = vocabulary, vocabulary.read()
+            except ValueError as error:
+                reason = first_part(str(error))
+                raise InvalidRequest(
+                    f"structured output cannot read the tokenizer: {reason}"
+                ) from None
+            return self._vocabulary
 
-    def _read_vocabulary(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
 
-        serialised = self._tokenizer and self._tokenizer.serialised
-        if not serialised:
-            raise InvalidRequest(
-                "structured output needs a tokenizer of the tokenizers library, "
-                f"and this model has {'another' if self._tokenizer else 'none'}"
-            )
+def _in_deep_stack(function: Callable[[], T]) -> T:
+    """What `function` gives on a thread with a large stack."""
+    future: Future[T] = Future()
+
+    def run() -> None:
         try:
-            return LLTokenizer(serialised, self._vocab_size, self._end_tokens or None)
-        except ValueError as error:
-            reason = _reason(str(error))
-            raise InvalidRequest(f"structured output cannot read the tokenizer: {reason}") from None
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
-
-def _compile(
-    structured: Structured, vocabulary: LLTokenizer, added: Mapping[int, str]
-) -> LLMatcher:
-    """The matcher before the first token; `added` are the texts of added tokens."""
-    from llguidance import LLMatcher, LLParserLimits, grammar_from
-
-    kind, text = structured.kind, structured.value
-    try:
-        if kind == "json" or kind == "json_object":
-            grammar = LLMatcher.grammar_from_json_schema(
-                text if kind == "json" else '{"type": "object"}',
-                defaults={"whitespace_flexible": False},  # else it may go on for ever
-                overrides={"lenient": False},  # what it does not know it must refuse
-            )
-        else:
-            grammar = grammar_from(kind, text)
-        spellings = _spellings(text)
-        special = (one for i, one in added.items() if vocabulary.is_special_token(i))
-        if any(one in spelling for one in special for spelling in spellings):
-            grammar = _unforced(grammar)
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-        reason = matcher.get_error()
-    except (TypeError, ValueError) as error:
-        reason = str(error)
-    if reason:
-        raise InvalidRequest(f"{kind} does not compile: {_reason(reason)}")
-    return matcher
-
-
-def _spellings(text: str) -> tuple[str, str]:
-    """A grammar as it is, and without the escapes that JSON, Lark and patterns have."""
-    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
-    return text, plain.replace("\\", "")
-
-
-def _unforced(grammar: str) -> str:
-    """The same grammar, whose texts any tokens may spell.
-
-    The library forces the tokenizer's own tokens, which for the text of a special token is that
-    token, and then does not take it for text.
-    """
-    if grammar.startswith("{"):
-        (parts,) = json.loads(grammar)["grammars"]
-        schema = parts["json_schema"]
-        grammar = parts["lark_grammar"] or f"start: %json {json.dumps(schema)}"
-    return '%llguidance {"no_forcing": true}\n' + grammar
-
-
-def _reason(text: str) -> str:
-    """Of what the library says the first part, without the state of its parser."""
-    return " ".join(text.partition("<state>")[0].split())[:300]
+    with _STACK_SIZE:
+        before = stack_size(DEEP_STACK)
+        try:
+            Thread(target=run, name="compiler", daemon=True).start()
+        finally:
+            stack_size(before)
+    return future.result()

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixcache.base import Tokens
+
+MIN_REPEATS = 4
+MIN_REPEATED = 48
+"""Tokens: lists and tables repeat themselves, too."""
+MAX_PERIOD = 256
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,24 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] | None = None
+
+    @property
+    def repetition(self) -> int | None:
+        """How many tokens it repeats again and again at its end, if it has come to that."""
+        return find_repetition(self.token_ids)
+
+
+def find_repetition(tokens: Sequence[int] | Tokens) -> int | None:
+    """The length of a stretch that `tokens` end with at least `MIN_REPEATS` times, over at least
+    `MIN_REPEATED` tokens; the shortest. O(n * MAX_PERIOD) at most, O(n) as a rule."""
+    ids = np.asarray(tokens[-MAX_PERIOD * MIN_REPEATS :])
+    for period in range(1, len(ids) // MIN_REPEATS + 1):
+        length = max(period * MIN_REPEATS, MIN_REPEATED)
+        if length <= len(ids) and ids[-1] == ids[-1 - period]:
+            tail = ids[-length:]
+            if np.array_equal(tail[period:], tail[:-period]):
+                return period
+    return None
 
 
 @dataclass(frozen=True)

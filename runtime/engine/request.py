@@ -176,6 +176,8 @@ class Request:
         self.explanation: list[Miss] | None = None
         """Why the first admitted sequence was not cached in full; None before it is known."""
         self.error: str | None = None
+        self.error_is_invalid = False
+        """Whether the error is due to what was asked for."""
         self.edits: Edits | None = None
         """What is changed in its logits; None if nothing is."""
         self.arrived = time.perf_counter()

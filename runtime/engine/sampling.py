@@ -174,6 +174,22 @@ class SamplingParams:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
+    def describe(self) -> str:
+        """How tokens are chosen, in a few words.
+
+        >>> SamplingParams(temperature=0).describe(), SamplingParams(top_p=0.9).describe()
+        ('temperature 0 (greedy)', 'temperature 1, top_p 0.9')
+        """
+        if self.temperature == 0:
+            said = ["temperature 0 (greedy)"]
+        else:
+            said = [f"temperature {self.temperature:g}"]
+            said += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
+            said += [f"top_k {self.top_k}"] if self.top_k > 0 else []
+            said += [f"min_p {self.min_p:g}"] if self.min_p > 0 else []
+        penalty = self.repetition_penalty
+        return ", ".join(said + ([f"repetition_penalty {penalty:g}"] if penalty != 1 else []))
+
 
 def _require(holds: object, name: str, rule: str, value: object) -> None:
     if not holds:

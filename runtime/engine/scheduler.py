@@ -363,10 +363,11 @@ class Scheduler:
         sequence.resumes = True
         self.waiting.appendleft(sequence)
 
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """End a sequence that cannot go on."""
+    def fail(self, sequence: Sequence, error: str, *, invalid: bool = False) -> None:
+        """End a sequence that cannot go on; `invalid` if that is due to what was asked for."""
         self._failed.append(sequence.request)
         sequence.request.error = error
+        sequence.request.error_is_invalid = invalid
         self.finish(sequence, "error")
         sequence.request.note_end()
 

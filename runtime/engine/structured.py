@@ -12,6 +12,10 @@ from radixcache.errors import InvalidRequest
 Kind = Literal["json_object", "json", "regex", "choice", "grammar"]
 
 
+MAX_TEXT = 1 << 16
+"""Characters of a schema or a grammar."""
+
+
 @dataclass(frozen=True)
 class Structured:
     """Every token of the answer is chosen among those that can still lead to this form.
@@ -33,6 +37,8 @@ class Structured:
             raise InvalidRequest(f"the kind of a structure must be one of {kinds}: {self.kind!r}")
         if not isinstance(self.value, str):
             raise InvalidRequest(f"{self.kind}: text is wanted, not {type(self.value).__name__}")
+        if len(self.value) > MAX_TEXT:
+            raise InvalidRequest(f"{self.kind} of {len(self.value)} characters: {MAX_TEXT} at most")
         if self.after == "":
             raise InvalidRequest(
                 "a structure begins after some text, not after ''; None is at once"

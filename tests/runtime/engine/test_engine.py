@@ -413,7 +413,7 @@ def test_pinned_pages_count_when_a_request_comes(folder: Path, mode: str) -> Non
     for prompt, own in ((other, 0), ([*pinned, *other], 10), ([*pinned[:38], *other], 9)):
         room = (19 - 10 + own) * 4 - len(prompt) + 1
         params = SamplingParams(temperature=0, max_tokens=room + 1, ignore_eos=True)
-        sentence = "KV memory beside what is pinned" if own < 10 else "KV memory of 19 pages"
+        sentence = "KV memory beside what is pinned" if own < 10 else "KV memory of 76 tokens"
         with pytest.raises(InvalidRequest, match=sentence):
             engine.add_request(prompt, params)
         engine.check()

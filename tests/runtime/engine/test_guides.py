@@ -7,6 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Event
+from time import sleep
 from typing import Any
 
 import jsonschema
@@ -16,14 +17,17 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from pydantic import BaseModel
 
-from radixcache import InvalidRequest, PagePool, RadixCache, SamplingParams, Structured
+from radixcache import Busy, InvalidRequest, PagePool, RadixCache, SamplingParams, Structured
 from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine import grammar_compiler
 from radixcache.runtime.engine import guides as guides_module
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.forced_length import MAX_FORCED_BYTES, forced_length
 from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.model.system_memory import resident_bytes
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import HashModel, HashPool, logits_after
@@ -406,7 +410,6 @@ def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
         (Structured.regex("\ud800"), "surrogates not allowed"),
         (Structured.grammar("start: x"), 'unknown name: "x"'),
         (Structured.grammar("root ::= ("), "Failed to convert"),
-        (Structured.regex("a" * (1 << 17)), "regex of 131072 characters: 65536 at most"),
     ],
 )
 def test_what_does_not_compile_is_refused_with_the_reason(
@@ -429,6 +432,7 @@ def test_what_does_not_compile_is_refused_with_the_reason(
         (lambda: Structured("xml", ""), "the kind of a structure must be one of"),  # type: ignore[arg-type]
         (lambda: Structured.regex(7), "text is wanted, not int"),  # type: ignore[arg-type]
         (lambda: Structured.regex("a", after=""), "None is at once"),
+        (lambda: Structured.regex("a" * (1 << 17)), "regex of 131072 characters: 65536 at most"),
         (lambda: SamplingParams(structured={"json": {}}), "structured must be a Structured"),  # type: ignore[arg-type]
     ],
 )
@@ -449,26 +453,141 @@ def test_rules_that_lead_through_thousands_of_others_compile() -> None:
     guides().compile(Structured.json(json.dumps(schema, separators=(",", ":"))))
 
 
-def test_what_takes_too_long_to_compile_is_refused_and_holds_up_nobody(monkeypatch) -> None:
-    own, compile_one, go_on = Guides(tokenizer(), VOCAB, [EOS]), guides_module._compile, Event()
-    slow = [Structured.regex(f"slow{i}") for i in range(3)]
+PATTERNS = [
+    {"type": "string", "pattern": f".*{letter}.{{10}}"} for letter in "abcdefghijklmnopqrst"
+]
+ENDLESS = {
+    "memory": Structured.json({"allOf": PATTERNS}),
+    "time": Structured.json({"type": "integer", "multipleOf": 99_999_999}),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_grammar_that_compiles_for_ever_is_refused_and_leaves_nothing(monkeypatch, kind) -> None:
+    own = Guides(tokenizer(), VOCAB, [EOS])
+    own.compile(Structured.regex("first"))
+    monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", 1)
+    before = resident_bytes()
+    with pytest.raises(InvalidRequest, match="too complex: it takes more than 1 seconds or 128"):
+        own.compile(ENDLESS[kind])
+    assert resident_bytes() < before + (20 << 20)
+    assert own.compile(Structured.regex("second")).num_bytes < 20 << 20
+    monkeypatch.setattr(guides_module, "try_compile", None)  # it is not tried again
+    with pytest.raises(InvalidRequest, match="too complex"):
+        own.compile(ENDLESS[kind])
+
+
+def test_a_process_that_compiles_may_end_and_is_begun_anew() -> None:
+    own = Guides(tokenizer(), VOCAB, [EOS])
+    own.compile(Structured.regex("one"))
+    for process in grammar_compiler._idle:
+        process._process.kill()
+        process._process.wait()
+    assert own.compile(Structured.regex("two")).matcher.get_error() == ""
+
+
+def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
+    own, go_on = Guides(tokenizer(), VOCAB, [EOS]), Event()
     done = own.compile(STRUCTURES["json"])
 
-    def take_long(structured: Structured, *known: Any) -> LLMatcher:
-        go_on.wait(30)
-        return compile_one(structured, *known)
+    def take_long(*_: object) -> int:
+        assert go_on.wait(30)
+        return 0
 
-    monkeypatch.setattr(guides_module, "COMPILE_SECONDS", 0.05)
-    monkeypatch.setattr(guides_module, "_compile", take_long)
-    for one in slow[:2]:
-        with pytest.raises(InvalidRequest, match=r"regex takes more than 0.05 seconds"):
-            own.compile(one)
-    with pytest.raises(InvalidRequest, match="other structures take too long"):
-        own.compile(slow[2])
-    assert own.compile(STRUCTURES["json"]) is done
-    go_on.set()
-    monkeypatch.setattr(guides_module, "COMPILE_SECONDS", 10.0)
-    assert own.compile(slow[2]).get_error() == ""
+    monkeypatch.setattr(guides_module, "try_compile", take_long)
+    monkeypatch.setattr(guides_module, "PATIENCE", 0.05)
+    with ThreadPoolExecutor(2) as pool:
+        slow = [pool.submit(own.compile, Structured.regex(f"slow{i}")) for i in range(2)]
+        while own._compilers._value:
+            sleep(0.01)
+        with pytest.raises(Busy, match="try again"):
+            own.compile(Structured.regex("another"))
+        assert own.compile(STRUCTURES["json"]) is done
+        go_on.set()
+        assert all(one.result().matcher.get_error() == "" for one in slow)
+
+
+def test_what_is_kept_is_bounded_by_memory_and_what_is_in_use_is_found(monkeypatch) -> None:
+    own = Guides(tokenizer(), VOCAB, [EOS])
+    held = own.compile(STRUCTURES["json"])
+    monkeypatch.setattr(guides_module, "MAX_KEPT_BYTES", 0)
+    own.compile(Structured.regex("z"))
+    assert not own._compiled and own.compile(STRUCTURES["json"]) is held
+
+
+LONG = {
+    "items": Structured.json({"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}),
+    "regex": Structured.regex("(a{1000}){1000}"),
+    "rules": Structured.grammar(
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(20)) + '\nr20: "x"'
+    ),
+    "references": Structured.json(
+        {
+            "$ref": "#/$defs/a0",
+            "$defs": {
+                **{
+                    f"a{i}": {
+                        "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 2,
+                        "minItems": 2,
+                        "items": False,
+                        "type": "array",
+                    }
+                    for i in range(16)
+                },
+                "a16": {"const": "x"},
+            },
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: str) -> None:
+    guide = guides().guide(LONG[kind])
+    assert not guide.forced(np.empty(0, np.int32))
+    engine = make_engine()
+    request = engine.add_request([5], SamplingParams(structured=LONG[kind], max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    assert len(request.output().outputs[0].token_ids) == 4 and request.error is None
+
+
+def test_no_more_tokens_are_forced_in_one_step_than_may_be(monkeypatch) -> None:
+    structured = Structured.regex("x" * 100)
+    tokens = guides().guide(structured).forced(np.empty(0, np.int32))
+    assert len(tokens) > 3
+    monkeypatch.setattr(guides_module, "MAX_FORCED_TOKENS", 3)
+    assert guides().guide(structured).forced(np.empty(0, np.int32)) == tokens[:3]
+
+
+def bounded_text(structured: Structured, seed: int) -> None:
+    """Along a random answer, the library forces no more than `forced_length` says."""
+    bound = forced_length(structured.kind, structured.value)
+    text = structured.value or '{"type": "object"}'
+    if structured.kind in ("json", "json_object"):
+        source = LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": False})
+    else:
+        source = grammar_from(structured.kind, text)  # type: ignore[arg-type]
+    matcher, choose = LLMatcher(vocabulary(), source, log_level=0), random.Random(seed)
+    for _ in range(60):
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        assert len(matcher.compute_ff_bytes().decode(errors="replace")) <= bound
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if not len(allowed) or not matcher.consume_token(int(choose.choice(allowed))):
+            return
+
+
+def test_forced_texts_are_no_longer_than_their_bound() -> None:
+    choose, finite = random.Random(SEED), 0
+    structures = [*STRUCTURES.values()] + [
+        Structured.json(random_schema(choose)) for _ in range(60)
+    ]
+    for seed, structured in enumerate(structures):
+        finite += forced_length(structured.kind, structured.value) <= MAX_FORCED_BYTES
+        bounded_text(structured, seed)
+    assert finite > len(structures) / 2
 
 
 def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatch) -> None:
@@ -481,7 +600,8 @@ def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatc
     own.compile(many[0])
     own.compile(Structured.regex("z"))
     assert own.compile(many[0]) is found[-8]
-    assert own.compile(many[1]) is not found[-7] and len(own._compiled) == 4
+    assert ("regex", "a{2}") not in own._compiled and len(own._compiled) == 4
+    assert own.compile(many[1]) is found[-7]  # which is in use, in this test
 
 
 def test_a_pydantic_model_is_its_schema():

@@ -1,0 +1,125 @@
+"""How long a text a grammar can force: what must come where there is no choice.
+
+llguidance finds forced text in one call, to its end, and tokenises all of it: a megabyte stops the
+engine for seconds. So where a grammar may force more than a little, its tokens come one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from math import inf, prod
+from typing import Any
+
+MAX_FORCED_BYTES = 8192
+"""That may be forced at once: 10 ms for llguidance (measured)."""
+
+_ANNOTATIONS = {"$defs", "definitions", "description", "title", "examples", "default", "$comment"}
+_MINIMA = ("minItems", "minLength", "minProperties", "minContains")
+_RULE = re.compile(r"[ \t]*[?!]?([A-Za-z_][\w-]*)(\[.*?\])?(\.-?\d+)?[ \t]*(::=|:)(.*)")
+_NAMES = re.compile(r"[A-Za-z_][\w-]*")
+
+
+@lru_cache(maxsize=256)
+def forced_length(kind: str, text: str) -> float:
+    """A bound on the characters that the grammar forces anywhere; infinity if none is known.
+
+    It is that of the whole grammar written out, each part as often as it must come. A recursive
+    grammar has none, since the ends of its parts may follow each other in any number.
+
+    Args:
+        kind: as in `Structured`.
+    """
+    try:
+        match kind:
+            case "choice":
+                return max(map(len, json.loads(text)), default=0)
+            case "json_object":
+                return 16  # a brace, a colon
+            case "json":
+                schema = json.loads(text)
+                return _of_schema(schema, schema, {})
+            case "regex":
+                return len(text) * _times(text)
+        return _of_rules(text)
+    except (ValueError, RecursionError, OverflowError):
+        return inf
+
+
+def _times(text: str) -> float:
+    """How often the parts of a pattern or a rule may have to come, by the numbers in it."""
+    return prod(max(1, min(int(number), 10**9)) for number in re.findall(r"[{~]\s*(\d+)", text))
+
+
+def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
+    """`known` are the schemas that are referred to; infinite while they are looked at."""
+    if isinstance(schema, list):
+        return sum(_of_schema(one, root, known) for one in schema)
+    if not isinstance(schema, dict):
+        return len(json.dumps(schema)) + 4
+    total, times = 4.0, 1.0
+    for key, value in schema.items():
+        if key in _ANNOTATIONS:
+            continue
+        total += len(key) + 4
+        if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
+            total += _of_reference(value, root, known)
+        elif key in ("anyOf", "oneOf") and isinstance(value, list):
+            total += max((_of_schema(one, root, known) for one in value), default=0)
+        elif key == "enum" and isinstance(value, list):
+            total += max((len(json.dumps(one)) for one in value), default=0)
+        elif key == "pattern" and isinstance(value, str):
+            total += len(value) * _times(value)
+        else:
+            total += _of_schema(value, root, known)
+        if key in _MINIMA and isinstance(value, int | float):
+            times *= max(1, value)
+        if key == "x-guidance" and len(json.dumps(value)) > 200:
+            return inf  # separators may be of any length
+    return total * times
+
+
+def _of_reference(path: str, root: Any, known: dict[str, float]) -> float:
+    if path not in known:
+        known[path] = inf
+        there = root
+        for name in path.removeprefix("#").strip("/").split("/") if path != "#" else ():
+            name = name.replace("~1", "/").replace("~0", "~")
+            there = there.get(name) if isinstance(there, dict) else None
+        if there is not None:
+            known[path] = _of_schema(there, root, known)
+    return known[path]
+
+
+def _of_rules(grammar: str) -> float:
+    """Of a grammar in Lark or GBNF that has one rule a line, or alternatives below it."""
+    bodies: dict[str, str] = {}
+    name = ""
+    for line in grammar.splitlines():
+        if rule := _RULE.fullmatch(line):
+            name = rule[1]
+            bodies[name] = bodies.get(name, "") + rule[5]
+        elif line.lstrip().startswith("|") and name:
+            bodies[name] += line
+        elif line.strip() and not line.startswith(("%llguidance", "%ignore", "//")):
+            return inf
+    known: dict[str, float] = {}
+    return max((_of_rule(name, bodies, known) for name in bodies), default=inf)
+
+
+def _of_rule(name: str, bodies: dict[str, str], known: dict[str, float]) -> float:
+    if name not in known:
+        known[name] = inf  # while it is looked at
+        body, total = bodies[name], 0.0
+        if "%json" in body:
+            body, _, text = body.partition("%json")
+            schema, end = json.JSONDecoder().raw_decode(text.lstrip())
+            total, body = _of_schema(schema, schema, {}), body + text.lstrip()[end:]
+        if "%" in body:  # what is not known here
+            return inf
+        parts = body.split("|") if re.fullmatch(r"[\w\s|-]*", body) else [body]
+        used = [[one for one in _NAMES.findall(part) if one in bodies] for part in parts]
+        total += max(sum(_of_rule(one, bodies, known) for one in names) for names in used)
+        known[name] = (total + len(body)) * _times(body)
+    return known[name]
