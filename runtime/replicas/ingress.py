@@ -27,6 +27,7 @@ from radixcache.runtime.replicas.pins import Pin, Pins, deletion, key_of, salt_o
 from radixcache.runtime.replicas.prompts import Body, Prompts, parse
 from radixcache.runtime.replicas.replica import END, STARTED, Computed, Description
 from radixcache.runtime.routing.policy import Router, Standing, preference
+from radixcache.runtime.server.bodies import on_thread
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import event
 from radixcache.runtime.server.settings import Options
@@ -271,7 +272,7 @@ class Ingress:
                 self._idle.set()
 
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
-        path, fields = scope["path"].removesuffix("/"), parse(body)
+        path, fields = scope["path"].removesuffix("/"), await on_thread(parse, body)
         await self._any_replica()
         pins = path == "/v1/prefixes" and scope["method"] == "POST"
         if pins or scope["method"] == "DELETE" or path.startswith(_FOR_ALL):

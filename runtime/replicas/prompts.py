@@ -6,7 +6,6 @@ refused here, and what cannot be read is a prompt of no tokens.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +17,9 @@ from radixcache.base import Tokens, as_tokens
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.server.backend import Backend, plain_messages
+from radixcache.runtime.server.bodies import read_json
 from radixcache.runtime.server.chat import turn_of
+from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.messages_bodies import CountRequest, MessagesRequest
 from radixcache.runtime.server.requests import (
     ChatRequest,
@@ -35,8 +36,8 @@ Body = Mapping[str, Any]
 
 def parse(body: bytes) -> Body:
     """The fields of a body; none if it is no JSON object."""
-    with suppress(ValueError, RecursionError):
-        fields = json.loads(body)
+    with suppress(ApiError):
+        fields = read_json(body)
         if isinstance(fields, dict):
             return fields
     return {}

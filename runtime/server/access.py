@@ -51,6 +51,13 @@ class Access:
         headers, limit, size = Headers(scope=scope), self._options.max_body_size, 0
         try:
             scope[_ADMINISTRATES] = self._admit(scope, headers)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                # Who reads it otherwise takes its end for another request (RFC 9112, 6.3).
+                raise ApiError(
+                    400,
+                    "Content-Length and Transfer-Encoding exclude each other",
+                    headers={"Connection": "close"},
+                )
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > limit:
                 raise ApiError.too_large(limit)

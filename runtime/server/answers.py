@@ -73,10 +73,13 @@ class Extension(Body):
     Attributes:
         ttft: seconds from the request's arrival to its first token.
         explanation: of each prompt in turn, if it was asked for.
+        repetitions: of each answer how many tokens it says again and again at its end, null if it
+            does not; null as a whole if none does.
     """
 
     ttft: float | None
     explanation: list[MissedTokens] | None = None
+    repetitions: list[int | None] | None = None
 
 
 class Explained(Body):

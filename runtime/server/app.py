@@ -38,6 +38,7 @@ from radixcache.runtime.server.backend import (
     client_of,
     plain_messages,
 )
+from radixcache.runtime.server.bodies import BodyRoute
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.metrics import EngineState
 from radixcache.runtime.server.past import Pasts
@@ -50,7 +51,7 @@ from radixcache.runtime.text.tokenizer import Tokenizer
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
 """What probes, Prometheus and the page ask for all the time."""
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
@@ -131,14 +132,16 @@ async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep)
     """The token ids of a text or a conversation."""
     backend.check_model(body.model)
 
-    def encode(tokenizer: Tokenizer) -> list[int]:
+    def encode(tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
         if body.messages is not None:
             text = tokenizer.render_chat(plain_messages(body.messages))
-            return tokenizer.encode(text, special=False)
-        return tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
+            tokens = tokenizer.encode(text, special=False)
+        else:
+            tokens = tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
+        shown = tokens if body.return_token_strs else []
+        return tokens, [backend.token_text(token) for token in shown] or None
 
-    tokens = await backend.tokenize(encode, client_of(request))
-    texts = [backend.token_text(token) for token in tokens] if body.return_token_strs else None
+    tokens, texts = await backend.tokenize(encode, client_of(request))
     return Tokenized(
         count=len(tokens),
         max_model_len=backend.max_model_len,

@@ -14,7 +14,9 @@ from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
+from radixcache.runtime.engine.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.structured import Structured
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.jobs import Job, Jobs
@@ -27,6 +29,7 @@ from radixcache.runtime.text.tokenizer import Message, Tokenizer
 from radixcache.runtime.text.tool_calls import Said
 
 if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.engine.guides import Grammar
     from radixcache.runtime.llm import LLM
     from radixcache.runtime.server.tracing import Tracing
 
@@ -34,6 +37,9 @@ T = TypeVar("T")
 
 TOKENIZER_THREADS = 4
 """Clients whose texts are tokenised at the same time."""
+
+MAX_COMPILING = 32
+"""Structures that are compiled or wait for it; half of them may be of one client."""
 
 
 class Wants(Protocol):
@@ -66,23 +72,28 @@ class Backend:
         slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
         capacity, share = slots + queue, slots + (queue + 1) // 2
         self.jobs = Jobs(llm.worker, self.metrics, self.tracing, capacity, share)
-        self.max_model_len: int = llm.engine.model.max_context
+        self.max_model_len: int = llm.engine.max_model_len
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
-        self.completion_defaults = llm.default_params
-        self.chat_defaults = replace(llm.default_params, max_tokens=limit)
+        self.completion_defaults = replace(llm.default_params, **options.sampling)
+        chat_defaults = replace(llm.default_params, max_tokens=limit)
+        self.chat_defaults = replace(chat_defaults, **options.sampling)
         self.prefix_messages: WeakKeyDictionary[NamedPrefix, list[Message]] = WeakKeyDictionary()
         """What prefixes that were given as messages consist of."""
         self._token_texts: dict[int, str] = {}
         # Not on the event loop, because a long text takes a while; nor one client on all threads.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
+        self._compiling = ThreadPoolExecutor(MAX_COMPILERS, "compiler")
+        self._grammars: dict[tuple[str, str], tuple[Hashable, asyncio.Future[Grammar]]] = {}
+        """What is compiled or waits for it, and for whom, by kind and value."""
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
         self._remembering: set[asyncio.Future[None]] = set()
 
     async def close(self) -> None:
         """End what is running, and the threads."""
         await self.jobs.close()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._tokenizing, self._compiling):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -104,7 +115,8 @@ class Backend:
     @property
     def notes(self) -> list[str]:
         """For whoever starts the server: whose layers run where, and who may listen."""
-        notes = [self.llm.engine.model.placement]
+        sampling = self.completion_defaults.describe()
+        notes = [*self.llm.notes, f"answers by {sampling}, where a request says nothing else"]
         if (events := self.llm.kv_events) is not None:
             places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
             notes.append(f"KV events at {places}: whoever connects reads all tokens and salts")
@@ -185,15 +197,36 @@ class Backend:
         """Queue prompts as a request wants."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
-        if (structured := params.structured) is not None:
-            await self.tokenize(lambda _: self.llm.guides.compile(structured), client)
-        return await self.jobs.submit(
+        grammar = params.structured and await self._compile(params.structured, client)
+        job = await self.jobs.submit(
             lambda: self.llm.add_requests(prompts, params, wants.cache_salt, client),
             len(prompts) * params.n,
             client=client,
             stream=bool(wants.stream),
             timeout=self.options.request_timeout,
         )
+        del grammar  # held until here, the engine's thread had not to compile it
+        return job
+
+    async def _compile(self, structured: Structured, client: Hashable) -> Grammar:
+        """The grammar of a structure, compiled on a thread if it is new; one by one of a client."""
+        guides, key = self.llm.guides, (structured.kind, structured.value)
+        if (found := guides.find(structured)) is not None:
+            return found
+        if key not in self._grammars:
+            clients = [client for client, _ in self._grammars.values()]
+            if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
+                raise ApiError.unavailable("too many new structures are to be compiled: try again")
+
+            async def compile_in_turn() -> Grammar:
+                async with self._turns.setdefault(("grammar", client), asyncio.Lock()):
+                    loop = asyncio.get_running_loop()
+                    return await loop.run_in_executor(self._compiling, guides.compile, structured)
+
+            task = asyncio.ensure_future(compile_in_turn())
+            self._grammars[key] = client, task
+            task.add_done_callback(lambda _: self._grammars.pop(key))
+        return await asyncio.shield(self._grammars[key][1])
 
 
 def client_of(request: Request, cache_salt: str | None = None) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import threading
@@ -61,7 +62,7 @@ def share_key(key: bytes) -> None:
 async def view_cache(
     backend: BackendDep,
     response: Response,
-    rows: Annotated[int, Query(ge=1, le=10_000)] = 500,
+    rows: Annotated[int, Query(ge=1, le=2_000)] = 500,
     levels: Annotated[int, Query(ge=1, le=MAX_DEPTH)] = MAX_DEPTH,
     under: str | None = None,
     reveal: str | None = None,
@@ -87,7 +88,7 @@ async def view_cache(
         picture = None if tag == if_none_match else engine.cache.outline().draw(wanted)
         return tag, state, [*backend.metrics.recent], picture
 
-    tag, state, recent, picture = await backend.jobs.look(look)
+    tag, state, recent, picture = await backend.jobs.look(look, (wanted, if_none_match))
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
@@ -131,7 +132,7 @@ async def search_cache(
     """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
     if backend.options.hide_texts:
         raise ApiError.forbidden("this server hides what prompts say")
-    nodes = await backend.jobs.look(lambda: backend.llm.engine.cache.outline().spell())
+    nodes = await backend.jobs.look(lambda: backend.llm.engine.cache.outline().spell(), "search")
     paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
     return CacheHits(total=total, data=hits)
@@ -140,13 +141,8 @@ async def search_cache(
 @router.post("/v1/cache/flush")
 async def flush_cache(backend: BackendDep) -> Flushed:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
-
-    def flush() -> None:
-        backend.llm.prefixes.drop_yielding()
-        backend.llm.engine.reset_cache()
-
     try:
-        await backend.jobs.call(flush)
+        await asyncio.to_thread(backend.llm.reset_prefix_cache)
     except LeaseError:
         raise ApiError.conflict(
             "requests run or prefixes are pinned: flush when the ones have ended and the others "

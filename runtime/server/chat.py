@@ -20,6 +20,7 @@ from radixcache.runtime.server.answers import (
     ToolCall,
 )
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of, plain_messages
+from radixcache.runtime.server.bodies import BodyRoute
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
     JSON,
@@ -37,7 +38,7 @@ from radixcache.runtime.server.tool_fields import ToolFields
 from radixcache.runtime.server.turn import Answers, Reply, Turn, begin
 from radixcache.runtime.text.tool_calls import Piece
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses={**STREAM_RESPONSE})

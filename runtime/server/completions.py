@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.answers import Completion, CompletionChoice, CompletionLogprobs
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
+from radixcache.runtime.server.bodies import BodyRoute
+from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import (
     JSON,
     STREAM_RESPONSE,
@@ -28,7 +31,7 @@ from radixcache.runtime.server.jobs import Job, PromptDelta
 from radixcache.runtime.server.requests import CompletionRequest
 from radixcache.runtime.text.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 Logprobs = Sequence[dict[int, float] | None]
 
@@ -49,7 +52,8 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
         **({"prompt_logprobs": body.logprobs or 0} if scores_prompt else {}),
     )
     client = client_of(request, body.cache_salt)
-    prompts = await encode_prompts(body, backend, client)
+    backend.jobs.check_room(len(body.prompts) * params.n, client)
+    prompts = await encode_prompts(body, backend, request)
     echoes = await _echoes(body, backend, client)
     job = await backend.submit(prompts, params, body, client)
     if body.stream:
@@ -82,19 +86,21 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
 
 
 async def encode_prompts(
-    body: CompletionRequest, backend: Backend, client: Hashable
+    body: CompletionRequest, backend: Backend, request: Request
 ) -> list[TokensLike]:
     """The token ids of the prompts, behind those of the prefix if one is named."""
-    prompts = body.prompts
+    client = client_of(request, body.cache_salt)
     prefix = await backend.find_prefix_for(body)
     special = prefix is None and body.add_special_tokens is not False
-
-    def encode(tokenizer: Tokenizer) -> list[TokensLike]:
-        return [p if isinstance(p, list) else tokenizer.encode(p, special=special) for p in prompts]
-
-    tokens: list[TokensLike] = [p for p in prompts if isinstance(p, list)]
-    if len(tokens) < len(prompts):
-        tokens = await backend.tokenize(encode, client)
+    tokens: list[TokensLike] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            if tokens and await request.is_disconnected():
+                raise ApiError(499, "the client has hung up")
+            encode = partial(Tokenizer.encode, text=prompt, special=special)
+            tokens.append(await backend.tokenize(encode, client))
+        else:
+            tokens.append(prompt)
     if prefix is None:
         return tokens
     return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]

@@ -37,6 +37,10 @@ class BodyDeadline:
                     f"the request's body did not come within {BODY_SECONDS:g} seconds",
                     headers={"Connection": "close"},
                 ) from None
+            except asyncio.CancelledError:  # who serves ends what has not even come
+                raise HTTPException(
+                    503, "the server is shutting down", headers={"Connection": "close"}
+                ) from None
             is_whole = not message.get("more_body", False)
             return message
 

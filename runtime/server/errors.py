@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from radixcache.errors import (
+    Busy,
     ContextExceeded,
     EngineFailed,
     EngineStopped,
@@ -20,6 +21,9 @@ from radixcache.errors import (
     PinError,
     RadixCacheError,
 )
+
+MAX_MESSAGE = 1000
+"""Characters."""
 
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -45,6 +49,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE:  # some tell what the client has sent
+            message = f"{message[:MAX_MESSAGE]} ..."
         super().__init__(message)
         self.status = status
         self.message = message
@@ -106,7 +112,7 @@ class ApiError(Exception):
 
     @classmethod
     def unavailable(cls, message: str) -> ApiError:
-        """503: the server is shutting down, or its engine has stopped."""
+        """503: shutting down, stopped, or something is at its limit."""
         return cls(503, message, "server_error", headers={"Retry-After": "1"})
 
     @classmethod
@@ -154,7 +160,7 @@ def as_api_error(error: Exception) -> ApiError:
         case EngineFailed():
             # Its own text may tell of others that were in the step.
             return ApiError.internal(f"the engine failed: {type(error.__cause__).__name__}")
-        case EngineStopped():
+        case EngineStopped() | Busy():
             return ApiError.unavailable(str(error))
         case RadixCacheError():
             return ApiError.invalid(str(error))

@@ -7,13 +7,14 @@ from fastapi import APIRouter, Request
 from radixcache.base import TokensLike
 from radixcache.runtime.server.answers import Explained
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
+from radixcache.runtime.server.bodies import BodyRoute
 from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.completions import encode_prompts
 from radixcache.runtime.server.generation import tell
 from radixcache.runtime.server.requests import CompletionRequest, ExplainRequest
 from radixcache.runtime.server.turn import encode
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/explain")
@@ -37,6 +38,6 @@ async def _encode(body: ExplainRequest, request: Request, backend: Backend) -> T
     """The prompt's tokens, as the request that is meant would have them."""
     client, meant = client_of(request, body.cache_salt), body.meant
     if isinstance(meant, CompletionRequest):
-        (tokens,) = await encode_prompts(meant, backend, client)
+        (tokens,) = await encode_prompts(meant, backend, request)
         return tokens
     return (await encode(backend, turn_of(meant, backend), client)).tokens

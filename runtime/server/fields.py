@@ -25,7 +25,13 @@ MAX_STOP_LENGTH = 4096
 """Characters of all stop strings of a request."""
 
 MAX_ITEMS = 10_000
-"""Messages, parts of them, or tools of a request."""
+"""Messages, parts of them, or tools of a request; tokens with a bias."""
+
+MAX_SCHEMAS = 1 << 20
+"""Characters of the schemas of all tools of a request."""
+
+MAX_SHOWN_IDS = 100_000
+"""Token ids that are made text for a client."""
 
 T = TypeVar("T")
 
@@ -49,6 +55,8 @@ def check_stop(stop: str | list[str] | None) -> str | list[str] | None:
 def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
     """JSON's keys are strings. Only the first that is wrong is told."""
     checked: dict[int, float] = {}
+    if len(bias) > MAX_ITEMS:
+        raise ValueError(f"at most {MAX_ITEMS} tokens have a bias")
     for token, value in bias.items():
         if not token.isdecimal() or len(token) > 9:
             raise ValueError(f"its keys are token ids, and {token[:20]!r} is none")

@@ -8,8 +8,7 @@ _KEY = "every user of this machine sees it in the list of processes; rather"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those about being a server, and the model by its place."""
-    parser.add_argument("MODEL", nargs="?", help="the same as --model MODEL")
+    """Those about being a server."""
     group = parser.add_argument_group(
         "server",
         "Each flag may be a variable, as RADIXCACHE_PORT, or stand in the file of --config.",

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.explain import Miss
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.engine.outputs import RequestOutput, find_repetition
 from radixcache.runtime.server.answers import (
     Extension,
     MissedTokens,
@@ -148,7 +148,13 @@ def extension(backend: Backend, job: Job, wants: Wants) -> Extension:
     if wants.explain:
         misses = [miss for request in job.requests for miss in request.explanation or ()]
         explanation = tell(backend, misses, wants.prefix)
-    return Extension(ttft=first.ttft, explanation=explanation)
+    sequences = [sequence for request in job.requests for sequence in request.sequences]
+    repetitions = [find_repetition(sequence.generated) for sequence in sequences]
+    return Extension(
+        ttft=first.ttft,
+        explanation=explanation,
+        repetitions=repetitions if any(repetitions) else None,
+    )
 
 
 def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[MissedTokens]:

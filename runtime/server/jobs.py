@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime import worker
-from radixcache.runtime.engine.edits import NOTHING_LEFT
 from radixcache.runtime.engine.outputs import Delta, RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.server.errors import ApiError, as_api_error
@@ -116,13 +115,14 @@ class Job(worker.Job):
         if news.items:
             self._deltas += [delta for deltas in news.items for delta in deltas]
             self._news.set()
-        failed = next((r.error for r in self.requests if r.error is not None), None)
+        failed = next((r for r in self.requests if r.error is not None), None)
         if news.error is not None:
             self.end(as_api_error(news.error))
-        elif failed == NOTHING_LEFT:  # whoever asked for that
-            self.end(ApiError.invalid(failed))
-        elif news.finished or failed is not None:
-            self.end(None if failed is None else ApiError.internal(failed))
+        elif failed is not None:
+            make = ApiError.invalid if failed.error_is_invalid else ApiError.internal
+            self.end(make(str(failed.error)))
+        elif news.finished:
+            self.end()
 
 
 jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
@@ -159,6 +159,8 @@ class Jobs:
         """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
         self._looking = asyncio.Lock()
+        self._looks: dict[Hashable, asyncio.Future[Any]] = {}
+        """Those that have not begun."""
         self._next_look = 0.0
 
     @property
@@ -179,9 +181,16 @@ class Jobs:
         """
         return await asyncio.wrap_future(self.worker.call(function))
 
-    async def look(self, function: Callable[[], T]) -> T:
-        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time."""
+    async def look(self, function: Callable[[], T], key: Hashable) -> T:
+        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time.
 
+        Who asks for the same `key` before it has begun shares it.
+        """
+        if key not in self._looks:
+            self._looks[key] = asyncio.ensure_future(self._look(function, key))
+        return cast(T, await asyncio.shield(self._looks[key]))
+
+    async def _look(self, function: Callable[[], T], key: Hashable) -> T:
         def timed() -> T:
             start = time.perf_counter()
             try:
@@ -191,8 +200,24 @@ class Jobs:
                 self._next_look = end + (end - start) * (1 / LOOK_SHARE - 1)
 
         async with self._looking:
-            await asyncio.sleep(self._next_look - time.perf_counter())
+            try:
+                await asyncio.sleep(self._next_look - time.perf_counter())
+            finally:
+                del self._looks[key]
             return await self.call(timed)
+
+    def check_room(self, num_sequences: int, client: Hashable = None) -> None:
+        """Refuse so many completions if there is no place for them; before any work is done."""
+        if self.draining:
+            raise ApiError.unavailable("the server is shutting down")
+        if num_sequences > self.share:
+            raise ApiError.invalid(
+                f"{num_sequences} completions at once; the server takes {self.share} at most"
+            )
+        if self._places.total() + num_sequences > self.capacity:
+            raise ApiError.busy("too many completions are running or waiting; try again")
+        if self._places[client] + num_sequences > self.share:
+            raise ApiError.busy("too many completions of this client are running or waiting")
 
     async def submit(
         self,
@@ -217,16 +242,7 @@ class Jobs:
             ApiError: the server is full, the client has its share, or the server is shutting down.
             Exception: what `add` raises.
         """
-        if self.draining:
-            raise ApiError.unavailable("the server is shutting down")
-        if num_sequences > self.share:
-            raise ApiError.invalid(
-                f"{num_sequences} completions at once; the server takes {self.share} at most"
-            )
-        if self._places.total() + num_sequences > self.capacity:
-            raise ApiError.busy("too many completions are running or waiting; try again")
-        if self._places[client] + num_sequences > self.share:
-            raise ApiError.busy("too many completions of this client are running or waiting")
+        self.check_room(num_sequences, client)
         job = Job(self._metrics, stream, num_sequences, client)
         self._take(job, timeout)
         jobs_of_task.get([]).append(job)

@@ -16,6 +16,7 @@ from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
+from radixcache.runtime.server.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import JSON, STREAM_RESPONSE, EventStream, extension
@@ -23,14 +24,14 @@ from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.messages_bodies import CountRequest, MessagesRequest
 from radixcache.runtime.server.parts import Part, Parts, Step
 from radixcache.runtime.server.past import Past, Pasts, PastsDep, compare
-from radixcache.runtime.server.requests import as_chat_request
+from radixcache.runtime.server.requests import ChatRequest, as_chat_request
 from radixcache.runtime.server.turn import Answers, Turn, begin
 from radixcache.runtime.text.history import TokenisedText, common_prefix
 from radixcache.runtime.text.tokenizer import Message, Tokenizer
 from radixcache.runtime.text.tool_calls import Call, for_template
 from radixcache.runtime.text.turns import Turns
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _ERRORS: JSON = {"description": "Error", "content": {"application/json": {}}}
 _RESPONSES: dict[int | str, JSON] = {"4XX": _ERRORS, "5XX": _ERRORS}
@@ -42,10 +43,8 @@ async def create_message(
 ) -> Any:
     """Answer a conversation."""
     model = backend.check_model(body.model)
-    turn, client = (
-        turn_of(as_chat_request(body.as_chat()), backend),
-        client_of(request, body.cache_salt),
-    )
+    turn = turn_of(await on_thread(_as_chat, body), backend)
+    client = client_of(request, body.cache_salt)
     breakpoints = [*body.breakpoints()]
     answers = await begin(backend, turn, client)
 
@@ -71,12 +70,16 @@ async def create_message(
 async def count_tokens(body: CountRequest, request: Request, backend: BackendDep) -> JSON:
     """How many tokens the prompt of such a message has."""
     backend.check_model(body.model)
-    turn = turn_of(as_chat_request(body.as_chat()), backend)
+    turn = turn_of(await on_thread(_as_chat, body), backend)
     tokens = await backend.tokenize(
         lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
         client_of(request, body.cache_salt),
     )
     return {"input_tokens": len(tokens)}
+
+
+def _as_chat(body: CountRequest) -> ChatRequest:
+    return as_chat_request(body.as_chat())
 
 
 def _length(turns: Turns, turn: Turn, messages: list[Message], prompt: TokenisedText) -> int:

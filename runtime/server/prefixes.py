@@ -11,11 +11,12 @@ from radixcache.base import TokensLike
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.server.answers import DeletedPrefix, Prefix, PrefixList
 from radixcache.runtime.server.backend import BackendDep, client_of, plain_messages
+from radixcache.runtime.server.bodies import BodyRoute
 from radixcache.runtime.server.fields import HeaderSalt, PrefixName
 from radixcache.runtime.server.generation import finish
 from radixcache.runtime.server.requests import PrefixRequest
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 CacheSalt = Annotated[HeaderSalt | None, Header()]
 """The header `Cache-Salt`, for requests without a body that could say it."""

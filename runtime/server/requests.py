@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.server.fields import (
     MAX_LOGPROBS,
+    MAX_SHOWN_IDS,
     MAX_STOPS,
     Allowed,
     Asked,
@@ -249,7 +250,7 @@ class DetokenizeRequest(Asked):
     """POST /detokenize."""
 
     model: Text | None = None
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, Field(max_length=MAX_SHOWN_IDS)]
 
 
 def as_chat_request(body: dict[str, Any]) -> ChatRequest:

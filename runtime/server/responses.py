@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.backend import Backend, BackendDep, client_of
+from radixcache.runtime.server.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.chat import turn_of
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import JSON, STREAM_RESPONSE, EventStream, extension
@@ -23,7 +24,7 @@ from radixcache.runtime.server.responses_bodies import Item, ResponsesRequest, m
 from radixcache.runtime.server.turn import Answers, begin
 from radixcache.runtime.text.tokenizer import Message
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/responses", responses={**STREAM_RESPONSE})
@@ -36,7 +37,8 @@ async def create_response(
         before = _find(pasts, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
     response = _begin(body, backend)
-    turn = turn_of(as_chat_request(body.as_chat(conversation)), backend)
+    chat = await on_thread(lambda: as_chat_request(body.as_chat(conversation)))
+    turn = turn_of(chat, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     exchange = _Exchange(body, backend, pasts, response, conversation, answers)
     if body.stream:

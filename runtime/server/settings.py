@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
+from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.sizes import parse_memory
 
@@ -28,6 +29,9 @@ _PREFIX = "RADIXCACHE_"
 _OTHER_VARIABLES = {"data"}
 """Variables of that prefix that are for other commands."""
 
+
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+"""How answers are sampled unless a request says it."""
 
 _TRACING = tuple(
     f"opentelemetry-{name}"
@@ -53,6 +57,7 @@ class Options:
         hide_texts: show nobody the texts of others: no text in the tree, and in explanations none
             but the request's own. For servers whose users must not see each other's prompts.
         access_log: print a line of JSON for each request; see `request_log.py`.
+        sampling: how answers are sampled where a request does not say; fields of `SamplingParams`.
         otlp_endpoint: the address of an OpenTelemetry collector that takes traces over HTTP.
             The variables OTEL_EXPORTER_OTLP_ENDPOINT and ..._TRACES_ENDPOINT ask for them, too.
     """
@@ -67,9 +72,11 @@ class Options:
     max_body_size: int = 16 << 20
     hide_texts: bool = False
     access_log: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
+        SamplingParams(**self.sampling)  # refuses
         for name, key in (("API", self.api_key), ("admin", self.admin_key)):
             if key is not None and not key.strip():
                 raise InvalidRequest(f"the {name} key is empty")
@@ -172,6 +179,13 @@ class Settings(BaseSettings):
     schedule: Literal["longest-prefix", "fcfs"] | None = None
     kv_events_config: Annotated[dict[str, Any] | None, NoDecode, _EVENTS] = None
 
+    # `SamplingParams`'.
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
     # The server's.
     config: str | None = None
     host: _Name = "127.0.0.1"  # an empty one would be every address
@@ -202,6 +216,9 @@ class Settings(BaseSettings):
             "admin_key": _key("admin-key", self.admin_key, self.admin_key_file),
             "allowed_hosts": [self.host, *self.allowed_host],
             "allowed_origins": self.allow_origin,
+            "sampling": {
+                name: value for name in SAMPLING if (value := getattr(self, name)) is not None
+            },
         }
         return Options(**{name: value for name, value in given.items() if value is not None})
 

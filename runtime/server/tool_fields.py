@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.server.fields import NO_MEDIA, Asked, Body, Items, Json, List, Refused, Text
+from radixcache.runtime.server.fields import (
+    MAX_SCHEMAS,
+    NO_MEDIA,
+    Asked,
+    Body,
+    Items,
+    Json,
+    List,
+    Refused,
+    Text,
+)
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -173,6 +184,9 @@ class ToolFields(Body):
         names = [tool.name for tool in self.offered]
         if len({*names}) < len(names):
             raise ValueError("two tools have the same name")
+        schemas = [tool.function.parameters for tool in self.tools or ()]
+        if sum(len(json.dumps(schema)) for schema in schemas) > MAX_SCHEMAS:
+            raise ValueError(f"at most {MAX_SCHEMAS} characters of parameters in all tools")
         if missing := [name for name in self.choice.names if name not in names]:
             raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
         if self.choice.mode == "required" and not names:

@@ -13,6 +13,7 @@ from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOu
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.structured import Structured
 from radixcache.runtime.server.backend import Backend
+from radixcache.runtime.server.bodies import on_thread
 from radixcache.runtime.server.errors import ApiError
 from radixcache.runtime.server.generation import finish
 from radixcache.runtime.server.jobs import Job, PromptDelta
@@ -88,7 +89,9 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
         ApiError: it is refused.
     """
     prompt = await encode(backend, turn, client)
-    params = _guided(turn, backend.tokenizer, prompt.text)
+    params = turn.params
+    if turn.tools or params.structured:  # whose schemas may be long
+        params = await on_thread(_guided, turn, backend.tokenizer, prompt.text)
     job = await backend.submit([prompt.tokens], params, turn, client)
     return Answers(backend, turn, prompt, job)
 

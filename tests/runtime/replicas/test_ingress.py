@@ -350,8 +350,10 @@ def test_a_client_cannot_choose_a_replica(llms: dict[str, LLM]):
     async def test(world: World) -> None:
         for name in ("a", "b", "nobody"):
             body = {"prompt": "the same", "max_tokens": 1}
-            for path in ("/v1/completions", "/v1/cache/flush", "/v1/prefixes"):
-                answer = await world.ask(f"{path}?replica={name}", body)
+            pinned = {"name": "same", "prompt": "the same"}
+            paths = {"/v1/completions": body, "/v1/cache/flush": body, "/v1/prefixes": pinned}
+            for path, sent in paths.items():
+                answer = await world.ask(f"{path}?replica={name}", sent)
                 assert answer.status == 400 and answer.json()["error"]["param"] == "replica"
         for path in ("/v1/replicas", "/metrics", "/health"):
             assert (await world.ask(f"{path}?replica=a", method="GET")).status == 400

@@ -187,7 +187,7 @@ def test_who_looks_in_a_loop_takes_a_fifth_of_the_engine_at_most(
         return outline()
 
     monkeypatch.setattr(fresh.engine.cache, "outline", slow)
-    paths = ["/v1/cache", "/v1/cache/search?text=a"] * 4
+    paths = [f"/v1/cache?rows={rows}" for rows in range(1, 8)] + ["/v1/cache/search?text=a"]
     with ThreadPoolExecutor(len(paths)) as threads:
         assert all(answer.status_code == 200 for answer in threads.map(fresh.get, paths))
     assert len(times) == len(paths)

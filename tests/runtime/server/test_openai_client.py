@@ -25,7 +25,7 @@ PROMPT = f"{TABLE.read_text()}Question: How old is Nora Lund? Your answer:"
 def test_models_are_listed_and_found(client: Any, server: LiveServer):
     (model,) = client.models.list().data
     assert model.id == "tabletalk"
-    assert model.max_model_len == server.engine.model.max_context
+    assert model.max_model_len == server.engine.max_model_len <= server.engine.model.max_context
     assert model.exact is server.engine.model.exact is False
     assert client.models.retrieve("tabletalk") == model
     with pytest.raises(openai.NotFoundError) as error:
