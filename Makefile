@@ -124,12 +124,19 @@ chat-smollm: $(VENV)/.stamp-server $(VENV)/.stamp-smollm  ## the same of SmolLM2
 bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
 	@$(BIN)/python -m radixcache.bench.probes.serve_load $(ARGS)
 
+# PyPI's torch for Linux on x86-64 is CUDA's: 2.5 GB that are of no use without an NVIDIA driver.
+TORCH ?= $(if $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so*),cuda,cpu)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
 $(VENV)/.stamp-server: EXTRAS := server
 $(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
+	@[ "$(TORCH) $$(uname -sm)" != "cpu Linux x86_64" ] || $(BIN)/python -m pip install -qq --retries 1 --timeout 10 \
+		-c constraints.txt --index-url $(TORCH_CPU) torch 2>/dev/null \
+		|| echo "$(TORCH_CPU) is out of reach: torch comes from PyPI"
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@$(BIN)/python -m radixcache.kernels.native.build  # nothing, where there is no C++ compiler
 	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it

@@ -109,6 +109,7 @@ def _chat(args: argparse.Namespace) -> int:
     given = _given(args, _SAMPLING)
     SamplingParams(**given)  # refuses bad values before the model is loaded
     system = args.system if args.system_file is None else _read(args.system_file)
+    _take_model(args)
     llm = _load(args)
     from radixcache import Chat
     from radixcache.runtime.demo.script import TABLE
@@ -119,7 +120,8 @@ def _chat(args: argparse.Namespace) -> int:
         note("The bundled model answers questions about tables only. You can ask about this one:")
         note(system)
     params = replace(llm.default_params, **{"max_tokens": 512, **given})
-    note(llm.engine.model.placement)
+    for said in (*llm.notes, f"answers by {params.describe()}"):
+        note(said)
     note(f"{_CHAT_COMMANDS}; Ctrl-C aborts an answer.")
     start = Chat(llm, system)
     chat = start.fork()
@@ -196,9 +198,7 @@ def _serve(args: argparse.Namespace) -> int:
             )
     from radixcache.runtime.server.settings import Settings, read_settings
 
-    if args.MODEL is not None and args.model is not None:
-        raise InvalidRequest(f"two models are given: {args.MODEL} and --model {args.model}")
-    args.model = args.model if args.MODEL is None else args.MODEL
+    _take_model(args)
     settings = read_settings(_given(args, tuple(Settings.model_fields)))
     options = settings.options()
     # What is wrong with the port or the model is told before torch is imported, or a model loaded.
@@ -286,12 +286,12 @@ def _info(_: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     """What is to be completed, from the one source that was named."""
-    if args.stdin not in (None, "-"):  # not told by argparse, which would tell no unknown flag
-        raise InvalidRequest(f"a prompt is given as --prompt TEXT, not as {args.stdin!r}")
     if args.prompt is not None:
         sources = {"--prompt": args.prompt}
+    elif args.PROMPT not in (None, "-"):
+        sources = {"the prompt": args.PROMPT}
     else:
-        sources = {name: _read(name) for name in args.prompt_file or [args.stdin]}
+        sources = {name: _read(name) for name in args.prompt_file or ["-"]}
     if not args.jsonl:
         return list(sources.values())
     return [prompt for name, text in sources.items() for prompt in _parse_jsonl(name, text)]
@@ -323,6 +323,17 @@ def _parse_record(where: str, line: str) -> Prompt:
 
 
 # What the commands share.
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """The model may be named by its place."""
+    if args.MODEL is not None and args.model is not None:
+        raise InvalidRequest(f"two models are given: {args.MODEL} and --model {args.model}")
+    args.model = args.model if args.MODEL is None else args.MODEL
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("MODEL", nargs="?", help="the same as --model MODEL")
 
 
 def _load(args: argparse.Namespace | Settings) -> LLM:
@@ -406,9 +417,16 @@ def _describe(output: RequestOutput) -> str:
     if output.error is not None:
         return f"failed: {output.error}"
     ttft = "" if metrics.ttft is None else f", TTFT {1000 * metrics.ttft:,.0f} ms"
+    rate = metrics.tokens_per_second
+    speed = "" if rate is None else f", {rate:,.0f} tokens/s"
+    loops = [completion.repetition for completion in output.outputs if completion.repetition]
+    again = f"; it repeats its last {loops[0]} tokens (try --repetition-penalty)" if loops else ""
+    cut = any(completion.finish_reason == "length" for completion in output.outputs)
     return (
         f"prompt {len(output.prompt_token_ids):,} tokens, {output.num_cached_tokens:,} cached, "
-        f"{metrics.prefilled_tokens:,} prefilled{ttft}"
+        f"{metrics.prefilled_tokens:,} prefilled{ttft}{speed}"
+        + ("; cut at --max-tokens" if cut and not loops else "")
+        + again
     )
 
 
@@ -486,6 +504,7 @@ def _add_chat(commands: Any) -> None:
     parser = _add_command(
         commands, _chat, "talk with a model, each turn computing only what is new"
     )
+    _add_model(parser)
     system = parser.add_mutually_exclusive_group()
     system.add_argument("--system", metavar="TEXT", help="the system message")
     system.add_argument("--system-file", metavar="FILE", help="the system message, from a file")
@@ -496,11 +515,11 @@ def _add_chat(commands: Any) -> None:
 def _add_generate(commands: Any) -> None:
     parser = _add_command(commands, _generate, "complete prompts")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument("--prompt", metavar="TEXT", help="the same, or one that begins with -")
     source.add_argument(
         "--prompt-file", metavar="FILE", nargs="+", help="files, each one prompt; - is stdin"
     )
-    source.add_argument("stdin", metavar="-", nargs="?", help="the prompt is stdin")
+    source.add_argument("PROMPT", nargs="?", help="one prompt; - is stdin")
     parser.add_argument(
         "--jsonl",
         action="store_true",
@@ -514,7 +533,9 @@ def _add_generate(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, _serve, "an OpenAI-compatible server")
+    _add_model(parser)
     flags.add_flags(parser)
+    _add_sampling(parser, "the model's", of_one_prompt=False)
     _add_engine(parser)
 
 
@@ -539,8 +560,12 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(handler=bench.run)
 
 
-def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
-    group = parser.add_argument_group("sampling", "By default as the model's own settings say.")
+def _add_sampling(
+    parser: argparse.ArgumentParser, max_tokens: str, *, of_one_prompt: bool = True
+) -> None:
+    group = parser.add_argument_group(
+        "sampling", "By default as the model's own settings say, and at temperature 1 if none does."
+    )
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"most tokens to generate ({max_tokens})"
     )
@@ -550,6 +575,8 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     group.add_argument(
         "--repetition-penalty", type=float, metavar="X", help="above 1, words come again less"
     )
+    if not of_one_prompt:
+        return
     group.add_argument("--seed", type=int, metavar="N", help="makes sampled tokens repeatable")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
@@ -574,7 +601,7 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
         )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument(
-        "--kv-memory", metavar="SIZE", help="for KV pages, like 2GB (on a CPU 1 GiB, if free)"
+        "--kv-memory", metavar="SIZE", help="for KV pages, like 2GB (a quarter of what is free)"
     )
     group.add_argument(
         "--dtype",

@@ -45,7 +45,7 @@ def check_model(name_or_path: str | None) -> None:
 def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
     """The folder or hub id of a model, and what transformers is told if it is one GGUF file of it.
 
-    A folder without config.json and safetensors that holds one such file is that file.
+    A folder without other weights that holds one such file is that file.
 
     >>> split_gguf("org/name/model-q8_0.gguf")
     ('org/name', {'gguf_file': 'model-q8_0.gguf'})
@@ -56,7 +56,7 @@ def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
     path = Path(name_or_path)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         return str(path.parent), {"gguf_file": path.name}
-    if not path.is_dir() or (path / "config.json").exists() or any(path.glob("*.safetensors")):
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return name_or_path, {}
     found = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if len(found) > 1:

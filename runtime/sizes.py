@@ -10,6 +10,15 @@ _UNITS = {unit: 1000**i for i, unit in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{unit}i": 1024**i for i, unit in enumerate(["", "k", "m", "g", "t"]) if unit}
 
 
+def format_memory(size: int) -> str:
+    """Bytes as people read them.
+
+    >>> format_memory(3 << 29), format_memory(40 << 20)
+    ('1.5 GiB', '40 MiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size >> 20} MiB"
+
+
 def parse_memory(memory: int | str) -> int:
     """Bytes of `memory`: a number of bytes, or text such as "512MiB", "2GB" or "1.5 GiB".
 

@@ -123,9 +123,17 @@ def generation_config_of(file: GGUFFile) -> GenerationConfig:
         at = file.get(f"tokenizer.ggml.{key}_token_id", int, -1)
         return at if at >= 0 else None
 
+    sampling = {"temp": ("temperature", float), "top_k": ("top_k", int)}
+    sampling |= {"top_p": ("top_p", float), "min_p": ("min_p", float)}
+    found = {
+        name: file.get(f"general.sampling.{key}", kind)
+        for key, (name, kind) in sampling.items()
+        if f"general.sampling.{key}" in file.metadata
+    }
     ends = [end for end in map(token, ("eos", "eot", "eom")) if end is not None]
     return GenerationConfig(
         bos_token_id=token("bos"),
         eos_token_id=list(dict.fromkeys(ends)) or None,
         pad_token_id=token("padding"),
+        **found,
     )

@@ -294,7 +294,7 @@ def test_a_folder_with_one_gguf_file_is_that_model(tmp_path):
     with pytest.raises(ModelError, match=r"several GGUF files; name one: a.GGUF, b.gguf"):
         LLM(folder)
     check_model(str(folder / "a.GGUF"))
-    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     assert split_gguf(str(folder)) == (str(folder), {})
 
 
@@ -311,7 +311,7 @@ def test_a_file_of_the_hub_that_cannot_be_had_is_one_sentence(monkeypatch):
         open_gguf("org/name/model.gguf")
 
 
-@pytest.mark.parametrize("beside", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("beside", ["pytorch_model.bin", "model.safetensors"])
 def test_a_folder_with_another_checkpoint_is_no_gguf_file(tmp_path, beside):
     (tmp_path / "a.gguf").touch()
     (tmp_path / beside).touch()

@@ -49,7 +49,7 @@ def test_pages_that_fit_a_budget() -> None:
     assert count_pages(10 * page_bytes + 1, page_bytes, CPU) == 10
     with pytest.raises(InvalidRequest, match="hold no page"):
         count_pages(page_bytes - 1, page_bytes, CPU)
-    assert 0 < default_memory(CPU) <= 1 << 30
+    assert 0 < default_memory(CPU) <= 16 << 30
     assert count_pages(None, page_bytes, CPU) == default_memory(CPU) // page_bytes
 
 

@@ -1,0 +1,156 @@
+"""What happens where nobody says: sampling, context, memory, answers that go round in circles."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from radixcache import LLM, SamplingParams
+from radixcache.errors import ContextExceeded
+from radixcache.runtime.cli import main
+from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
+from radixcache.runtime.files import split_gguf
+from radixcache.runtime.server.backend import Backend
+from radixcache.runtime.server.settings import Options, read_settings
+from tests.models import tiny_model
+from tests.runtime.server.live import live
+
+PROMPT = [1, 2, 3]
+
+
+# Sampling.
+
+
+def with_settings(folder: Path, **settings: object) -> Path:
+    file = folder / "generation_config.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**known, **settings}))
+    return folder
+
+
+def test_a_model_that_says_nothing_is_sampled_at_temperature_1(tmp_path: Path) -> None:
+    with LLM(tiny_model("llama", tmp_path), kv_memory="1MiB") as llm:
+        assert llm.default_params.temperature == 1
+        many = SamplingParams(n=8, max_tokens=8)
+        texts = {tuple(one.token_ids) for one in llm.generate(PROMPT, many)[0].outputs}
+        assert len(texts) > 1
+
+
+@pytest.mark.parametrize(
+    ("said", "temperature", "top_p"),
+    [
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, 0, 1),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.5}, 0.7, 0.5),
+        ({"temperature": 0.7}, 0.7, 1),
+    ],
+)
+def test_what_a_model_says_of_its_sampling_holds(
+    tmp_path: Path, said: dict[str, object], temperature: float, top_p: float
+) -> None:
+    folder = with_settings(tiny_model("llama", tmp_path), **said)
+    with LLM(folder, kv_memory="1MiB") as llm:
+        assert (llm.default_params.temperature, llm.default_params.top_p) == (temperature, top_p)
+
+
+def test_a_servers_own_sampling_stands_between_the_request_and_the_model() -> None:
+    options = read_settings({"temperature": "0.5", "max-tokens".replace("-", "_"): "7"}).options()
+    assert options.sampling == {"temperature": 0.5, "max_tokens": 7}
+    with LLM(kv_memory="16MiB") as llm:
+        backend = Backend(llm, options)
+        assert any("answers by temperature 0.5" in note for note in backend.notes)
+        assert backend.chat_defaults.temperature == backend.completion_defaults.temperature == 0.5
+        with live(llm, sampling={"max_tokens": 3}) as server:
+            body = {"prompt": "| a | b |", "ignore_eos": True}
+            answer = server.post("/v1/completions", body).json()
+            assert answer["usage"]["completion_tokens"] == 3
+            answer = server.post("/v1/completions", {**body, "max_tokens": 2}).json()
+            assert answer["usage"]["completion_tokens"] == 2
+    with pytest.raises(ValueError, match="temperature must be at least 0"):
+        Options(sampling={"temperature": -1})
+
+
+def test_how_answers_are_sampled_is_told_in_a_few_words() -> None:
+    assert SamplingParams(top_k=5, min_p=0.1, repetition_penalty=1.2).describe() == (
+        "temperature 1, top_k 5, min_p 0.1, repetition_penalty 1.2"
+    )
+
+
+# Context and memory.
+
+
+def test_the_context_is_what_fits_and_a_refusal_says_what_to_do() -> None:
+    with LLM(page_size=4, kv_memory="128KiB") as llm:
+        engine = llm.engine
+        most = engine.max_model_len
+        assert most == (engine.kv_pool.num_pages - 1) * 4 + 1 < engine.model.max_context
+        assert any(f"context {most:,} tokens; KV memory " in note for note in llm.notes)
+        fits = SamplingParams(max_tokens=2, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": [3] * (most - 2)}, fits)
+        assert len(output.outputs[0].token_ids) == 2
+        with pytest.raises(ContextExceeded, match=rf"of {most - 1:,} tokens: give it more \(--kv-"):
+            llm.generate({"prompt_token_ids": [3] * (most + 1)}, fits)
+        with live(llm) as server:
+            (model,) = server.get("/v1/models").json()["data"]
+            assert model["max_model_len"] == most
+            body = {"prompt": [3] * (most + 1), "max_tokens": 2}
+            error = server.post("/v1/completions", body).json()["error"]
+            assert error["code"] == "context_length_exceeded" and "--kv-memory" in error["message"]
+
+
+# Repetition.
+
+
+def plain_repetition(tokens: list[int]) -> int | None:
+    for period in range(1, len(tokens) + 1):
+        times = max(MIN_REPEATS, -(-MIN_REPEATED // period))
+        length = max(period * MIN_REPEATS, MIN_REPEATED)
+        if length <= len(tokens) and (tokens[-period:] * times)[-length:] == tokens[-length:]:
+            return period
+    return None
+
+
+def test_a_repeated_end_is_found_as_by_trying_all_lengths() -> None:
+    choose, found = random.Random(20261124), 0
+    for _ in range(2000):
+        unit = choose.choices(range(3), k=choose.randint(1, 30))
+        tokens = choose.choices(range(3), k=choose.randint(0, 20)) + unit * choose.randint(1, 20)
+        tokens += unit[: choose.randint(0, len(unit))] + [9] * choose.randint(0, 1)
+        expected = plain_repetition(tokens)
+        found += expected is not None
+        assert find_repetition(tokens) == expected
+    assert 500 < found < 1500
+
+
+def test_an_answer_that_goes_round_in_circles_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = ["--max-tokens", "64", "--temperature", "0"]
+    with LLM(kv_memory="16MiB") as llm, live(llm) as server:
+        body = {"prompt": [5], "max_tokens": 64, "allowed_token_ids": [7], "temperature": 0}
+        answer = server.post("/v1/completions", body).json()
+        assert answer["radixcache"]["repetitions"] == [1]
+        few = server.post("/v1/completions", {**body, "max_tokens": 9}).json()
+        assert few["radixcache"]["repetitions"] is None
+    assert main(["generate", "| a | a | a | a |", *loop]) == 0
+    assert "it repeats its last 1 tokens" in capsys.readouterr().err
+
+
+# What is given by its place.
+
+
+def test_a_folder_whose_only_weights_are_one_gguf_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert split_gguf(str(tmp_path)) == (str(tmp_path), {"gguf_file": "model.gguf"})
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert split_gguf(str(tmp_path)) == (str(tmp_path), {})
+
+
+def test_a_prompt_and_a_model_are_given_by_their_places(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["generate", "| Name |", "--max-tokens", "1"]) == 0
+    assert "1 tokens/s" not in capsys.readouterr().err
+    assert main(["chat", "/no/such/model"]) == 2
+    assert "no model at /no/such/model" in capsys.readouterr().err
