@@ -134,7 +134,7 @@ $(VENV)/.stamp-server: EXTRAS := server
 $(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
-	@[ "$(TORCH) $$(uname -sm)" != "cpu Linux x86_64" ] || $(BIN)/python -m pip install -qq --retries 1 --timeout 10 \
+	@[ "$(TORCH) $$(uname -sm)" != "cpu Linux x86_64" ] || $(BIN)/python -m pip install -qq --no-deps --retries 1 --timeout 10 \
 		-c constraints.txt --index-url $(TORCH_CPU) torch 2>/dev/null \
 		|| echo "$(TORCH_CPU) is out of reach: torch comes from PyPI"
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
