@@ -169,7 +169,8 @@ def as_api_error(error: Exception) -> ApiError:
         case HTTPException(status_code=405, headers={"Allow": methods}):
             return ApiError(405, f"the method must be {methods}", headers=error.headers)
         case HTTPException():
-            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+            kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+            return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
         case _:
             return ApiError.internal(f"the server failed: {type(error).__name__}")
 
@@ -210,7 +211,7 @@ def _is_branch(part: int | str) -> bool:
 def install(app: FastAPI) -> None:
     """Answer every error of `app` in the shape of the API that was asked."""
 
-    def handle(request: Request, error: Exception) -> JSONResponse:
+    async def handle(request: Request, error: Exception) -> JSONResponse:
         path = request.url.path
         if isinstance(error, HTTPException) and error.status_code == 404:
             near = get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)

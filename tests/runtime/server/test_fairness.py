@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from radixcache import LLM
 from radixcache.runtime.server import deadline, serve
@@ -214,3 +215,29 @@ def test_an_answer_may_take_longer_than_a_body(monkeypatch: pytest.MonkeyPatch):
 
     asyncio.run(deadline.BodyDeadline(app)({"type": "http"}, receive, None))  # type: ignore[arg-type]
     assert heard == ["http.request", "http.disconnect"]
+
+
+def test_a_body_that_is_half_there_when_the_server_ends_is_503() -> None:
+    """uvicorn cancels what still runs; that is no failure of the app."""
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    async def run() -> None:
+        messages = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+
+        async def receive() -> Any:
+            for message in messages:
+                return message
+            await asyncio.sleep(60)
+
+        app = deadline.BodyDeadline(read)
+        task = asyncio.ensure_future(app({"type": "http"}, receive, None))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(HTTPException, match="shutting down") as refused:
+            await task
+        assert refused.value.status_code == 503
+
+    asyncio.run(run())
