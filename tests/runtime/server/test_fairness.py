@@ -231,6 +231,7 @@ def test_a_body_that_is_half_there_when_the_server_ends_is_503() -> None:
             for message in messages:
                 return message
             await asyncio.sleep(60)
+            raise AssertionError
 
         app = deadline.BodyDeadline(read)
         task = asyncio.ensure_future(app({"type": "http"}, receive, None))  # type: ignore[arg-type]
