@@ -16,6 +16,7 @@ MAX_FORCED_BYTES = 8192
 """That may be forced at once: 10 ms for llguidance (measured)."""
 
 _ANNOTATIONS = {"$defs", "definitions", "description", "title", "examples", "default", "$comment"}
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
 _MINIMA = ("minItems", "minLength", "minProperties", "minContains")
 _RULE = re.compile(r"[ \t]*[?!]?([A-Za-z_][\w-]*)(\[.*?\])?(\.-?\d+)?[ \t]*(::=|:)(.*)")
 _NAMES = re.compile(r"[A-Za-z_][\w-]*")
@@ -67,6 +68,12 @@ def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
             total += _of_reference(value, root, known)
         elif key in ("anyOf", "oneOf") and isinstance(value, list):
             total += max((_of_schema(one, root, known) for one in value), default=0)
+        elif key in _BY_NAME and isinstance(value, dict):
+            total += sum(
+                len(name) + 8 + _of_schema(one, root, known) for name, one in value.items()
+            )
+        elif key == "const":
+            total += len(json.dumps(value))
         elif key == "enum" and isinstance(value, list):
             total += max((len(json.dumps(one)) for one in value), default=0)
         elif key == "pattern" and isinstance(value, str):
@@ -75,9 +82,14 @@ def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
             total += _of_schema(value, root, known)
         if key in _MINIMA and isinstance(value, int | float):
             times *= max(1, value)
-        if key == "x-guidance" and len(json.dumps(value)) > 200:
-            return inf  # separators may be of any length
+        if key == "x-guidance" and max(map(len, _texts(value)), default=0) > 2:
+            return inf  # separators and white space may be of any length
     return total * times
+
+
+def _texts(options: Any) -> list[str]:
+    values = options.values() if isinstance(options, dict) else ()
+    return [value for value in values if isinstance(value, str)]
 
 
 def _of_reference(path: str, root: Any, known: dict[str, float]) -> float:

@@ -541,6 +541,21 @@ LONG = {
 }
 
 
+_TEXT = {"const": "x" * 9000}
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a property of any name": {
+        "type": "object", "properties": {"description": _TEXT}, "required": ["description"],
+    },
+    "a constant with any key": {"const": {"title": "x" * 9000}},
+    "a separator": {
+        "type": "array", "minItems": 900, "items": {"const": 1},
+        "x-guidance": {"item_separator": "," + " " * 99, "whitespace_flexible": False},
+    },
+    "a length": {"type": "string", "pattern": "^a*$", "minLength": 9000},
+}  # fmt: skip
+LONG |= {name: Structured.json(schema) for name, schema in _SCHEMAS.items()}
+
+
 @pytest.mark.parametrize("kind", LONG)
 def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: str) -> None:
     guide = guides().guide(LONG[kind])
