@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.forced_length import MAX_FORCED_BYTES, forced_length
+from radixcache.runtime.text.schema_defaults import complete
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -83,6 +84,9 @@ def compile_grammar(
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     try:
+        if kind == "json":
+            with suppress(ValueError, RecursionError):  # the library says why
+                text = json.dumps(complete(json.loads(text)))
         if kind == "json" or kind == "json_object":
             grammar = LLMatcher.grammar_from_json_schema(
                 text if kind == "json" else '{"type": "object"}',

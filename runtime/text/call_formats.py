@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.text.schema_defaults import complete
 from radixcache.runtime.text.tool_calls import Tool, ToolChoice, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -213,7 +214,7 @@ def _quote(text: str) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACES})}"
+    return f"%json {json.dumps({**complete(schema), 'x-guidance': _SPACES})}"
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'

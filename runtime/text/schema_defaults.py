@@ -1,0 +1,98 @@
+"""What a JSON schema leaves open that a model may go on with for ever: bounded, or closed.
+
+A small model that is sampled writes digits, decimals or more and more keys until its answer is cut
+in the middle. OpenAI's strict schemas have to close their objects; here it is the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+MAX_INTEGER = 10**16 - 1
+"""Of an integer without bounds: 16 digits, which JSON readers with doubles still tell apart."""
+
+MAX_NUMBER = 10**15
+SMALLEST_STEP = 1e-9
+"""Of a number without bounds and without `multipleOf`: nine decimals, and no exponent."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
+_COMPOSING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+_OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
+
+
+def complete(schema: Any) -> Any:
+    """The schema, with bounds for numbers that have none, and closed objects. O(its size).
+
+    What it says itself stands: a bound, `multipleOf`, `additionalProperties`. Objects are closed
+    that list `properties`, unless some object of the schema is put together from several schemas,
+    each of which would then forbid what the others have.
+    """
+    closes = not any(_is_composed(node) for node in _nodes(schema))
+    return _complete(schema, closes)
+
+
+def _complete(schema: Any, closes: bool) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _below(key, value, closes) for key, value in schema.items()}
+    kinds = found.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "enum" in found or "const" in found:
+        return found
+    if "integer" in kinds and "number" not in kinds:
+        _bound(found, MAX_INTEGER)
+    elif "number" in kinds:
+        _bound(found, MAX_NUMBER)
+        found.setdefault("multipleOf", SMALLEST_STEP)
+    closes = closes and {"patternProperties", "unevaluatedProperties"}.isdisjoint(found)
+    if closes and isinstance(found.get("properties"), dict):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _bound(schema: dict[str, Any], most: int) -> None:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    low = schema.get("exclusiveMinimum") if low is None else low
+    high = schema.get("exclusiveMaximum") if high is None else high
+    if low is None and (high is None or _is_number(high)):
+        schema["minimum"] = -most if high is None else min(-most, 10 * -abs(high))
+    if high is None and (low is None or _is_number(low)):
+        schema["maximum"] = most if low is None else max(most, 10 * abs(low))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _is_composed(schema: dict[str, Any]) -> bool:
+    if "allOf" in schema:
+        return True
+    return any(key in schema for key in _COMPOSING) and any(key in schema for key in _OF_OBJECTS)
+
+
+def _below(key: str, value: Any, closes: bool) -> Any:
+    """A keyword's value, with the schemas in it completed."""
+    if key in _NAMED and isinstance(value, dict):
+        return {name: _complete(one, closes) for name, one in value.items()}
+    if key in _LISTED and isinstance(value, list):
+        return [_complete(one, closes) for one in value]
+    return _complete(value, closes) if key in _SINGLE else value
+
+
+def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """All schemas in a schema, itself included."""
+    rest = [schema]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, dict):
+            yield node
+            for key, value in node.items():
+                if key in _NAMED and isinstance(value, dict):
+                    rest += value.values()
+                elif key in _LISTED and isinstance(value, list):
+                    rest += value
+                elif key in _SINGLE:
+                    rest.append(value)
