@@ -218,6 +218,9 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'
+_HERMES = CallFormat(  # Hermes, Qwen2.5, Qwen3
+    ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
+)
 _FORMATS = (
     CallFormat(  # Qwen3-Coder, Qwen3.5
         ("<tool_call>", "<parameter="),
@@ -225,9 +228,7 @@ _FORMATS = (
         "<tool_call>\n<function=NAME>\nVALUE</function>\n</tool_call>",
         tagged=True,
     ),
-    CallFormat(  # Hermes, Qwen2.5, Qwen3
-        ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
-    ),
+    _HERMES,
     CallFormat(  # Mistral from its tokenizer's version 11 on
         ("[TOOL_CALLS]", "[ARGS]"),
         "[TOOL_CALLS]",
@@ -254,8 +255,15 @@ _FORMATS = (
 )
 
 
+def knows_tools(template: str) -> bool:
+    """Whether a chat template says anything of tools."""
+    return re.search("tool|function", template, re.IGNORECASE) is not None
+
+
 def find_format(template: str) -> CallFormat | None:
-    """The format that a chat template is for."""
+    """The format that a chat template is for; where it knows none, that of `generic_tools`."""
+    if template and not knows_tools(template):
+        return _HERMES
     if "[CALL_ID]" in template:  # some of Mistral's write one between name and arguments
         return None
     return next((known for known in _FORMATS if all(s in template for s in known.signs)), None)

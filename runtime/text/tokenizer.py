@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,11 +16,20 @@ from typing import TYPE_CHECKING, Any
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.files import find_file, find_gguf, split_gguf
 from radixcache.runtime.gguf_file import GGUFFile
-from radixcache.runtime.text.call_formats import THINK, THOUGHT, CallFormat, find_format
+from radixcache.runtime.text.call_formats import (
+    THINK,
+    THOUGHT,
+    CallFormat,
+    find_format,
+    knows_tools,
+)
+from radixcache.runtime.text.generic_tools import tell_tools
 from radixcache.runtime.text.tool_calls import check_tools, for_template
 
 if TYPE_CHECKING:  # imports the tokenizers library
     from radixcache.runtime.text.bound import TextBound
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}."""
@@ -72,6 +82,7 @@ class Tokenizer:
         if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
             self._backend = tokenizer.backend_tokenizer
         self._hidden = self._find_hidden()
+        self._has_told_tools = False
 
     @classmethod
     def load(cls, name_or_path: str, max_tokens: float = inf) -> Tokenizer | None:
@@ -286,6 +297,14 @@ class Tokenizer:
         check_tools(tools)
         conversation = [for_template(message) for message in messages]
         template, values = self.chat_template(bool(tools)), dict(template_kwargs or {})
+        if not knows_tools(self._templates):
+            if tools and not self._has_told_tools:
+                self._has_told_tools = True
+                log.warning(
+                    "the chat template of this model knows no tools: they are described in the "
+                    "system message, and calls are read in Hermes' form"
+                )
+            conversation, tools = tell_tools(conversation, tools), ()
         for role in {message.get("role") for message in conversation} - _ROLES:
             # Some templates leave out whom they do not know, some write whatever comes.
             if f"'{role}'" not in template and f'"{role}"' not in template:

@@ -80,11 +80,3 @@ def test_the_template_takes_values_and_an_unfinished_message(llm: LLM):
     assert rest.outputs[0].text == ".</think>Hello."
     with pytest.raises(InvalidRequest, match="takes no tonality"):
         llm.chat(begun, chat_template_kwargs={"tonality": "warm"})
-
-
-def test_a_model_that_knows_no_tools_is_given_none():
-    with LLM(kv_memory="4MiB") as llm:
-        if "tools" in llm.turns.history.tokenizer.chat_template():
-            pytest.skip("the bundled model knows tools")
-        with pytest.raises(InvalidRequest, match="takes no tools"):
-            llm.chat([{"role": "user", "content": "Hello"}], tools=[LOOK_UP])

@@ -1,0 +1,55 @@
+"""Tools for a model whose chat template knows none: told in words, in the form of Hermes.
+
+The functions are described in the system message, calls are what an assistant said, and results
+are what a user says. How well a model calls that was not trained to is its own matter; with
+``tool_choice`` or ``strict`` the grammar sees to the form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HEAD = "You may call functions, each of which is described here by a line of JSON:"
+_TAIL = """To call one, answer with its name and its arguments, and with nothing else:
+<tool_call>
+{"name": "...", "arguments": {...}}
+</tool_call>
+The result comes with the next message. If no function helps, answer as usual."""
+
+
+def tell_tools(
+    conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The conversation in the roles system, user and assistant, without calls and results.
+
+    Args:
+        conversation: as chat templates take it; see `tool_calls.for_template`.
+        tools: descriptions of functions, as OpenAI has them; told at the beginning.
+    """
+    messages: list[dict[str, Any]] = []
+    if tools:
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+        messages.append({"role": "system", "content": "\n".join([_HEAD, *lines, _TAIL])})
+    for message in conversation:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        for call in message.get("tool_calls", ()):
+            content += f"{content and chr(10)}<tool_call>\n{_spell(call)}\n</tool_call>"
+        last = messages[-1] if messages else None
+        if last is not None and last["role"] == role == "system":
+            last["content"] = f"{content}\n\n{last['content']}"
+        elif last is not None and message["role"] == "tool" and last["role"] == "user":
+            last["content"] += f"\n{content}"  # templates want the roles to take turns
+        else:
+            messages.append({**message, "role": role, "content": content})
+            messages[-1].pop("tool_calls", None)
+    return messages
+
+
+def _spell(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    said = {"name": function["name"], "arguments": function["arguments"]}
+    return json.dumps(said, ensure_ascii=False)

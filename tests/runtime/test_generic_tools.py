@@ -1,0 +1,116 @@
+"""Tools with a model whose chat template knows none: told in words, called in Hermes' form."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from radixcache import LLM
+from radixcache.runtime.text.call_formats import find_format, knows_tools
+from radixcache.runtime.text.generic_tools import tell_tools
+from tests.models import tiny_model
+from tests.runtime.server.live import LiveServer, live
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Oslo"]}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA},
+}
+CALL = {"id": "c1", "function": {"name": "weather", "arguments": {"city": "Bonn", "days": 2}}}
+QUESTION: list[Any] = [{"role": "user", "content": "How will it be?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder: Path = tiny_model("llama", tmp_path_factory.mktemp("m"), max_position_embeddings=2048)
+    with LLM(folder, kv_memory="16MiB") as llm, live(llm) as server:
+        yield server
+
+
+def test_tools_calls_and_results_are_said_in_words() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+        {"role": "tool", "content": "snow", "tool_call_id": "c2"},
+    ]
+    system, *others = tell_tools(messages, [TOOL])
+    assert system["role"] == "system" and system["content"].startswith("Be brief.\n\nYou may call")
+    assert json.dumps(TOOL["function"]) in system["content"]
+    spelt = '{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}'
+    assert [(one["role"], one["content"]) for one in others] == [
+        ("user", "Hi"),
+        ("assistant", f"Let me see.\n<tool_call>\n{spelt}\n</tool_call>"),
+        (
+            "user",
+            "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsnow\n</tool_response>",
+        ),
+    ]
+    assert all("tool_calls" not in one for one in others)
+    assert tell_tools(messages[:2], []) == messages[:2]
+
+
+@pytest.mark.parametrize("template", ["{{ tools }}", "{% if tool_call %}", "<function=x>"])
+def test_a_template_that_knows_tools_in_an_unknown_form_is_left_alone(template: str) -> None:
+    assert knows_tools(template) and find_format(template) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": TOOL["function"]}])
+def test_a_call_that_must_come_follows_its_schema(
+    server: LiveServer, choice: Any, stream: bool
+) -> None:
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": "weather"}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        answer: Any = client.chat.completions.create(
+            model="", messages=QUESTION, tools=[TOOL], tool_choice=choice,
+            parallel_tool_calls=False, max_tokens=400, stream=stream, seed=1,
+            extra_body={"model": None},
+        )  # fmt: skip
+        if stream:
+            parts = [p for chunk in answer for p in chunk.choices[0].delta.tool_calls or ()]
+            name = "".join(part.function.name or "" for part in parts)
+            arguments = "".join(part.function.arguments or "" for part in parts)
+        else:
+            (call,) = answer.choices[0].message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+    assert name == "weather"
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_a_conversation_with_calls_goes_on_from_its_tokens(server: LiveServer) -> None:
+    body: dict[str, Any] = {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}
+    body |= {"parallel_tool_calls": False, "max_tokens": 400, "seed": 2}
+    first = server.post("/v1/chat/completions", body).json()
+    message = first["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    follow = {**body, "messages": [*QUESTION, message, result], "tool_choice": "auto"}
+    second = server.post("/v1/chat/completions", {**follow, "max_tokens": 1}).json()
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    forced = len("\n</tool_call>")  # at the end: no step computes it
+    assert cached >= first["usage"]["total_tokens"] - 2 - forced
+
+
+def test_that_it_is_the_generic_form_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(tiny_model("llama", tmp_path), kv_memory="4MiB") as llm, caplog.at_level(logging.INFO):
+        for _ in range(2):
+            llm.turns.encode(QUESTION, tools=[TOOL])
+    assert [record.message for record in caplog.records if "knows no tools" in record.message] == [
+        "the chat template of this model knows no tools: they are described in the system message, "
+        "and calls are read in Hermes' form"
+    ]
