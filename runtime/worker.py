@@ -67,6 +67,13 @@ class Job:
         """
         return None
 
+    def report_prefill(self) -> Any:
+        """What to tell of the prompts before the first token; None is nothing. See `follow`.
+
+        Called on the engine's thread.
+        """
+        return None
+
     def note_end(self, request: Request) -> None:
         """A request is over, whatever the reason. Called on the engine's thread, once for each."""
 
@@ -100,6 +107,7 @@ class Worker:
         """What is being run of the queue."""
         self._jobs: dict[Request, Job] = {}
         """The requests that have not ended."""
+        self._followed: set[Job] = set()
         self._discarded: list[Request] = []
         """Those that nobody waits for any more, and that are not aborted yet."""
         self._failed_steps = 0
@@ -170,6 +178,15 @@ class Worker:
         job.tell = tell
 
         return self.call(run)
+
+    def follow(self, job: Job) -> None:
+        """Tell now and after each step what a job's `report_prefill` says, until it has a token."""
+
+        def run() -> None:
+            self._followed.add(job)
+            self._tell(self._prefilled())
+
+        self._queue(run)
 
     def abort(self, job: Job) -> Future[None]:
         """End what is unfinished of a job, as soon as the step under way is over.
@@ -285,7 +302,7 @@ class Worker:
             items.setdefault(job, []).extend(() if item is None else (item,))
             if request.finished:
                 job.note_end(request)
-        news = []
+        news = self._prefilled()
         for job, said in items.items():
             finished = all(request.finished for request in job.requests)
             if said or finished:
@@ -294,6 +311,14 @@ class Worker:
         for request in changed:
             if request.finished:
                 del self._jobs[request]
+
+    def _prefilled(self) -> list[News]:
+        """What followed jobs say of their prompts."""
+        for job in [*self._followed]:
+            if any(r.first_token is not None or r not in self._jobs for r in job.requests):
+                self._followed.remove(job)
+        said = [(job, job.report_prefill()) for job in self._followed]
+        return [News(job, [item], False, None) for job, item in said if item is not None]
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
         """End the jobs that these requests are of with an error."""

@@ -29,6 +29,7 @@ from radixcache.runtime.server.generation import (
     clamp,
     extension,
     last_chunk,
+    progress,
     prompt_logprobs,
     usage,
 )
@@ -53,7 +54,8 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     if body.stream:
         chunks = _Chunks(body, backend, head, answers)
-        return EventStream(answers.job, chunks.of, chunks.last)
+        told = progress(backend, body, chunks.head, answers.job)
+        return EventStream(answers.job, chunks.of, chunks.last, prefilled=told)
     choices = [
         ChatChoice(
             index=reply.index,
@@ -139,7 +141,7 @@ class _Chunks:
     def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
         self._body = body
         self._backend = backend
-        self._head = {**head, "object": "chat.completion.chunk"}
+        self.head = {**head, "object": "chat.completion.chunk"}
         self._usage: JSON = {"usage": None} if body.include_usage else {}
         self._answers = answers
         self._begun: set[int] = set()
@@ -172,11 +174,11 @@ class _Chunks:
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
         self._answers.remember(outputs)
-        yield from last_chunk(self._backend, self._body, self._head, self._answers.job, outputs)
+        yield from last_chunk(self._backend, self._body, self.head, self._answers.job, outputs)
 
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return {**self._head, "choices": [choice], **self._usage}
+        return {**self.head, "choices": [choice], **self._usage}
 
 
 def _delta(piece: Piece) -> JSON:

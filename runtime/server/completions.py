@@ -24,6 +24,7 @@ from radixcache.runtime.server.generation import (
     extension,
     finish,
     last_chunk,
+    progress,
     prompt_logprobs,
     usage,
 )
@@ -58,7 +59,8 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
     job = await backend.submit(prompts, params, body, client)
     if body.stream:
         chunks = _Chunks(body, backend, head, params.n, job, echoes)
-        return EventStream(job, chunks.of, chunks.last)
+        told = progress(backend, body, chunks.head, job)
+        return EventStream(job, chunks.of, chunks.last, prefilled=told)
     outputs = await finish(job, request)
     choices: list[CompletionChoice] = []
     for number, output in enumerate(outputs):
@@ -131,7 +133,7 @@ class _Chunks:
     ) -> None:
         self._body = body
         self._backend = backend
-        self._head = {**head, "object": "text_completion"}
+        self.head = {**head, "object": "text_completion"}
         self._usage: JSON = {"usage": None} if body.include_usage else {}
         self._n = n
         self._job = job
@@ -167,10 +169,10 @@ class _Chunks:
                 "stop_reason": delta.stop_reason,
                 **ids,
             }
-            yield {**self._head, "choices": [choice], **self._usage}
+            yield {**self.head, "choices": [choice], **self._usage}
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        yield from last_chunk(self._backend, self._body, self._head, self._job, outputs)
+        yield from last_chunk(self._backend, self._body, self.head, self._job, outputs)
 
 
 def _logprobs(

@@ -24,7 +24,7 @@ from radixcache.runtime.server.answers import (
 )
 from radixcache.runtime.server.backend import Backend, Wants
 from radixcache.runtime.server.errors import ApiError, as_api_error
-from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.requests import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class EventStream(StreamingResponse):
         last: what to send when all is done, before the end mark.
         failed: what to send when it fails.
         end: the end mark.
+        prefilled: what to send of how far the prompts are computed.
     """
 
     def __init__(
@@ -71,9 +72,13 @@ class EventStream(StreamingResponse):
         last: Callable[[list[RequestOutput]], Iterable[JSON]],
         failed: Callable[[ApiError], Iterable[JSON]] = lambda error: [error.body],
         end: str = "data: [DONE]\n\n",
+        prefilled: Callable[[Prefilled], Iterable[JSON]] = lambda _: (),
     ) -> None:
+        def told(news: PromptDelta | Prefilled) -> Iterable[JSON]:
+            return prefilled(news) if isinstance(news, Prefilled) else chunks(news)
+
         super().__init__(
-            _events(job, chunks, last, failed, end),
+            _events(job, told, last, failed, end),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -88,7 +93,7 @@ class EventStream(StreamingResponse):
 
 async def _events(
     job: Job,
-    chunks: Callable[[PromptDelta], Iterable[JSON]],
+    chunks: Callable[[PromptDelta | Prefilled], Iterable[JSON]],
     last: Callable[[list[RequestOutput]], Iterable[JSON]],
     failed: Callable[[ApiError], Iterable[JSON]],
     end: str,
@@ -123,6 +128,22 @@ def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> Usage:
             cached_tokens=cached, cache_write_tokens=(prompt - cached) * backend.caches
         ),
     )
+
+
+def progress(
+    backend: Backend, body: GenerationRequest, head: JSON, job: Job
+) -> Callable[[Prefilled], Iterator[JSON]]:
+    """What a stream says of how far its prompts are computed, if it was asked for."""
+    if body.include_progress:
+        backend.jobs.worker.follow(job)
+
+    def told(news: Prefilled) -> Iterator[JSON]:
+        prompt = sum(len(request.prompt_token_ids) for request in job.requests)
+        share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
+        empty = {"usage": None} if body.include_usage else {}
+        yield {**head, "choices": [], **empty, "radixcache": share}
+
+    return told
 
 
 def last_chunk(

@@ -38,6 +38,12 @@ class PromptDelta(NamedTuple):
     delta: Delta
 
 
+class Prefilled(NamedTuple):
+    """How many of the job's prompt tokens are computed or were cached, before the first token."""
+
+    tokens: int
+
+
 class Job(worker.Job):
     """The requests of one client. Belongs to the event loop; the engine's thread only feeds it."""
 
@@ -50,7 +56,8 @@ class Job(worker.Job):
         self.client = client
         self.done = False
         self._metrics = metrics
-        self._deltas: list[PromptDelta] = []
+        self._deltas: list[PromptDelta | Prefilled] = []
+        self._prefilled = 0
         self.error: Exception | None = None
         self._news = asyncio.Event()
         self._on_end: list[Callable[[], object]] = []
@@ -68,12 +75,17 @@ class Job(worker.Job):
             if sequence.has_delta
         ] or None
 
+    def report_prefill(self) -> list[Prefilled] | None:
+        before = self._prefilled
+        self._prefilled = sum(max(s.num_computed for s in r.sequences) for r in self.requests)
+        return [Prefilled(self._prefilled)] if self._prefilled != before else None
+
     def note_end(self, request: Request) -> None:
         self._metrics.note_end(request)
 
     # -- on the event loop ---------------------------------------------------------------------
 
-    async def deltas(self) -> AsyncIterator[list[PromptDelta]]:
+    async def deltas(self) -> AsyncIterator[list[PromptDelta | Prefilled]]:
         """What was generated since the last look, until all is; a slow reader gets more at once.
 
         Raises:

@@ -47,6 +47,11 @@ class StreamOptions(Asked):
     refused = REFUSED_IN_STREAM_OPTIONS
 
     include_usage: bool | None = None
+    include_progress: bool | None = Field(
+        None,
+        description="Until the first token, say in chunks without choices how many tokens of the "
+        "prompt are computed.",
+    )
 
 
 _SAMPLING = (
@@ -106,6 +111,11 @@ class GenerationRequest(StructuredFields, Asked):
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def include_progress(self) -> bool:
+        """Whether a stream tells how far the prompt is computed."""
+        return bool(self.stream_options and self.stream_options.include_progress)
 
     def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """Sampling as asked for, and else as in `defaults`.

@@ -95,6 +95,36 @@ def test_a_time_at_the_top_is_named_as_the_reason(fresh: LiveServer, stream: boo
     assert misses(ask("10:41")) == []
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_says_how_far_its_prompts_are_computed_if_asked(path: str):
+    """After each step, until the first token comes."""
+    with live(LLM(kv_memory="32MiB", max_num_batched_tokens=64)) as server:
+        text = "x y " * 450
+        body: dict[str, Any] = {"prompt": [text, f"{text}z"]}
+        if path == CHAT:
+            body = {"messages": [{"role": "user", "content": text}]}
+
+        def stream(**options: bool) -> list[dict[str, Any]]:
+            more = {"stream": True, "stream_options": {"include_usage": True, **options}}
+            lines = server.post(path, {**body, "max_tokens": 2, **more}).text.splitlines()
+            return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+        chunks = stream(include_progress=True)
+        told = [chunk["radixcache"] for chunk in chunks if "computed_tokens" in str(chunk)]
+        prompt = chunks[-1]["usage"]["prompt_tokens"]
+        assert {one["prompt_tokens"] for one in told} == {prompt}
+        computed = [one["computed_tokens"] for one in told]
+        assert computed == sorted({*computed}) and len(told) > 3
+        first = prompt // len(body.get("prompt", "1"))  # whose token comes first
+        assert 0 < computed[0] <= 192 and 0 <= first - computed[-1] <= 64
+        assert all(not chunk["choices"] and chunk["usage"] is None for chunk in chunks[: len(told)])
+        assert all(chunk["choices"] for chunk in chunks[len(told) : -1])
+        server.post("/v1/cache/flush")
+        assert len(stream()) == len(chunks) - len(told)
+        server.wait_until(lambda: not server.backend.llm.worker._followed)
+        server.assert_idle()
+
+
 def test_explanations_are_given_when_asked_for_only(fresh: LiveServer):
     answer = fresh.post(COMPLETIONS, {"prompt": ["a b c", "a b d"], "max_tokens": 1}).json()
     assert answer["radixcache"]["explanation"] is None and answer["radixcache"]["ttft"] > 0
