@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 PREVIEW = 24
 """Tokens of a node that a picture holds."""
 
+FIRST_PREVIEW = 4 * PREVIEW
+"""The same of a first node: it may begin with what a chat template says in all conversations."""
+
 MAX_DEPTH = 100
 """Levels that a picture holds: nested formats are read by recursion."""
 
@@ -71,7 +74,7 @@ class CachedNode:
         id: the same from one picture to the next, for as long as the node lives.
         start: position of the first token.
         num_tokens: how many there are.
-        tokens: the first `PREVIEW` of them.
+        tokens: the first `PREVIEW` of them, or `FIRST_PREVIEW`.
         age: logical time since it or what is below was last used, 0 while a lease is there. Only
             comparisons within one picture mean something.
         leases: those that end here or below, pins apart.
@@ -307,7 +310,7 @@ class Outline(Generic[T]):
             id=self._name(node),
             start=start,
             num_tokens=size,
-            tokens=self._tokens(node)[:PREVIEW].tolist(),
+            tokens=self._tokens(node)[: PREVIEW if start else FIRST_PREVIEW].tolist(),
             age=age,
             leases=len(leases),
             computed_from=computed_from if computed_from < start + size else None,

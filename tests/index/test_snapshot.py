@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
-from radixcache.snapshot import MAX_DEPTH, PREVIEW, CachedNode, Look
+from radixcache.snapshot import FIRST_PREVIEW, MAX_DEPTH, PREVIEW, CachedNode, Look
 
 SEED = 20_261_120
 MODES = {"radix": RadixCache, "hash-block": HashBlockCache}
@@ -122,10 +122,13 @@ def test_a_large_tree_is_cut_to_the_newest_and_says_so(mode: str) -> None:
     assert [node.tokens[0] for node in root.children] == [15, 16, 17, 18, 19]
     assert root.more is not None
     assert (root.more.branches, root.more.nodes, root.more.tokens) == (15, 15, 60)
-    long = list(range(50, 50 + 2 * PREVIEW))
+    long = list(range(50, 50 + 2 * FIRST_PREVIEW))
     fill(cache, long)
     node = cache.snapshot(Look(rows=2))[None].children[0]
-    assert node.num_tokens == len(long) and node.tokens == long[:PREVIEW]
+    assert node.num_tokens == len(long) and node.tokens == long[:FIRST_PREVIEW]
+    fill(cache, [*long[: 2 * PREVIEW], *range(1, 1 + 2 * PREVIEW)])
+    first = cache.snapshot()[None].children[-1]
+    assert long[2 * PREVIEW : 3 * PREVIEW] in [node.tokens for node in first.children]
 
 
 def rows_of(node: CachedNode) -> int:
