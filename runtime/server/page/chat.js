@@ -1,24 +1,30 @@
 // The chat: conversations, of which one is shown, and answers as they come to any of them.
 
-import { hurry, lookAt, looksAt, refresh } from "./cache.js";
+import { receive, size } from "./answering.js";
+import { attach, detach, end, path, reach, versions } from "./branches.js";
+import { hurry, refresh } from "./cache.js";
 import { forget, keep, kept, newId, onKept } from "./conversations.js";
 import { $, make } from "./dom.js";
+import { takeFiles } from "./files.js";
 import { showList } from "./list.js";
-import { sampling } from "./sampling.js";
-import { call, events, tell } from "./server.js";
+import { showDefaults } from "./sampling.js";
+import { tell } from "./server.js";
 import { newTurn, sendsOnEnter } from "./turn.js";
 import { showUsage } from "./usage.js";
 
 const live = new Set(); // the conversations that were shown since the page was loaded
 let current = null; // the one that is shown
 let example = null; // something that the model can be asked
+let loading = false; // nobody answers yet
 
 /** A conversation as it was kept, or a new one. */
 function open({ id = newId(), title = "", system = "", changed = 0, turns = [] }) {
   // `running` is the AbortController of the answer that is coming, `draft` what was refused, and
   // `trouble` why.
-  const chat = { id, title, system, changed, turns: [], log: make("div"), running: null, draft: "", trouble: "" };
-  for (const turn of turns) add(chat, turn).finish?.();
+  const chat = { id, title, system, changed, turns: [], next: null, log: make("div"), running: null, draft: "", trouble: "" };
+  for (const turn of turns) add(chat, turn, chat.turns[turn.before] ?? chat).finish?.();
+  turns.forEach(({ shown }, index) => { if (shown) chat.turns[index].before.next = chat.turns[index]; });
+  lay(chat);
   live.add(chat);
   return chat;
 }
@@ -46,15 +52,16 @@ function show(chat) {
 /** Show what may be done, and what has gone wrong. */
 function update() {
   const running = [...live].filter((chat) => chat.running);
-  const busy = Boolean(current.running);
+  const busy = Boolean(current.running) || loading;
   hurry(running.length > 0);
-  $("send").hidden = busy;
-  $("stop").hidden = !busy;
+  $("send").hidden = Boolean(current.running);
+  $("send").disabled = loading;
+  $("stop").hidden = !current.running;
   $("flush").disabled = running.length > 0;
   $("refused").textContent = current.trouble;
   if (!$("question").value) [$("question").value, current.draft] = [current.draft, ""];
-  for (const button of current.log.querySelectorAll(".edit, .again")) button.disabled = busy;
-  const asked = new Set(current.turns.map((turn) => turn.content));
+  for (const button of current.log.querySelectorAll(".edit, .again, .versions button, .continue")) button.disabled = busy;
+  const asked = new Set(path(current).map((turn) => turn.content));
   const left = (example?.questions ?? []).filter((question) => !asked.has(question));
   $("examples").replaceChildren(
     ...left.map((text) => make("button", { type: "button", disabled: busy, onclick: () => send(text) }, text)),
@@ -71,102 +78,110 @@ function store(chat) {
   if (chat === current) history.replaceState(chat.id, "");
 }
 
-function send(text, undo = () => {}) {
+function send(text, before = end(current)) {
   const content = text.trim();
   const chat = current;
-  if (!content || chat.running) return;
+  if (!content || chat.running || loading) return;
   $("question").value = "";
   $("system").open = false;
-  const asked = add(chat, { role: "user", content });
-  ask(chat, () => { cut(chat, asked); chat.draft ||= content; undo(); });
+  const asked = add(chat, { role: "user", content }, before);
+  ask(chat, () => { detach(chat, asked); chat.draft ||= content; });
+}
+
+/** Ask something else in the place of a question, if nothing is being answered; whether it is asked. */
+function edit(chat, turn, content) {
+  if (chat.running || loading) return false;
+  send(content, turn.before); // what came before is cached, up to the word that differs
+  $("question").focus();
+  return true;
 }
 
 /** Ask the last question again. */
 function again(chat) {
-  if (chat.running) return;
-  const before = chat.turns.at(-1).role === "assistant" ? chat.turns.at(-1) : null;
-  if (before) cut(chat, before);
-  ask(chat, () => { if (before) add(chat, before).finish(); });
+  const last = end(chat);
+  if (!chat.running) ask(chat, () => {}, last.role === "assistant" ? last.before : last);
 }
 
-/** Ask something else in the place of that question. What came before is cached, up to the word that differs. */
-function edit(chat, turn, content) {
-  if (chat.running) return;
-  const after = cut(chat, turn);
-  send(content, () => { for (const old of after) add(chat, old).finish?.(); });
-  $("question").focus();
+/** Let the model answer what leads to a question; `undo` if nothing comes, as if it had not been asked. */
+function ask(chat, undo, question = end(chat)) {
+  const before = path(chat);
+  const messages = before.slice(0, before.indexOf(question) + 1);
+  const answer = add(chat, { role: "assistant", content: "", reasoning: "", calls: "" }, question);
+  run(chat, messages, answer, () => { detach(chat, answer); undo(); });
 }
 
-/** Let the model answer a conversation; `undo` if nothing comes, as if it had not been asked. */
-async function ask(chat, undo) {
-  chat.trouble = "";
-  const messages = chat.turns.map(({ role, content }) => ({ role, content }));
+/** Let an answer go on that has come to its limit. */
+function goOn(chat, answer) {
+  const { reply } = answer;
+  if (chat.running || loading) return;
+  answer.reply = null;
+  run(chat, path(chat), answer, () => { answer.reply = reply; answer.finish(); }, reply.tokens);
+}
+
+/** Let an answer come, which has `tokens` already; `undo` if nothing does. */
+async function run(chat, turns, answer, undo, tokens = 0) {
+  const had = size(answer);
+  const messages = turns.map(({ role, content }) => ({ role, content }));
   if (chat.system.trim()) messages.unshift({ role: "system", content: chat.system });
-  const answer = add(chat, { role: "assistant", content: "", reasoning: "", calls: "" });
-  answer.article.setAttribute("aria-busy", "true");
-  answer.article.scrollIntoView({ block: "nearest" });
+  let frame = 0;
+  const draw = () => { frame = 0; if (chat.running) follow(answer.draw); };
+  chat.trouble = "";
   chat.running = new AbortController();
+  answer.begin();
+  lay(chat);
+  answer.article.scrollIntoView({ block: "nearest" });
   store(chat);
   update();
   try {
-    answer.reply = await receive(chat, messages, answer);
+    const reply = await receive(messages, answer, chat.running.signal, () => { frame ||= requestAnimationFrame(draw); });
+    answer.reply = { ...reply, tokens: tokens + reply.usage.completion_tokens };
     showUsage(answer.reply);
   } catch (error) {
     if (error.name !== "AbortError") chat.trouble = tell(error);
   }
   chat.running = null;
-  if (answer.reply || answer.content || answer.reasoning || answer.calls) follow(answer.finish);
-  else {
-    cut(chat, answer);
-    undo();
-  }
+  if (answer.reply || size(answer) > had) follow(answer.finish);
+  else undo();
+  lay(chat);
   store(chat);
   update();
   refresh();
 }
 
-/** Stream the answer to `messages` into a turn; what there is to say about it afterwards. */
-async function receive(chat, messages, answer) {
-  const reply = {};
-  const start = performance.now();
-  const response = await call("v1/chat/completions", {
-    body: { messages, ...sampling(), stream: true, stream_options: { include_usage: true }, explain: true },
-    signal: chat.running.signal,
+function add(chat, given, before) {
+  const turn = newTurn(given, {
+    again: () => again(chat),
+    goOn: () => goOn(chat, turn),
+    edit: (content) => edit(chat, turn, content),
+    step: (by) => step(chat, turn, by),
   });
-  const replica = response.headers.get("X-Radixcache-Replica"); // whose cache has the chat
-  if (replica && replica !== looksAt("replica")) lookAt({ replica, under: null, reveal: null });
-  refresh();
-  let frame = 0;
-  const draw = () => { frame = 0; if (chat.running) follow(answer.draw); };
-  for await (const chunk of events(response)) {
-    if (chunk.error) throw new Error(chunk.error.message);
-    const { content = "", reasoning = "", tool_calls: calls = [] } = chunk.choices?.[0]?.delta ?? {};
-    if (content || reasoning || calls.length) {
-      reply.ttft ??= (performance.now() - start) / 1000;
-      answer.content += content ?? "";
-      answer.reasoning += reasoning ?? "";
-      for (const { function: part } of calls) answer.calls += `${part.name ? `\n${part.name} ` : ""}${part.arguments ?? ""}`;
-      frame ||= requestAnimationFrame(draw);
-    }
-    reply.usage = chunk.usage ?? reply.usage;
-    Object.assign(reply, chunk.radixcache); // the server's own TTFT, and the explanation
-  }
-  if (!reply.usage) throw new Error("the answer has broken off");
-  return reply;
-}
-
-function add(chat, given) {
-  const turn = newTurn(given, { again: () => again(chat), edit: (at, content) => edit(chat, at, content) });
-  chat.turns.push(turn);
-  chat.log.append(turn.article);
+  attach(chat, turn, before);
   return turn;
 }
 
-/** Take a turn and all after it away; which these are. */
-function cut(chat, turn) {
-  const turns = chat.turns.splice(chat.turns.indexOf(turn));
-  for (const { article } of turns) article.remove();
-  return turns;
+/** Show the turn that stands so many places beside this one. */
+function step(chat, turn, by) {
+  const all = versions(chat, turn);
+  const other = all.at((all.indexOf(turn) + by) % all.length);
+  reach(other);
+  lay(chat);
+  store(chat);
+  update();
+  other.focus(by);
+}
+
+/** Lay out the turns that are shown; those that were there before stay as they are. */
+function lay(chat) {
+  const turns = path(chat);
+  const { children } = chat.log;
+  let same = 0;
+  while (same < children.length && children[same] === turns[same]?.article) same += 1;
+  while (children.length > same) children[same].remove();
+  chat.log.append(...turns.slice(same).map((turn) => turn.article));
+  for (const turn of turns) {
+    const all = versions(chat, turn);
+    turn.place(all.indexOf(turn) + 1, all.length);
+  }
 }
 
 /** Change the chat, and keep its end in sight if it is. */
@@ -194,9 +209,30 @@ function remove(id) {
   else update();
 }
 
+/** Show a conversation with the turn of that index, as they are kept. */
+export function openAt({ id, index }) {
+  const chat = find(id);
+  if (!chat?.turns[index]) return;
+  if (end(chat) !== chat.turns[index]) {
+    reach(chat.turns[index]);
+    lay(chat);
+    store(chat);
+  }
+  show(chat);
+  $("question").focus();
+}
+
+/** Whether the model loads, so that nothing can be asked. */
+export function wait(on) {
+  loading = on;
+  update();
+}
+
 /** Begin with what the server says of itself: its model, and something that it can be asked. */
 export function introduce(about) {
   $("model").textContent = about.model;
+  $("about").textContent = about.note ? `${about.model} ${about.note}` : "";
+  showDefaults(about.sampling);
   example = about.example;
   if (!current.turns.length) current.system ||= example?.system ?? "";
   show(current);
@@ -216,4 +252,5 @@ onKept(() => {
   if (chat === current) update();
   else show(chat);
 });
+takeFiles($("chat"), $("question"), (sentence) => { current.trouble = sentence; update(); });
 show(find(history.state) ?? open({}));

@@ -2,7 +2,7 @@
 
 import { lookAgain, onView } from "./cache.js";
 import { showCharts } from "./charts.js";
-import { introduce } from "./chat.js";
+import { introduce, wait } from "./chat.js";
 import { $ } from "./dom.js";
 import { loaded } from "./loading.js";
 import { showReplicas } from "./replicas.js";
@@ -17,7 +17,7 @@ $("key").addEventListener("submit", (event) => {
 });
 
 async function begin() {
-  await loaded();
+  await loaded(wait);
   try {
     introduce(await (await call("page.json")).json());
   } catch (error) {

@@ -13,8 +13,10 @@ export function showUsage(reply) {
 /** The elements below an answer that say what it took. */
 export function usageOf(reply) {
   const { numbers, parts } = read(reply);
-  const first = Number.isFinite(reply.ttft) ? `, TTFT ${milliseconds(reply.ttft)}` : "";
-  return [parts, make("p", { className: "usage" }, numbers + first)];
+  const { ttft, rate } = reply;
+  const first = Number.isFinite(ttft) ? `, TTFT ${milliseconds(ttft)}` : "";
+  const later = Number.isFinite(rate) ? `, ${format.format(rate.toPrecision(3))} tokens/s` : "";
+  return [parts, make("p", { className: "usage" }, numbers + first + later)];
 }
 
 function read({ usage, explanation }) {

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import httpx2 as httpx
 import pytest
+from selenium.webdriver.common.keys import Keys
 
 from radixcache import LLM
 from radixcache.errors import ModelError
@@ -257,7 +258,9 @@ def test_the_page_shows_how_far_it_is_and_then_goes_on_by_itself(tmp_path: Path,
         page.driver.get(url)
         page.until(lambda: page.text("#loading") == "Loading the model: reading weights")
         assert page.run("return document.querySelector('progress').position") == 0.5
-        assert page.text("#trouble") == ""
+        assert page.text("#trouble") == "" and not page.one("#send").is_enabled()
+        page.one("#question").send_keys("Too early", Keys.ENTER)
+        assert not page.all("article") and page.text("#refused") == ""
         server.report("packing weights", None)
         page.until(lambda: page.text("#loading") == "Loading the model: packing weights")
         assert page.run("return document.querySelector('progress').position") == -1
@@ -265,4 +268,5 @@ def test_the_page_shows_how_far_it_is_and_then_goes_on_by_itself(tmp_path: Path,
             page.until(lambda: page.text("#model") == "tabletalk")
             page.until(lambda: "pages in use" in page.text("#pages"))
             assert not page.one("#loading").is_displayed()
+            assert page.one("#send").is_enabled() and page.one("#examples button").is_enabled()
             page.driver.get("about:blank")

@@ -1,0 +1,54 @@
+// One answer as it comes: asked for, streamed into its turn, and what there is to say of it.
+
+import { lookAt, looksAt, refresh } from "./cache.js";
+import { sampling } from "./sampling.js";
+import { call, events } from "./server.js";
+
+const OPTIONS = { stream: true, stream_options: { include_usage: true, include_progress: true }, explain: true };
+
+/** How much of an answer has come. */
+export const size = ({ content, reasoning, calls }) => content.length + reasoning.length + calls.length;
+
+/**
+ * Stream the answer to `messages` into a turn, calling `draw` when there is more of it; what there is
+ * to say about it afterwards. An answer that was the last of them goes on.
+ */
+export async function receive(messages, answer, signal, draw) {
+  const reply = {};
+  const goesOn = messages.at(-1)?.role === "assistant";
+  const how = goesOn ? { continue_final_message: true, add_generation_prompt: false } : {};
+  const start = performance.now();
+  let first = 0;
+  let latest = 0;
+  const response = await call("v1/chat/completions", { body: { messages, ...sampling(), ...how, ...OPTIONS }, signal });
+  const replica = response.headers.get("X-Radixcache-Replica"); // whose cache has the chat
+  if (replica && replica !== looksAt("replica")) lookAt({ replica, under: null, reveal: null });
+  refresh();
+  for await (const chunk of events(response)) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    const { delta, finish_reason: finish } = chunk.choices?.[0] ?? {};
+    const { content, reasoning, tool_calls: calls = [] } = delta ?? {};
+    if (delta) latest = performance.now();
+    if (content || reasoning || calls.length) {
+      first ||= latest;
+      answer.content += content ?? "";
+      answer.reasoning += reasoning ?? "";
+      for (const { function: part } of calls) answer.calls += `${part.name ? `\n${part.name} ` : ""}${part.arguments ?? ""}`;
+      draw();
+    }
+    reply.finish = finish ?? reply.finish;
+    reply.usage = chunk.usage ?? reply.usage;
+    if (chunk.radixcache?.computed_tokens !== undefined) {
+      answer.prefill = chunk.radixcache;
+      draw();
+    } else if (chunk.radixcache) { // of the last chunk
+      const { ttft, explanation, repetitions } = chunk.radixcache;
+      Object.assign(reply, { ttft, explanation, repeats: repetitions?.[0] });
+    }
+  }
+  if (!reply.usage) throw new Error("the answer has broken off");
+  const tokens = reply.usage.completion_tokens;
+  if (first) reply.ttft ??= (first - start) / 1000; // else the server's own
+  if (tokens > 1 && latest > first) reply.rate = (1000 * (tokens - 1)) / (latest - first);
+  return reply;
+}

@@ -1,0 +1,44 @@
+// Text files that are dropped on the chat, or pasted into the question, become part of it.
+
+const MOST = 1 << 20; // bytes
+
+/** Take files that come to `place` or `field` into the field; `trouble` is told why not, or "". */
+export function takeFiles(place, field, trouble) {
+  const has = (data) => data?.types.includes("Files");
+  const take = async (files) => {
+    try {
+      const texts = await Promise.all([...files].map(read));
+      // First, so that other questions about them find them cached.
+      field.value = [...texts, field.value].join("\n\n");
+      trouble("");
+    } catch (error) {
+      trouble(error.message);
+    }
+    field.focus();
+  };
+  for (const type of ["dragover", "drop"]) { // elsewhere the browser would leave the page for the file
+    addEventListener(type, (event) => has(event.dataTransfer) && event.preventDefault());
+  }
+  place.addEventListener("dragover", ({ dataTransfer }) => place.classList.toggle("over", has(dataTransfer)));
+  place.addEventListener("dragleave", ({ relatedTarget }) => place.contains(relatedTarget) || place.classList.remove("over"));
+  place.addEventListener("drop", ({ dataTransfer }) => {
+    place.classList.remove("over");
+    if (has(dataTransfer)) take(dataTransfer.files);
+  });
+  field.addEventListener("paste", (event) => {
+    const { clipboardData: data } = event;
+    if (!has(data) || data.types.includes("text/plain")) return; // what is text already is pasted as such
+    event.preventDefault();
+    take(data.files);
+  });
+}
+
+/** The name of a file, and what it says. */
+async function read(file) {
+  if (file.size > MOST) throw new Error(`${file.name} is larger than 1 MB`);
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (!text.includes("\0")) return `${file.name}:\n${text.trim()}`;
+  } catch { /* other bytes, or a folder */ }
+  throw new Error(`${file.name} is not a text file`);
+}
