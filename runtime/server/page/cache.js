@@ -46,16 +46,14 @@ export async function refresh() {
   if (loading || closed) return;
   loading = true;
   clearTimeout(timer);
-  try {
-    while (stale) {
-      stale = false;
-      await load();
-    }
-    $("trouble").textContent = "";
-  } catch (error) {
-    $("trouble").textContent = tell(error);
-    closed = error.status === 403;
+  let trouble;
+  while (stale) { // also after an error: there may be another key meanwhile
+    stale = closed = false;
+    trouble = await load().then(() => "", (error) => { closed = error.status === 403; return tell(error); });
   }
+  $("trouble").textContent = closed ? "" : trouble;
+  $("closed").textContent = closed ? trouble : "";
+  document.querySelector("main").classList.toggle("closed", closed);
   loading = false;
   if (!document.hidden && !closed && $("key").hidden) timer = setTimeout(refresh, pause);
 }
