@@ -1,14 +1,16 @@
 // The tree of what is cached: drawn, gone into, and read with a pointer, a finger or the keyboard.
 
 import { lookAt, looksAt, refresh } from "./cache.js";
+import { openAt } from "./chat.js";
 import { $, count, format, make } from "./dom.js";
 import { goneBelow, gonePlaces, isThinned, noteGone } from "./gone.js";
 import { fit, layOut, mostHeight, narrow, room, rowHeight } from "./layout.js";
+import { conversationOf } from "./matching.js";
 import { found, foundBelow, searchWith } from "./search.js";
 import { call, tell } from "./server.js";
 
 const GAP = 2; // pixels between nodes
-const PREVIEW = 24; // tokens of a node that the server tells
+const [FIRST_PREVIEW, PREVIEW] = [96, 24]; // tokens that the server tells of a first node, and of others
 const boxes = new Map(); // element of each node that is drawn
 let view = null; // the last answer of /v1/cache
 let drawn = []; // the nodes as they are drawn, in the order of the keys Up and Down
@@ -185,7 +187,9 @@ function measure() {
 // Reading it.
 
 let described = null;
+let focused = null; // the key of the node that was gone to last
 
+/** Say what a node is. Where it was gone to, its conversation can be opened. */
 function describe(key) {
   described = key;
   const box = key && boxes.get(key)?.box;
@@ -197,14 +201,26 @@ function describe(key) {
     $("detail").replaceChildren(make("p", {}, facts(box)));
     return;
   }
-  const more = box.node.num_tokens > PREVIEW ? " …" : "";
-  $("detail").replaceChildren(make("p", {}, facts(box)), make("pre", {}, box.node.text + more));
+  const more = box.node.num_tokens > (box.node.start ? PREVIEW : FIRST_PREVIEW) ? " …" : "";
+  $("detail").replaceChildren(make("p", {}, facts(box), ...opening(key, box)), make("pre", {}, box.node.text + more));
+}
+
+/** The button that opens a node's conversation, if this browser keeps one. */
+function opening(key, box) {
+  const way = [];
+  for (let at = key === focused && box; at; at = at.parent) way.unshift(at.node);
+  const found = way.length && conversationOf([...view.above, ...way]);
+  return found ? [" ", make("button", { type: "button", onclick: () => openAt(found) }, "Open its conversation")] : [];
 }
 
 function focusNode(key) {
   for (const [other, element] of boxes) element.tabIndex = other === key ? 0 : -1;
+  focused = key;
   describe(key);
 }
+
+// What was pointed at on the way from a node to its description is over.
+$("tree").addEventListener("pointerleave", () => boxes.has(focused) && describe(focused));
 
 $("tree").addEventListener("keydown", (event) => {
   const at = drawn.findIndex((box) => boxes.get(box.key) === document.activeElement);

@@ -26,7 +26,10 @@ QUESTION, ANSWER = (
     "What is the occupation of Nora Lund?",
     "The occupation of Nora Lund is Carpenter.",
 )
-NUMBERS = re.compile(r"([\d,]+) prompt tokens, ([\d,]+) cached, ([\d,]+) computed, TTFT [\d.]+ ms")
+NUMBERS = re.compile(
+    r"([\d,]+) prompt tokens, ([\d,]+) cached, ([\d,]+) computed, TTFT [\d.]+ ms"
+    r"(, [\d,.]+ tokens/s)?"
+)
 
 
 # What it is made of.
@@ -53,10 +56,14 @@ def test_the_bundled_model_has_an_example_and_others_have_none(server: LiveServe
     about = server.get("/page.json").json()
     assert about["model"] == "tabletalk" and about["example"]["system"] == TABLE.read_text()
     assert 3 <= len(about["example"]["questions"]) <= 4
+    assert about["note"] == "looks up the table above; radixcache serve MODEL for a real one"
+    default = {"temperature": 0, "top_p": 1, "max_tokens": 64}
+    assert about["sampling"] == {**default, "description": "temperature 0 (greedy)"}
     name = server.backend.llm.model_name
     server.backend.llm.model_name = "other"
     try:
-        assert server.get("/page.json").json()["example"] is None
+        about = server.get("/page.json").json()
+        assert about["example"] is None and about["note"] is None
     finally:
         server.backend.llm.model_name = name
 
@@ -166,7 +173,7 @@ def numbers(line: str) -> tuple[int, int, int]:
     """Prompt, cached and computed tokens of an answer, as the page says them."""
     match = NUMBERS.fullmatch(line)
     assert match, line
-    prompt, cached, computed = (int(number.replace(",", "")) for number in match.groups())
+    prompt, cached, computed = (int(number.replace(",", "")) for number in match.groups()[:3])
     return prompt, cached, computed
 
 
@@ -335,8 +342,8 @@ def choose(page: Page, index: int, button: str = ".pick") -> None:
 @needs_browser
 def test_conversations_are_kept_shown_renamed_and_deleted(page: Page, url: str):
     """An answer goes on while another conversation is shown, and a reload loses nothing."""
-    kept = "return localStorage.getItem('radixcache.conversations.1')"
-    page.run("localStorage.setItem('radixcache.conversations.1', '[{\"id\": 1}, null, 7')")
+    kept = "return localStorage.getItem('radixcache.conversations.2')"
+    page.run("localStorage.setItem('radixcache.conversations.2', '[{\"id\": 1}, null, 7')")
     page.open(url)
     assert titles(page) == []
     usage = page.ask(QUESTION)
@@ -367,7 +374,7 @@ def test_conversations_are_kept_shown_renamed_and_deleted(page: Page, url: str):
 
     # What another tab has written is neither lost nor overwritten.
     page.run(
-        "const name = 'radixcache.conversations.1', all = JSON.parse(localStorage.getItem(name));"
+        "const name = 'radixcache.conversations.2', all = JSON.parse(localStorage.getItem(name));"
         "const mine = all.find((one) => one.title === 'Nora');"
         "mine.changed += 1; mine.turns[1].content = 'from the other tab';"
         "all.push({id: 'other', title: 'Other', system: '', changed: 5, turns: []});"
@@ -399,7 +406,7 @@ def test_a_browser_without_room_says_so_and_chats(page: Page):
 @needs_browser
 def test_what_has_no_room_takes_no_room_from_the_others(page: Page):
     numbers(page.ask(QUESTION))
-    assert page.run("return JSON.parse(localStorage['radixcache.conversations.1']).length") == 1
+    assert page.run("return JSON.parse(localStorage['radixcache.conversations.2']).length") == 1
     page.one("#new").click()
     page.run("""
         const {setItem} = Storage.prototype;
@@ -411,7 +418,7 @@ def test_what_has_no_room_takes_no_room_from_the_others(page: Page):
     """)
     page.one("#question").send_keys(Keys.ENTER)
     page.until(lambda: "the prompt has" in page.text("#refused"))
-    assert page.run("return JSON.parse(localStorage['radixcache.conversations.1']).length") == 1
+    assert page.run("return JSON.parse(localStorage['radixcache.conversations.2']).length") == 1
     page.one("#question").clear()
 
 
@@ -425,7 +432,7 @@ def test_an_edit_that_is_refused_takes_nothing_away(page: Page):
     page.until(lambda: "the prompt has" in page.text("#refused"))
     assert page.texts("article.user .text") == [QUESTION, "And the email?"]
     assert len(page.all(".assistant .usage")) == 2
-    kept = "return JSON.parse(localStorage['radixcache.conversations.1'])[0].turns.length"
+    kept = "return JSON.parse(localStorage['radixcache.conversations.2'])[0].turns.length"
     assert page.run(kept) == 4
     page.one("#question").clear()
 
@@ -449,7 +456,7 @@ def test_an_answer_that_breaks_off_says_so_and_the_chat_goes_on(page: Page, url:
 def test_what_others_have_written_into_the_list_does_no_harm(page: Page, url: str):
     page.run("""
         const chat = {id: "a", title: "<img src=x onerror=alert(1)>", system: "", turns: []};
-        localStorage["radixcache.conversations.1"] = JSON.stringify(
+        localStorage["radixcache.conversations.2"] = JSON.stringify(
           [{...chat, changed: 1e300}, {...chat, changed: 1}, {...chat, changed: "1"}, null, 7]);
     """)
     page.open(url)
@@ -760,6 +767,10 @@ def test_enter_sends_and_shift_enter_begins_a_line(page: Page):
 def test_everything_has_a_name_and_fits_the_width(page: Page, width: int):
     page.resize(width, 800)
     page.ask(QUESTION)
+    page.edit(0, "How old is Nora Holm?")
+    page.until(lambda: len(page.all(".node.idle")) == 3)
+    page.all(".node")[1].click()
+    assert page.all("#detail button") and page.one(".versions button").is_displayed()
     page.all(".edit")[0].click()
     controls = page.all("input, textarea, button, [tabindex], [role]")
     assert len(controls) > 15
@@ -809,14 +820,17 @@ def test_a_server_with_keys_asks_for_them(window: Page):
 
 
 @needs_browser
-def test_where_the_cache_is_not_shown_the_page_says_what_it_takes_and_chats(window: Page):
+def test_where_the_cache_is_not_shown_its_place_folds_to_a_line_that_says_why(window: Page):
     with live(LLM(kv_memory="32MiB"), api_key="secret") as server:
         window.driver.get(server.url)
         window.until(lambda: window.one("#key").is_displayed())
         window.one("#key-text").send_keys("secret", Keys.ENTER)
         window.until(
-            lambda: "start it with --admin-key and send that key" in window.text("#trouble")
+            lambda: "start it with --admin-key and send that key" in window.text("#closed")
         )
+        hidden = "#cache-title, #flush, #find, #tree, #legend, #detail, #charts"
+        assert not any(element.is_displayed() for element in window.all(hidden))
+        assert window.texts("#trouble") == [""] and window.one("#cache").size["height"] < 120
         numbers(window.ask(QUESTION))
         assert window.run("return flying === 0 && timers.size === 0"), "it goes on asking"
         window.driver.get("about:blank")
