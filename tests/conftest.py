@@ -13,6 +13,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # hypothesis would import trio for its plugin, and look through all memory for its random state.
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
+if "TEST_THREADS" in os.environ:  # more than there are cores: not by OMP_NUM_THREADS
+    import torch
+
+    torch.set_num_threads(int(os.environ["TEST_THREADS"]))
+
 # What is imported stays: to look through it for garbage, again and again, takes a second or two.
 gc.disable()
 

@@ -53,11 +53,11 @@ def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
     ("outer", "inner"), [(1, 32), (48, 64), (77, 160), (700, 1536), (130, 4224)]
 )
 def test_any_number_of_rows_gives_the_product(outer, inner, kind, dtype) -> None:
-    weight = make(kind, outer, inner)
-    for bias in (None, torch.randn(outer)):
+    weight, rng = make(kind, outer, inner), torch.Generator().manual_seed(outer)
+    for bias in (None, torch.randn(outer, generator=rng)):
         product = PackedLinear(weight, bias)
         for rows in (0, 1, *COUNTS):
-            x = torch.randn(rows, inner).to(dtype)
+            x = torch.randn(rows, inner, generator=rng).to(dtype)
             expected = x.double() @ dense(weight).T + (0 if bias is None else bias.double())
             got = product(x)
             assert got.shape == (rows, outer) and got.dtype == dtype
