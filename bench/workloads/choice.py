@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from typing import TYPE_CHECKING
 
 from radixcache.bench.workloads import block_traces, loaders
-from radixcache.bench.workloads.byte_level_bpe import Encode, train_encoder
+from radixcache.bench.workloads.byte_level_bpe import train_encoder
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.public_data import PUBLIC, load_public
 from radixcache.bench.workloads.records import read_text
+from radixcache.bench.workloads.rendering import Joined, Templated
+from radixcache.bench.workloads.requests import holds_requests, load_requests
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from radixcache.runtime.text.tokenizer import Tokenizer
 
 DEFAULT = ("chat", "few-shot", "best-of-n", "documents")
 """One for each reason: turns whose ends fill no block, questions after the same examples, samples
@@ -22,7 +29,7 @@ TEXTS = {
     "messages": loaders.load_messages,
     "prompts": loaders.load_prompts,
 }
-FORMATS = (*TRACES, *TEXTS)
+FORMATS = (*TRACES, "requests", *TEXTS)
 
 _TRAINED_ON = 1 << 23
 """Characters of a file from which a tokenizer is trained, in pieces: a word without end is slow."""
@@ -39,25 +46,40 @@ def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
         load_public(name) if name in PUBLIC else generate(name, args.seed, vocabulary)
         for name in names
     ]
+    if args.file is None:
+        return chosen
+    if args.format != "requests" and holds_requests(args.file):
+        raise InvalidRequest(
+            f"{args.file}: each line is a request with its whole history, as a gateway logs it: "
+            f"say --format requests"
+        )
     if args.format in TRACES:
         load = TRACES[args.format]
         chosen.append(
             load(args.file, hash_block=args.hash_block, vocabulary=vocabulary, limit=args.limit)
         )
-    elif args.file is not None:
-        chosen.append(TEXTS[args.format](args.file, _encoder(args), limit=args.limit))
+        return chosen
+    if (tokenizer := _tokenizer(args)) is None:
+        text = read_text(args.file)[:_TRAINED_ON]
+        encode = train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))
+    else:
+        encode = partial(tokenizer.encode, special=False)
+    if args.format == "requests":
+        renderer = Joined(encode) if tokenizer is None else Templated(tokenizer)
+        chosen.append(load_requests(args.file, renderer, limit=args.limit))
+    else:
+        chosen.append(TEXTS[args.format](args.file, encode, limit=args.limit))
     return chosen
 
 
-def _encoder(args: argparse.Namespace) -> Encode:
-    """The model's tokenizer if one is named or needed, else one trained on the file itself."""
+def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """The model's, if one is named or needed; else one is trained on the file itself."""
     if args.model is None and args.level == "index":
-        text = read_text(args.file)[:_TRAINED_ON]
-        return train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))
+        return None
     from radixcache.runtime.files import BUNDLED_MODEL
     from radixcache.runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model or str(BUNDLED_MODEL))
     if tokenizer is None:
         raise InvalidRequest(f"{args.model} has no tokenizer")
-    return lambda text: tokenizer.encode(text, special=False)
+    return tokenizer

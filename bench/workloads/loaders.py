@@ -13,7 +13,7 @@ from radixcache.bench.workloads.records import is_json, name_of, parse, read_rec
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
 
-_ANSWER = 128
+ANSWER = 128
 """Tokens generated for a prompt of a file that knows no answer."""
 
 
@@ -60,7 +60,7 @@ def load_messages(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
         match record:
             case {"messages": [*turns]} if turns:
                 tools = record.get("tools")
-                told = [("system", _as_json(tools))] if tools else []
+                told = [("system", as_json(tools))] if tools else []
                 chats.append([*told, *(_message(where, turn) for turn in turns)])
             case _:
                 raise InvalidRequest(f'{where}: not a chat: say {{"messages": [...]}}')
@@ -68,7 +68,13 @@ def load_messages(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
 
 
 def _message(where: str, message: Any) -> tuple[str, str]:
-    """Who says what in a message of OpenAI's API."""
+    """Who says what in a message of OpenAI's API, calls of tools included."""
+    role, text, calls = read_message(where, message)
+    return role, text + "".join(as_json(call.get("function", call)) for call in calls)
+
+
+def read_message(where: str, message: Any) -> tuple[str, str, list[dict[str, Any]]]:
+    """The role, the text and the tool calls of a message of OpenAI's API; or InvalidRequest."""
     match message:
         case {"role": str(role), "content": str(text)}:
             pass
@@ -83,7 +89,7 @@ def _message(where: str, message: Any) -> tuple[str, str]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidRequest(f'{where}: "tool_calls" must be a list of calls')
-    return role, text + "".join(_as_json(call.get("function", call)) for call in calls)
+    return role, text, calls
 
 
 def _part(where: str, part: Any) -> str:
@@ -95,7 +101,8 @@ def _part(where: str, part: Any) -> str:
     raise InvalidRequest(f'{where}: a part of a content has a "type", and "text" if it is text')
 
 
-def _as_json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """The shortest JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -142,7 +149,7 @@ def _chats(path: Path, chats: list[list[tuple[str, str]]], encode: Encode) -> Wo
                 requests.append((list(parts), tokens))
             parts.append(tokens)
         if parts and not (requests and chat[-1][0] == "assistant"):
-            requests.append((parts, rng.integers(0, 1000, _ANSWER, dtype=np.int32)))
+            requests.append((parts, rng.integers(0, 1000, ANSWER, dtype=np.int32)))
         pieces.append(requests)
     last: list[int | None] = [None] * len(pieces)
     for turn in range(max(map(len, pieces), default=0)):

@@ -263,7 +263,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-@pytest.mark.parametrize("kind", ["mooncake", "sessions", "sharegpt", "messages"])
+@pytest.mark.parametrize("kind", ["mooncake", "sessions", "sharegpt", "messages", "requests"])
 def test_a_hostile_file_ends_the_command_in_one_sentence(tmp_path, capsys, what, kind):
     from radixcache.runtime.cli import main
 
