@@ -60,6 +60,11 @@ class Figures:
         """Share of all prompt tokens."""
         return self.hit_tokens / self.prompt_tokens
 
+    @property
+    def warm(self) -> int:
+        """Requests that hit something."""
+        return self.requests - self.refused - self.cold
+
     def to_json(self) -> dict[str, Any]:
         """For `json.dumps`; without what each single request hit."""
         return {**{k: v for k, v in asdict(self).items() if k != "hits"}, "hit_rate": self.hit_rate}

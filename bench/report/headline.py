@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.report.results import TIE, WorkloadReport, duels
+from radixcache.bench.report.results import ENOUGH, TIE, WorkloadReport, duels, scarcity, winner
 from radixcache.bench.schemes.routing import BLIND
 
 
 def headline(workload: WorkloadReport) -> str:
     """One sentence over all sizes of memory: which side computes less, and how much less; with
     several replicas, which way to route is the fastest, and what one that ignores caches costs."""
+    if workload.routing and workload.requests < ENOUGH:
+        return f"Too little data to compare ways to route: {workload.requests} requests."
     if any(not row.refused for row in workload.routing):
         return _fastest(workload)
     if not workload.unlimited_hits:
         return "No prompt begins as one before it does: no scheme can hit anything."
     wins: dict[str, list[tuple[float, Figures, Figures]]] = {}
     for block, tree in duels(workload):
-        ratio = block.computed_tokens / tree.computed_tokens
-        if block.hit_tokens == tree.hit_tokens == 0:
-            wins.setdefault("nothing", []).append((0, block, tree))
-        elif abs(ratio - 1) <= TIE:
-            wins.setdefault("tie", []).append((0, block, tree))
-        elif ratio > 1:
-            wins.setdefault("radix", []).append((1 - 1 / ratio, block, tree))
-        else:
-            wins.setdefault("blocks", []).append((1 - ratio, block, tree))
+        ratio, won = block.computed_tokens / tree.computed_tokens, winner(block, tree)
+        saved = 0 if won in ("tie", "nothing", "little") else 1 - min(ratio, 1 / ratio)
+        wins.setdefault(won, []).append((saved, block, tree))
     if not wins:
         return _best(workload)
     clauses = []
     names = list(dict.fromkeys(row.memory for row in workload.main_rows))
-    for winner, rounds in sorted(wins.items(), key=lambda item: -max(r[0] for r in item[1])):
-        less = sorted({f"{100 * saved:.0f}" for saved, _, _ in rounds}, key=int)
-        fewer = f"{' to '.join(dict.fromkeys((less[0], less[-1])))} % fewer prompt tokens"
+    for won, rounds in sorted(wins.items(), key=lambda item: -max(r[0] for r in item[1])):
+        fewer = f"{_range(saved for saved, _, _ in rounds)} fewer prompt tokens"
+        tried = [row for _, *pair in rounds for row in pair]
+        hits = _range(max(block.hit_rate, tree.hit_rate) for _, block, tree in rounds)
         sizes = sorted({block.page_size for _, block, _ in rounds})
         blocks = f"blocks of {_listed([str(size) for size in sizes])}"
         words = {
             "radix": f"radix computes {fewer} than {blocks}",
             "blocks": f"{blocks} compute {fewer} than radix",
             "tie": f"radix and {blocks} tie, within {TIE:.0%},".replace("%", " %"),
+            "only radix": f"only radix hits anything, {hits} of the prompt tokens,",
+            "only blocks": f"only {blocks} hit anything, {hits} of the prompt tokens,",
             "nothing": "nothing is hit",
-        }[winner]
+            "little": f"too little data for a verdict ({scarcity(*tried)})",
+        }[won]
         clauses.append(f"{words} in {_memories([block.memory for _, block, _ in rounds], names)}")
     compared = {block.memory for rounds in wins.values() for _, block, _ in rounds}
     refusing = {row.memory for row in workload.main_rows if row.refused}
@@ -47,6 +49,12 @@ def headline(workload: WorkloadReport) -> str:
         clauses.append(f"requests are refused in {_memories(unfit, names)}")
     sentence = "; ".join(clauses)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _range(shares: Iterable[float]) -> str:
+    """Such as "9 to 50 %"."""
+    said = sorted({f"{100 * share:.0f}" for share in shares}, key=int)
+    return f"{' to '.join(dict.fromkeys((said[0], said[-1])))} %"
 
 
 def _fastest(workload: WorkloadReport) -> str:
@@ -88,6 +96,8 @@ def _best(workload: WorkloadReport) -> str:
         return "Requests were refused everywhere: the memory is too small for them."
     best = max(rows, key=lambda row: row.hit_tokens)
     most = workload.unlimited_hits / workload.prompt_tokens
+    if not best.hit_tokens:
+        return f"No scheme here hits anything; unlimited memory would hit {100 * most:.0f} %."
     return (
         f"The best scheme here, {best.scheme}, hits {100 * best.hit_rate:.0f} % of the prompt "
         f"tokens in {_memories([best.memory], [])}; unlimited memory would hit {100 * most:.0f} %."

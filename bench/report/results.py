@@ -14,6 +14,9 @@ from radixcache.bench.report.sharing import Segment
 TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
 
+ENOUGH = 20
+"""Requests that hit anything; of fewer, one or two more could turn a verdict round."""
+
 
 @dataclass
 class WorkloadReport:
@@ -87,13 +90,45 @@ class Report:
 
 
 def duels(workload: WorkloadReport) -> Iterator[tuple[Figures, Figures]]:
-    """For each memory the best hash-block and the best radix row, of those that refused nothing."""
+    """For each memory the best hash-block and the best radix row, of those that refused nothing.
+
+    One that hits nothing is taken only where all of its side hit nothing.
+    """
     for memory in dict.fromkeys(row.memory for row in workload.main_rows):
         here = [row for row in workload.main_rows if row.memory == memory and not row.refused]
         sides = [[r for r in here if r.scheme.startswith(kind)] for kind in ("hash-", "radix-")]
         if all(sides):
-            block, tree = (min(side, key=lambda row: row.computed_tokens) for side in sides)
+            block, tree = (
+                min(side, key=lambda row: (not row.hit_tokens, row.computed_tokens))
+                for side in sides
+            )
             yield block, tree
+
+
+def winner(block: Figures, tree: Figures) -> str:
+    """Who prefills less: "radix" or "blocks", or a "tie".
+
+    "only radix" and "only blocks" if the other side hits nothing, "nothing" if neither hits, and
+    "little" if that is too little data to tell.
+    """
+    best = max(block, tree, key=lambda row: row.hit_tokens)
+    ratio = block.computed_tokens / tree.computed_tokens
+    if not best.hit_tokens:
+        return "nothing"
+    if best.warm < ENOUGH or best.hit_rate < TIE:
+        return "little"
+    if abs(ratio - 1) <= TIE:
+        return "tie"
+    side, loser = ("radix", block) if ratio > 1 else ("blocks", tree)
+    return side if loser.hit_tokens else f"only {side}"
+
+
+def scarcity(*rows: Figures) -> str:
+    """What is hit where that is too little to tell who is better."""
+    best = max(rows, key=lambda row: row.hit_tokens)
+    if best.warm >= ENOUGH:
+        return f"{100 * best.hit_rate:.1f} % of the prompt tokens hit"
+    return f"{best.warm} requests hit anything"
 
 
 def verdicts(workload: WorkloadReport) -> list[str]:
@@ -105,16 +140,20 @@ def verdicts(workload: WorkloadReport) -> list[str]:
         memory = block.memory
         here = [row for row in workload.main_rows if row.memory == memory and not row.refused]
         ratio = block.computed_tokens / tree.computed_tokens
-        if ratio < 1 - TIE:
-            word = (
-                f"hash-block wins: {block.scheme} prefills {1 - ratio:.1%} less than {tree.scheme}"
-            )
-        elif ratio <= 1 + TIE:
-            more = f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
-            word = f"a tie: {block.scheme} prefills {more} than {tree.scheme}"
-        else:
-            word = f"radix wins: {block.scheme} prefills {ratio:.2f}x the tokens of {tree.scheme}"
+        more = f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
+        won, one, other = winner(block, tree), block.scheme, tree.scheme
+        word = {
+            "blocks": f"hash-block wins: {one} prefills {more} than {other}",
+            "tie": f"a tie: {one} prefills {more} than {other}",
+            "radix": f"radix wins: {one} prefills {ratio:.2f}x the tokens of {other}",
+            "only radix": f"only radix hits anything: {other} {tree.hit_rate:.1%}",
+            "only blocks": f"only hash-block hits anything: {one} {block.hit_rate:.1%}",
+            "nothing": "nothing is hit",
+            "little": f"too little data for a verdict: {scarcity(block, tree)}",
+        }[won]
         found.append(f"{workload.name}, {memory}: {word}")
+        if won in ("nothing", "little"):
+            continue
         others = _page_for_page(here, (block, tree))
         found += [f"{workload.name}, {memory}: {line}" for line in others]
     return found + story(workload.main_rows)
@@ -130,7 +169,7 @@ def _page_for_page(rows: list[Figures], told: tuple[Figures, Figures]) -> Iterat
         if tree.scheme != f"radix-{tree.page_size}" or block is None:
             continue
         ratio = block.computed_tokens / tree.computed_tokens
-        if ratio <= 1 + TIE and told != (block, tree):
+        if ratio <= 1 + TIE and block.hit_tokens and told != (block, tree):
             yield f"page for page, {block.scheme} prefills {ratio:.3f}x the tokens of {tree.scheme}"
         if block.empty_share is not None and tree.empty_share is not None:
             more = tree.empty_share - block.empty_share

@@ -11,7 +11,15 @@ from rich.text import Text
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.columns import share
 from radixcache.bench.report.headline import headline, milliseconds
-from radixcache.bench.report.results import TIE, Report, WorkloadReport, duels, verdicts
+from radixcache.bench.report.results import (
+    TIE,
+    Report,
+    WorkloadReport,
+    duels,
+    scarcity,
+    verdicts,
+    winner,
+)
 from radixcache.bench.schemes.named import parse_memory
 from radixcache.bench.tables import plain, table
 
@@ -34,24 +42,6 @@ def index_table(workload: WorkloadReport) -> Table:
         for row in found
     ]
     return table([*header, "remark"] if said else header, rows, left=2, words=said)
-
-
-def memory_table(workload: WorkloadReport) -> Table:
-    """What became of the memory at index level."""
-    header = ["memory", "scheme", "of unlimited", "doubled", "evicted", "peak pages", "empty slots"]
-    rows = [
-        [
-            row.memory,
-            row.scheme,
-            share(row.hit_tokens, workload.unlimited_hits),
-            f"{row.doubled_tokens or 0:,}",
-            f"{row.evicted_tokens:,}",
-            f"{row.peak_used_pages or 0:,}",
-            f"{row.empty_share or 0:.1%}",
-        ]
-        for row in workload.level("index")
-    ]
-    return table(header, rows, left=2)
 
 
 def engine_table(workload: WorkloadReport) -> Table:
@@ -128,6 +118,8 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
         yield "nothing is hit: the requests in flight fill the memory, and nothing else is kept."
     elif cold:
         yield f"{', '.join(cold)} hit nothing: less than a block is shared, or it is gone by then."
+    if not any(row.preemptions for row in rows):
+        yield from _under_lru(caching, workload.optimal_hits.get(given, 0))
     if preempted := [row.scheme for row in rows if row.preemptions]:
         yield (
             f"too little for the requests in flight ({', '.join(preempted)}): preempted ones "
@@ -142,57 +134,70 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
         )
 
 
-def sections(report: Report, *, whole: bool = True) -> Iterator[tuple[str, list[str], list[Table]]]:
-    """Title, remarks and tables of every part of the report.
+def _under_lru(rows: list[Figures], optimum: int) -> Iterator[str]:
+    """Why hits are few, or fewer than in blocks of the same size."""
+    blocks = {row.page_size: row for row in rows if row.scheme.startswith("hash-")}
+    for tree in rows:
+        block = blocks.get(tree.page_size) if tree.scheme.startswith("radix-") else None
+        emptier = block is not None and (tree.empty_share or 0) > (block.empty_share or 0)
+        if block and emptier and block.computed_tokens < tree.computed_tokens * (1 - TIE):
+            yield (
+                f"{tree.scheme} computes more than {block.scheme}: the half-filled pages that it "
+                f"keeps ({tree.empty_share:.1%} of its slots are empty) drive out full ones."
+            )
+    most = max(rows, key=lambda row: row.hit_tokens, default=None)
+    if most is not None and most.hit_rate > TIE and 2 * most.hit_tokens < optimum:
+        yield (
+            "no scheme hits half of the optimum: all evict what was used least recently (LRU), and "
+            "that is asked for again no later than the rest, in a cycle of prompts even first."
+        )
 
-    Args:
-        whole: with the tables of what became of the memory.
-    """
+
+def print_report(report: Report, console: Console) -> None:
+    """Show the tables of hits and times, and what is to be said about them."""
     for workload in report.workloads:
-        notes = [
+        console.rule(plain(workload.name), align="left")
+        console.print(
             f"{workload.shape}: {workload.requests:,} requests, {workload.prompt_tokens:,} prompt "
             f"and {workload.answer_tokens:,} generated tokens, {workload.footprint:,} of them "
             f"distinct; unlimited memory hits "
-            f"{share(workload.unlimited_hits, workload.prompt_tokens)}."
-        ]
+            f"{share(workload.unlimited_hits, workload.prompt_tokens)}.",
+            markup=False,
+        )
+        tables = index_table(workload), engine_table(workload), routing_table(workload)
+        console.print(*(shown for shown in tables if shown.row_count))
+        notes = []
         if (differ := workload.disagreements) is not None:
             notes.append(
                 "Index and engine level hit the same tokens, request by request."
                 if not differ
                 else f"Index and engine level DIFFER in {differ} requests."
             )
-        tables = [index_table(workload), engine_table(workload), routing_table(workload)]
-        tables[1:1] = [memory_table(workload)] if whole else []
         if workload.routing:
             notes.append(headline(workload))
         notes += [*remarks(workload), *verdicts(workload)]
-        yield workload.name, notes, [t for t in tables if t.row_count]
-
-
-def print_report(report: Report, console: Console, *, whole: bool = False) -> None:
-    """Show the tables on a terminal: those of hits and times, or all of them."""
-    for title, notes, tables in sections(report, whole=whole):
-        console.rule(plain(title), align="left")
-        console.print(notes[0], markup=False)
-        console.print(*tables)
-        console.print(*notes[1:], sep="\n", markup=False)
+        console.print(*notes, sep="\n", markup=False)
     console.print(report.conditions, style="dim", markup=False)
 
 
 def print_verdict(report: Report, console: Console) -> None:
-    """Who prefills less, in three lines, if both sides ran."""
-    won: dict[str, list[str]] = {"radix less": [], "a tie": [], "hash-block less": []}
+    """Who prefills less, in three lines, if both sides ran; in a fourth where nobody can tell."""
+    sides = {"radix": "radix less", "tie": "a tie", "blocks": "hash-block less"}
+    won: dict[str, list[str]] = {name: [] for name in sides.values()}
     for workload in report.workloads:
-        found: dict[str, list[tuple[str, float]]] = {}
+        found: dict[str, list[tuple[str, str]]] = {}
         for block, tree in duels(workload):
-            ratio = block.computed_tokens / tree.computed_tokens
-            side = "radix less" if ratio > 1 else "hash-block less"
-            side = "a tie" if abs(ratio - 1) <= TIE else side
-            found.setdefault(side, []).append((block.memory, ratio))
-        for side, pairs in found.items():
-            ratios = dict.fromkeys(f"{ratio:.2f}x" for _, ratio in pairs)
+            only, _, side = winner(block, tree).rpartition(" ")
+            said = f"{block.computed_tokens / tree.computed_tokens:.2f}x"
+            if side not in sides:
+                said = scarcity(block, tree)
+            elif only:
+                said = "the other hits nothing"
+            found.setdefault(sides.get(side, "too little data"), []).append((block.memory, said))
+        for name, pairs in found.items():
             at = " at " + ", ".join(memory for memory, _ in pairs) if len(found) > 1 else ""
-            won[side].append(f"{workload.name}{at} ({', '.join(ratios)})")
+            told = ", ".join(dict.fromkeys(said for _, said in pairs))
+            won.setdefault(name, []).append(f"{workload.name}{at} ({told})")
     if not any(won.values()):
         return
     console.rule("Prefilled by the best hash-block, of the best radix's", align="left")

@@ -13,6 +13,7 @@ from radixcache.bench.report.headline import headline
 from radixcache.bench.report.plots import plots, still, styles
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.report.saved import read_json
+from radixcache.bench.report.terminal import remarks
 from radixcache.bench.workloads.public_data import PUBLIC, data_folder
 from radixcache.runtime import cli
 
@@ -37,7 +38,7 @@ CHAPTER = """
 ![Hit rate over memory on {name}](pictures/gallery-{name}.svg)
 
 {shape}: {requests:,} requests, {prompt_tokens:,} prompt tokens. {headline}
-
+{remarks}
 ```
 {command}
 ```
@@ -55,7 +56,10 @@ def take(folder: Path) -> None:
         workload = measure(command)
         found.append(workload)
         (folder / f"gallery-{name}.svg").write_text(still(next(plots(workload))))
-        text += CHAPTER.format(**vars(workload), headline=headline(workload), command=command)
+        said = {"headline": headline(workload), "command": command}
+        lines = [f"\n- {line}" for line in remarks(workload)]
+        said["remarks"] = "".join(lines) + "\n" * bool(lines)
+        text += CHAPTER.format(**vars(workload), **said)
     (folder / "gallery.svg").write_text(vl_convert.vegalite_to_svg(all_of(found)))
     (folder.parent / "gallery.md").write_text(text)
 

@@ -152,7 +152,7 @@ def routed(refused, ttfts):
 
 
 def test_replicas_that_refused_are_not_the_fastest_and_have_lines_in_the_csv():
-    found = WorkloadReport("w", "", 2, 10, 5, 9, 4, routing=[routed(2, []), routed(0, [3.0])])
+    found = WorkloadReport("w", "", 64, 10, 5, 9, 4, routing=[routed(2, []), routed(0, [3.0])])
     assert "after 3,000 ms" in headline(found)
     assert as_html(Report({}, [found]))
     lines = list(csv.DictReader(to_csv(Report({"seed": 1}, [found])).splitlines()))
@@ -168,7 +168,7 @@ def test_what_routing_is_worth_is_said_beside_the_best_way_that_ignores_caches(c
 
     rows = [way("random", 0.09, 1), way("least-queued", 0.05, 2), way("session", 0.02, 7)]
     rows += [way("sglang", 0.00435, 9), way("cost", 0.0043, 9), way("random", 0.01, 9, "100%")]
-    found = WorkloadReport("w", "", 2, 10, 5, 9, 4, routing=rows)
+    found = WorkloadReport("w", "", 64, 10, 5, 9, 4, routing=rows)
     print_report(Report({}, [found]), console())
     assert " ".join(capsys.readouterr().out.split()).count(headline(found)) == 1
     assert headline(found) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -22,7 +23,7 @@ from radixcache.bench.workloads.generators import generate
 from radixcache.runtime.cli import main
 from tests.runtime.server.browser import INSTALLED, browser
 
-SMALL = ["bench", "best-of-n:questions=4,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
+SMALL = ["bench", "best-of-n:questions=8,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
 
 
 def figures(scheme, computed, *, level="index", memory="30%", refused=0, hits=()):
@@ -33,7 +34,7 @@ def figures(scheme, computed, *, level="index", memory="30%", refused=0, hits=()
         page_size=16,
         memory=memory,
         memory_tokens=1000,
-        requests=2,
+        requests=200,
         refused=refused,
         prompt_tokens=10_000,
         hit_tokens=10_000 - computed,
@@ -47,7 +48,7 @@ def figures(scheme, computed, *, level="index", memory="30%", refused=0, hits=()
 
 
 def workload(*rows):
-    return WorkloadReport("w", "shape", 2, 10_000, 100, 5000, 9000, rows=list(rows))
+    return WorkloadReport("w", "shape", 200, 10_000, 100, 5000, 9000, rows=list(rows))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
     schemes = ["--schemes", "none", "hash-16", "radix-1"]
     assert main([*SMALL, *schemes, "--report", str(page), "--json", str(data)]) == 0
     said = capsys.readouterr().out
-    assert "best-of-n:questions=4,n=3" in said and "radix wins" in said
+    assert "best-of-n:questions=8,n=3" in said and "radix wins" in said
     found = json.loads(data.read_text())
     assert found["settings"]["level"] == "index"
     assert [len(w["rows"]) for w in found["workloads"]] == [6, 6]
@@ -121,12 +122,12 @@ def test_a_markdown_page_has_the_tables_and_its_plots_beside_it(tmp_path, capsys
     assert main([SMALL[0], SMALL[1], "--schemes", "radix-1", "--report", str(page)]) == 0
     capsys.readouterr()
     lines = page.read_text().splitlines()
-    assert "## best-of-n:questions=4,n=3" in lines
+    assert "## best-of-n:questions=8,n=3" in lines
     tables = [[cell.strip() for cell in line.split("|")] for line in lines if line[:1] == "|"]
     assert tables[0][1:4] == ["memory", "scheme", "hit"] and set("".join(tables[1])) == {"-"}
     assert tables[2][1:3] == ["30%", "radix-1"] and tables[3][1:3] == ["100%", "radix-1"]
-    assert "![best-of-n:questions=4,n=3: Hit rate over memory](r-1.svg)" in lines
-    assert "![best-of-n:questions=4,n=3: What is shared](r-2.svg)" in lines
+    assert "![best-of-n:questions=8,n=3: Hit rate over memory](r-1.svg)" in lines
+    assert "![best-of-n:questions=8,n=3: What is shared](r-2.svg)" in lines
     for name in ("r-1.svg", "r-2.svg"):
         assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
 
@@ -262,6 +263,55 @@ def test_the_headline_says_where_requests_are_refused_and_where_nothing_is_share
     alone = workload(*rows)
     alone.unlimited_hits = 0
     assert headline(alone) == "No prompt begins as one before it does: no scheme can hit anything."
+
+
+def rivals(block, tree, memory="30%", **more):
+    """A duel, in which `more` is said of both."""
+    rows = [figures("hash-16", 10_000 - block), figures("radix-1", 10_000 - tree)]
+    return [replace(row, memory=memory, **more) for row in rows]
+
+
+def test_a_rival_that_hit_nothing_is_not_named():
+    found = workload(*rivals(0, 3800), *rivals(1000, 3800, "100%"))
+    assert headline(found) == (
+        "Only radix hits anything, 38 % of the prompt tokens, in memory for 30 % of its distinct "
+        "tokens; radix computes 31 % fewer prompt tokens than blocks of 16 in memory for 100 % of "
+        "its distinct tokens."
+    )
+    only, _ = verdicts(found)
+    assert only == "w, 30%: only radix hits anything: radix-1 38.0%"
+    assert headline(workload(*rivals(4000, 0))).startswith("Only blocks of 16 hit anything, 40 %")
+    preempted = replace(figures("hash-32", 9000), computed_tokens=12_400)
+    (said,) = verdicts(workload(*rivals(0, 3800), preempted))
+    assert said == "w, 30%: radix wins: hash-32 prefills 2.00x the tokens of radix-1"
+    nothing = workload(figures("none", 10_000), figures("radix-1", 10_000))
+    assert headline(nothing) == "No scheme here hits anything; unlimited memory would hit 90 %."
+
+
+@pytest.mark.parametrize(
+    ("hits", "more", "said"),
+    [
+        ((1000, 3800), {"requests": 19}, "19 requests hit anything"),
+        ((1000, 3800), {"cold": 170, "refused": 0}, None),
+        ((1000, 3800), {"cold": 181}, "19 requests hit anything"),
+        ((0, 190), {}, "1.9 % of the prompt tokens hit"),
+    ],
+)
+def test_too_little_data_is_no_verdict(hits, more, said):
+    found = workload(*rivals(*hits, **more))
+    if said is None:
+        assert headline(found).startswith("Radix computes 31 % fewer")
+        return
+    assert headline(found) == (
+        f"Too little data for a verdict ({said}) in memory for 30 % of its distinct tokens."
+    )
+    assert verdicts(found) == [f"w, 30%: too little data for a verdict: {said}"]
+
+
+def test_too_few_requests_say_nothing_of_ways_to_route(tmp_path, capsys):
+    flags = ["--replicas", "2", "--json", str(tmp_path / "r.json"), "--memory", "100%"]
+    assert main(["bench", "best-of-n:questions=5,n=3", *flags]) == 0
+    assert "Too little data to compare ways to route: 15 requests." in capsys.readouterr().out
 
 
 # Files.
