@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(30%% 100%%)",
     )
     files = parser.add_argument_group("requests from a file")
-    files.add_argument("--file", type=Path, metavar="F", help="a trace or prompts; may be .gz")
+    files.add_argument("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
     files.add_argument("--format", choices=FORMATS, help="what the file is")
     files.add_argument(
         "--hash-block",
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
     from radixcache.bench.comparison import Comparison, RoutingComparison
     from radixcache.bench.replay.replicas import Fleet
-    from radixcache.bench.report.files import write
+    from radixcache.bench.report.files import NEEDED, write
     from radixcache.bench.report.pages import write_report
     from radixcache.bench.report.results import Report
     from radixcache.bench.report.saved import to_csv, to_json
@@ -180,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
     print_verdict(report, shown)
     if page is not None:
         shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
+    elif args.json is None:
+        shown.print(f"No report is written: it {NEEDED}.", markup=False, soft_wrap=True)
     return 0
 
 
@@ -192,10 +195,10 @@ def _check_order(args: argparse.Namespace) -> None:
 
 
 def _page(args: argparse.Namespace) -> Path | None:
-    """Where a page goes: asked for or not, unless the figures are to be JSON."""
+    """Where a page goes: asked for, or by default, if it can be drawn and no JSON is asked for."""
     if args.report is not None or args.json is not None:
         return args.report
-    return DEFAULT_PAGE
+    return DEFAULT_PAGE if find_spec("vl_convert") else None
 
 
 def _check(args: argparse.Namespace) -> None:

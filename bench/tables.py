@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from io import StringIO
 
-from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
@@ -43,16 +41,7 @@ def plain(said: str) -> Text:
     return Text("".join(char if char.isprintable() else "\ufffd" for char in said))
 
 
-def console(width: int = 140) -> Console:
+def console(width: int = 80) -> Console:
     """Standard output; `width` columns wide where it is no terminal and COLUMNS is not set."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return _Console(width=None if known else width, highlight=False)
-
-
-def as_markdown(shown: Table) -> str:
-    """The same table in Markdown."""
-    out = Console(file=StringIO(), width=1000)
-    shown.box, shown.pad_edge = box.MARKDOWN, True
-    out.print(shown)
-    text = out.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.strip() for line in text.splitlines() if line.strip())

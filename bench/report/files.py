@@ -9,6 +9,8 @@ from pathlib import Path
 
 from radixcache.errors import InvalidRequest, MissingDependency
 
+NEEDED = "needs vl-convert: pip install '.[bench]' in a checkout"
+
 
 def write(path: Path, content: str) -> None:
     """Write a file, whole or not at all. Raises InvalidRequest if it cannot be written."""
@@ -40,7 +42,7 @@ def check_page(path: Path) -> None:
     if path.suffix not in (".html", ".md"):
         raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
     if find_spec("vl_convert") is None:
-        raise MissingDependency("a report needs vl-convert: pip install '.[bench]' in a checkout")
+        raise MissingDependency(f"a report {NEEDED}")
     check_writable(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -125,6 +126,60 @@ def test_the_verdict_is_three_lines():
         "hash-block less:  x (0.50x)",
     ]
     assert shown(Report({}, [workload(figures("radix-1", 5))]), 80, print_verdict) == []
+
+
+def test_the_verdict_has_a_line_for_what_nobody_can_tell():
+    rows = [figures("hash-16", 9000), figures("radix-1", 7000)]
+    rows += [figures("hash-256", 10_000, memory="9%"), figures("radix-1", 7000, memory="9%")]
+    few = workload(*(replace(row, cold=190) for row in rows[:2]))
+    few.name = "x"
+    lines = shown(Report({}, [workload(*rows), few]), 80, print_verdict)
+    assert [line.strip() for line in lines[1:]] == [
+        "radix less:       w (1.29x, the other hits nothing)",
+        "a tie:            nowhere",
+        "hash-block less:  nowhere",
+        "too little data:  x (10 requests hit anything)",
+    ]
+
+
+def test_why_lru_hits_little_is_said_in_words():
+    rows = rows_of("30%", ("hash-16", 2000), ("radix-16", 1500), ("radix-1", 2200))
+    for row, empty in zip(rows, (0.004, 0.024, 0.003), strict=True):
+        row.empty_share = empty
+    found = workload(*rows)
+    found.optimal_hits, found.footprint = {1000: 7000}, 3333
+    drives, cycle = remarks(found)
+    assert drives == (
+        "30%: radix-16 computes more than hash-16: the half-filled pages that it keeps (2.4% of "
+        "its slots are empty) drive out full ones."
+    )
+    assert cycle == (
+        "30%: no scheme hits half of the optimum: all evict what was used least recently (LRU), "
+        "and that is asked for again no later than the rest, in a cycle of prompts even first."
+    )
+    found.optimal_hits = {1000: 4000}
+    assert remarks(found) == [drives]
+    rows[1].empty_share = 0.001
+    assert remarks(found) == []
+
+
+def test_what_is_printed_fits_80_columns_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main([*SMALL, "--json", "x.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 80 and any(line.endswith("preempted") for line in lines)
+
+
+def test_without_what_draws_pages_the_table_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("radixcache.bench.cli.find_spec", lambda name: None)
+    assert main(SMALL) == 0
+    said = capsys.readouterr().out
+    assert "radix-1" in said and not list(tmp_path.iterdir())
+    assert said.splitlines()[-1] == (
+        "No report is written: it needs vl-convert: pip install '.[bench]' in a checkout."
+    )
+    assert main([*SMALL, "--json", "x.json"]) == 0
+    assert "No report" not in capsys.readouterr().out
 
 
 def test_a_report_is_written_where_it_says_by_default(tmp_path, capsys):

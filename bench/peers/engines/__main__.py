@@ -176,7 +176,7 @@ def main() -> None:
     titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
     titles["process"] = "from start to ready, and memory after the workloads."
     for title, shown in tables(results, titles):
-        console().print(f"\n{title}", shown, sep="\n")
+        console(140).print(f"\n{title}", shown, sep="\n")
     print("\nanswers", *agreements(results), sep="\n")
     versions = {turn.engine: turn.outcomes["process"]["version"] for turn in turns}
     print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")
