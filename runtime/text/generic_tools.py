@@ -20,18 +20,21 @@ The result comes with the next message. If no function helps, answer as usual.""
 
 
 def tell_tools(
-    conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    conversation: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    teller: str = "system",
 ) -> list[dict[str, Any]]:
     """The conversation in the roles system, user and assistant, without calls and results.
 
     Args:
         conversation: as chat templates take it; see `tool_calls.for_template`.
         tools: descriptions of functions, as OpenAI has them; told at the beginning.
+        teller: the role whose message tells them; "user" where a template takes no system message.
     """
     messages: list[dict[str, Any]] = []
     if tools:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        messages.append({"role": "system", "content": "\n".join([_HEAD, *lines, _TAIL])})
+        messages.append({"role": teller, "content": "\n".join([_HEAD, *lines, _TAIL])})
     for message in conversation:
         role, content = message["role"], message["content"]
         if role == "tool":
@@ -41,6 +44,8 @@ def tell_tools(
         last = messages[-1] if messages else None
         if last is not None and last["role"] == role == "system":
             last["content"] = f"{content}\n\n{last['content']}"
+        elif last is not None and tools and len(messages) == 1 and last["role"] == role == "user":
+            last["content"] += f"\n\n{content}"
         elif last is not None and message["role"] == "tool" and last["role"] == "user":
             last["content"] += f"\n{content}"  # templates want the roles to take turns
         else:

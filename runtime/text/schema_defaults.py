@@ -16,6 +16,27 @@ MAX_NUMBER = 10**15
 SMALLEST_STEP = 1e-9
 """Of a number without bounds and without `multipleOf`: nine decimals, and no exponent."""
 
+ANY_OBJECT = {
+    "type": "object",
+    "additionalProperties": {"$ref": "#/$defs/value"},
+    "$defs": {
+        "value": {
+            "anyOf": [
+                {"type": ["null", "boolean", "string"]},
+                {
+                    "type": "number",
+                    "minimum": -MAX_NUMBER,
+                    "maximum": MAX_NUMBER,
+                    "multipleOf": SMALLEST_STEP,
+                },
+                {"type": "array", "items": {"$ref": "#/$defs/value"}},
+                {"type": "object", "additionalProperties": {"$ref": "#/$defs/value"}},
+            ]
+        }
+    },
+}
+"""What an answer is whose format is "json_object": any, but for its numbers."""
+
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
@@ -28,7 +49,7 @@ def complete(schema: Any) -> Any:
 
     What it says itself stands: a bound, `multipleOf`, `additionalProperties`. Objects are closed
     that list `properties`, unless some object of the schema is put together from several schemas,
-    each of which would then forbid what the others have.
+    each of which would then forbid what the others have. The parts of an `allOf` stay as they are.
     """
     closes = not any(_is_composed(node) for node in _nodes(schema))
     return _complete(schema, closes)
@@ -40,7 +61,7 @@ def _complete(schema: Any, closes: bool) -> Any:
     found = {key: _below(key, value, closes) for key, value in schema.items()}
     kinds = found.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "enum" in found or "const" in found:
+    if "enum" in found or "const" in found or "allOf" in found:
         return found
     if "integer" in kinds and "number" not in kinds:
         _bound(found, MAX_INTEGER)
@@ -48,7 +69,9 @@ def _complete(schema: Any, closes: bool) -> Any:
         _bound(found, MAX_NUMBER)
         found.setdefault("multipleOf", SMALLEST_STEP)
     closes = closes and {"patternProperties", "unevaluatedProperties"}.isdisjoint(found)
-    if closes and isinstance(found.get("properties"), dict):
+    named, required = found.get("properties"), found.get("required")
+    required = required if isinstance(required, list) else []
+    if closes and isinstance(named, dict) and all(name in named for name in required):
         found.setdefault("additionalProperties", False)
     return found
 
@@ -77,7 +100,7 @@ def _below(key: str, value: Any, closes: bool) -> Any:
     """A keyword's value, with the schemas in it completed."""
     if key in _NAMED and isinstance(value, dict):
         return {name: _complete(one, closes) for name, one in value.items()}
-    if key in _LISTED and isinstance(value, list):
+    if key in _LISTED and key != "allOf" and isinstance(value, list):
         return [_complete(one, closes) for one in value]
     return _complete(value, closes) if key in _SINGLE else value
 

@@ -256,6 +256,19 @@ class Tokenizer:
         return THOUGHT in self._templates
 
     @cached_property
+    def _teller(self) -> str:
+        """Whose message tells of tools: "user" if the template refuses or leaves out the system's.
+
+        Both are done (Gemma's and Mistral's first templates), and only a rendering tells.
+        """
+        asked = [{"role": "system", "content": "Brief"}, {"role": "user", "content": "Hello"}]
+        try:
+            text = self._tokenizer.apply_chat_template(asked, tokenize=False)
+        except Exception:  # a template raises what it likes
+            return "user"
+        return "system" if "Brief" in text else "user"
+
+    @cached_property
     def _added_texts(self) -> tuple[dict[str, int], re.Pattern[str]]:
         """The added tokens by their texts, and what finds these, the longest first."""
         added = {text: index for index, text in self.added.items()}
@@ -302,9 +315,10 @@ class Tokenizer:
                 self._has_told_tools = True
                 log.warning(
                     "the chat template of this model knows no tools: they are described in the "
-                    "system message, and calls are read in Hermes' form"
+                    f"{self._teller} message, and calls are read in Hermes' form"
                 )
-            conversation, tools = tell_tools(conversation, tools), ()
+            teller = self._teller if tools else "system"
+            conversation, tools = tell_tools(conversation, tools, teller), ()
         for role in {message.get("role") for message in conversation} - _ROLES:
             # Some templates leave out whom they do not know, some write whatever comes.
             if f"'{role}'" not in template and f'"{role}"' not in template:

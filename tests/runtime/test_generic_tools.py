@@ -15,8 +15,10 @@ import pytest
 from radixcache import LLM
 from radixcache.runtime.text.call_formats import find_format, knows_tools
 from radixcache.runtime.text.generic_tools import tell_tools
+from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, live
+from tests.scripted import make_tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -60,6 +62,21 @@ def test_tools_calls_and_results_are_said_in_words() -> None:
     ]
     assert all("tool_calls" not in one for one in others)
     assert tell_tools(messages[:2], []) == messages[:2]
+
+
+@pytest.mark.parametrize("refused", ["{{ raise_exception('system?') }}", ""])
+def test_where_no_system_message_is_taken_the_first_user_tells(
+    refused: str,
+) -> None:
+    plain = make_tokenizer()
+    plain.chat_template = (
+        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{refused}{{% else %}}"
+        "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(plain)
+    text = tokenizer.render_chat(QUESTION, tools=[TOOL])
+    assert text.startswith("<user>You may call") and text.endswith("usual.\n\nHow will it be?")
+    assert tokenizer.render_chat(QUESTION) == "<user>How will it be?"
 
 
 @pytest.mark.parametrize("template", ["{{ tools }}", "{% if tool_call %}", "<function=x>"])

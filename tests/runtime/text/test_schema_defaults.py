@@ -52,6 +52,8 @@ def test_what_is_open_is_closed(schema: Any, completed: Any) -> None:
         {"type": "object"},
         {"allOf": [{"properties": A}, {"properties": {"b": {"type": "string"}}}]},
         {"properties": A, "anyOf": [{"properties": {"b": {"type": "null"}}, "required": ["b"]}]},
+        {"properties": A, "required": ["b"]},
+        {"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 10**18}]},
         {"properties": A, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}},
         {"const": {"properties": A}},
         {"enum": [{"type": "integer"}]},
