@@ -257,10 +257,8 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def release(self, lease: Lease, *, closed: bool = False) -> None:
+    def release(self, lease: Lease) -> None:
         """Unpin; what was published stays cached until evicted, reserved pages are freed.
-
-        `closed` is a hint that the conversation is over: what only it used may go first.
 
         Raises:
             LeaseError: it was released before, or has tokens in flight (commit or rollback first).

@@ -1,8 +1,8 @@
 """Block hashes, byte for byte as vLLM 0.33 computes them.
 
 A block's hash is H((parent's hash, its token ids, extra keys or None)), so that it names the whole
-prefix that ends with the block; the parent of a first block is a hash of the seed. H serialises
-(pickle or CBOR) and digests (SHA-256 or XXH3). Only full blocks have a hash.
+prefix that ends with the block; the parent of a first block is a hash of the seed. H is SHA-256 of
+the pickled content, vLLM's default. Only full blocks have a hash.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ import hashlib
 import os
 import pickle
 from bisect import bisect_right
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from radixcache.errors import InvalidRequest, MissingDependency
-
-HashAlgorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
-"""Digest and serialisation; without a suffix the serialisation is pickle's."""
+from radixcache.errors import InvalidRequest
 
 ExtraKey = tuple[str, Any] | tuple[str, str, Any]
 
@@ -94,54 +89,18 @@ def as_block_namespace(namespace: Hashable) -> BlockNamespace | None:
     )
 
 
-def hash_function(algorithm: HashAlgorithm) -> Callable[[object], bytes]:
-    """H of the module's docstring: 32 bytes for SHA-256, 16 for XXH3.
+def hash_block(content: object) -> bytes:
+    """H of the module's docstring: 32 bytes.
 
-    >>> hash_function("sha256")("vllm-none-hash").hex()[:16]
+    >>> hash_block("vllm-none-hash").hex()[:16]
     '066b1e8987e02713'
-
-    Raises:
-        InvalidRequest: no such algorithm.
-        MissingDependency: it needs a package that is not installed.
     """
-    if algorithm not in get_args(HashAlgorithm):
-        names = ", ".join(get_args(HashAlgorithm))
-        raise InvalidRequest(f"hash_algorithm must be one of {names}, not {algorithm!r}")
-    try:
-        dumps = _cbor() if algorithm.endswith("_cbor") else _pickle
-        digest = _xxh3() if algorithm.startswith("xxhash") else _sha256
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"hash_algorithm={algorithm!r} needs {error.name}: "
-            "pip install '.[hash-block]' in a checkout"
-        ) from error
-    return lambda content: digest(dumps(content))
+    return hashlib.sha256(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
-def first_parent(algorithm: HashAlgorithm) -> bytes:
+def first_parent() -> bytes:
     """What stands for the parent's hash of a first block (vLLM's NONE_HASH).
 
-    The hash of PYTHONHASHSEED if that is set. Else of a fixed text for SHA-256, and of random bytes
-    for XXH3, because collisions of that one can be computed by whoever knows the seed.
+    The hash of PYTHONHASHSEED if that is set, else of a fixed text.
     """
-    seed = os.environ.get("PYTHONHASHSEED")
-    if seed is None:
-        seed = os.urandom(32).hex() if algorithm.startswith("xxhash") else _FIXED_SEED
-    return hash_function(algorithm)(seed)
-
-
-def _pickle(content: object) -> bytes:
-    return pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-def _cbor() -> Callable[[object], bytes]:
-    return partial(import_module("cbor2").dumps, canonical=True)
-
-
-def _xxh3() -> Callable[[bytes], bytes]:
-    digest: Callable[[bytes], bytes] = import_module("xxhash").xxh3_128_digest
-    return digest
+    return hash_block(os.environ.get("PYTHONHASHSEED", _FIXED_SEED))

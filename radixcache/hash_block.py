@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -19,12 +18,7 @@ from radixcache.base import (
     as_tokens,
     mutation,
 )
-from radixcache.block_hash import (
-    HashAlgorithm,
-    as_block_namespace,
-    first_parent,
-    hash_function,
-)
+from radixcache.block_hash import as_block_namespace, first_parent, hash_block
 from radixcache.blocks import (
     Block,
     BlockEvicted,
@@ -44,70 +38,19 @@ from radixcache.snapshot import Ends, Outline
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
-class RecentHitRate:
-    """The rate that vLLM logs: over the last 1,000 requests, counted in whole steps.
-
-    The newest step counts even if it alone has more requests. Resumed requests are left out.
-    """
-
-    MAX_REQUESTS = 1000
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, int, int]] = deque()
-        self._total = (0, 0, 0)
-        self._step = (0, 0, 0)
-        self._cleared = False
-
-    def count(self, query_tokens: int, hit_tokens: int) -> None:
-        """A request of the step being scheduled."""
-        requests, queries, hits = self._step
-        self._step = (requests + 1, queries + query_tokens, hits + hit_tokens)
-
-    def end_step(self) -> None:
-        """The step's requests count from now on. Amortised O(1)."""
-        if self._cleared:
-            self._steps.clear()
-            self._total, self._cleared = (0, 0, 0), False
-        if self._step[0]:
-            self._steps.append(self._step)
-            self._add(self._step, 1)
-            while len(self._steps) > 1 and self._total[0] > self.MAX_REQUESTS:
-                self._add(self._steps.popleft(), -1)
-            self._step = (0, 0, 0)
-
-    def clear(self) -> None:
-        """What ended before the step being scheduled counts no longer, once that has ended."""
-        self._cleared = True
-
-    @property
-    def value(self) -> float:
-        """Share of the queried tokens that were hit."""
-        return self._total[2] / self._total[1] if self._total[1] else 0.0
-
-    def _add(self, step: tuple[int, int, int], sign: int) -> None:
-        requests, queries, hits = self._total
-        self._total = (
-            requests + sign * step[0],
-            queries + sign * step[1],
-            hits + sign * step[2],
-        )
-
-
 class BlockLease(Lease):
     """A lease over an append-only table of blocks, full but for the last used one."""
 
-    __slots__ = ("block", "counts", "publishing", "tail", "uses")
+    __slots__ = ("block", "publishing", "tail", "uses")
 
     def __init__(
-        self, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool, counts: bool
+        self, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
     ) -> None:
         super().__init__(page_size, query_tokens, namespace, resumed)
         self.block: Block | None = None
         """The last full block, found or published."""
         self.tail = _NO_TOKENS
         """The published tokens after it."""
-        self.counts = counts
-        """It looked the cache up, so it enters the statistics."""
         self.uses = False
         """Its pages are in use: they have left the free queue."""
         self.publishing = False
@@ -151,14 +94,9 @@ class HashBlockCache(PrefixCache):
     the first `reserve` that adds pages. A lease that is released before, for example because
     `reserve` raised `OutOfPages`, has therefore changed neither queue nor counts.
 
-    vLLM has no hint for closed conversations: ``release(lease, closed=True)`` is like any other.
-
     Args:
-        pool: the pages to manage, all free; this cache must be its only user.
-        hash_algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor"; the latter three need
-            the extra ``hash-block``. XXH3 is fast, but whoever knows the seed can craft collisions.
-        enabled: False neither finds nor publishes anything, as vLLM with prefix caching off.
-        pin_budget: pages that all pins together may hold; half of the pool by default.
+        pool: the pages to manage, all free; this cache must be its only user. Pins may hold half
+            of them.
 
     >>> cache = HashBlockCache(PagePool(num_pages=8, page_size=4))
     >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
@@ -172,28 +110,18 @@ class HashBlockCache(PrefixCache):
     [2, 3, 4, 5, 6, 7, 1]
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        *,
-        hash_algorithm: HashAlgorithm = "sha256",
-        enabled: bool = True,
-        pin_budget: int | None = None,
-    ) -> None:
+    def __init__(self, pool: PagePool) -> None:
         if pool.num_free < pool.num_pages:
             raise InvalidRequest("the hash-block cache needs a pool of its own, all pages free")
         if pool.num_pages < 2:
             raise InvalidRequest("hash-block caching never uses page 0: one page is not enough")
         self.pool = pool
         self.page_size = pool.page_size
-        self.granularity = pool.page_size if enabled else 0
-        self.enabled = enabled
-        self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
+        self.granularity = pool.page_size
+        self.pin_budget = pool.num_pages // 2
         self.stats = CacheStats()
-        self.recent = RecentHitRate()
         self.events: list[Listener] = []
-        self._hash = hash_function(hash_algorithm)
-        self._first_parent = first_parent(hash_algorithm)
+        self._first_parent = first_parent()
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -234,7 +162,7 @@ class HashBlockCache(PrefixCache):
         keys = as_block_namespace(namespace)
         pages: list[int] = []
         size = self.page_size
-        if not self.enabled or most < size:
+        if most < size:
             return pages
         hashes = self._hashes.of(tokens, namespace)
         for index in range(most // size):
@@ -242,7 +170,7 @@ class HashBlockCache(PrefixCache):
                 start, end = index * size, index * size + size
                 parent = hashes[-1] if hashes else self._first_parent
                 extra = None if keys is None else keys.keys(start, end)
-                hashes.append(self._hash((parent, tuple(tokens[start:end].tolist()), extra)))
+                hashes.append(hash_block((parent, tuple(tokens[start:end].tolist()), extra)))
             page = self._map.get(hashes[index])
             if page is None:
                 break
@@ -259,18 +187,13 @@ class HashBlockCache(PrefixCache):
         *,
         resumed: bool = False,
         whole: bool = False,
-        read: bool = True,
     ) -> BlockLease:
         """Hold the longest cached prefix, as `PrefixCache.acquire` says; `whole` changes nothing:
         vLLM always computes the last token.
-
-        With ``read=False`` nothing is looked up and the statistics do not count the lease, but what
-        it publishes is cached: what vLLM does for a request that wants logprobs of its prompt.
         """
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
-        pages = self._find(tokens, namespace, len(tokens) - 1) if read else []
-        counts = read and self.enabled
-        lease = BlockLease(self.page_size, len(tokens), namespace, resumed, counts)
+        pages = self._find(tokens, namespace, len(tokens) - 1)
+        lease = BlockLease(self.page_size, len(tokens), namespace, resumed)
         self._hold(lease, pages)
         lease.cached_tokens = lease.num_tokens
         for index, page in enumerate(pages if self._published else ()):
@@ -351,20 +274,14 @@ class HashBlockCache(PrefixCache):
             lease.publishing = True
         if not lease.used:
             lease.used = True
-            self._count(lease)
+            self.stats.count(lease)
         start = lease.num_tokens - len(lease.tail)
         tokens = np.concatenate((lease.tail, tokens))
         full = len(tokens) // self.page_size * self.page_size
         lease.num_tokens = start + len(tokens)
         lease.tail = tokens[full:].copy()
-        if full and self.enabled:
+        if full:
             self._publish_blocks(lease, start, tokens[:full])
-
-    def _count(self, lease: BlockLease) -> None:
-        if lease.counts:
-            self.stats.count(lease)
-            if not lease.resumed:
-                self.recent.count(lease.query_tokens, lease.cached_tokens)
 
     def _publish_blocks(self, lease: BlockLease, start: int, tokens: Tokens) -> None:
         """Cache whole blocks, whose first token has position `start`."""
@@ -379,7 +296,7 @@ class HashBlockCache(PrefixCache):
         blocks: list[Block] = []
         for at, page in zip(range(0, len(ids), size), pages, strict=True):
             extra = None if keys is None else keys.keys(start + at, start + at + size)
-            parent = self._hash((parent, tuple(ids[at : at + size]), extra))
+            parent = hash_block((parent, tuple(ids[at : at + size]), extra))
             block = Block(parent, block, data[at * width : (at + size) * width], namespace)
             blocks.append(block)
             self._blocks[page] = block
@@ -412,10 +329,9 @@ class HashBlockCache(PrefixCache):
     def _end_step(self) -> None:
         self._in_flight.clear()
         self._published.clear()
-        self.recent.end_step()
 
     @mutation
-    def release(self, lease: Lease, *, closed: bool = False) -> None:
+    def release(self, lease: Lease) -> None:
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
@@ -479,7 +395,7 @@ class HashBlockCache(PrefixCache):
         if any(page in self._published for page in pages):
             raise PinError(f"the tokens of {name!r} are still in flight")
         self._check_pin(name, namespace, np.array(pages, np.int32))
-        lease = BlockLease(self.page_size, len(tokens), namespace, resumed=False, counts=False)
+        lease = BlockLease(self.page_size, len(tokens), namespace, resumed=False)
         self._hold(lease, pages)
         self._use(lease)
         self._leases[lease] = None
@@ -533,7 +449,6 @@ class HashBlockCache(PrefixCache):
         self._blocks = [None] * self.pool.num_pages
         self._map = BlockMap()
         self.stats = CacheStats()
-        self.recent.clear()
         self._emit(Cleared())
 
     def _mine(self, lease: Lease) -> BlockLease:
@@ -571,24 +486,23 @@ class HashBlockCache(PrefixCache):
                 tuple(np.frombuffer(block.tokens, np.int32).tolist()),
                 None if keys is None else keys.keys(end - size, end),
             )
-            assert block.hash == self._hash(content), f"page {page} has a wrong hash"
+            assert block.hash == hash_block(content), f"page {page} has a wrong hash"
 
     def _check_lease(self, lease: BlockLease) -> None:
         size = self.page_size
         assert not lease.released
         assert lease.num_tokens <= lease.capacity == lease._num_pages * size
-        assert len(lease.tail) == lease.num_tokens % size or not self.enabled
+        assert len(lease.tail) == lease.num_tokens % size
         assert lease.uses or lease._num_pages * size == lease.num_tokens
         assert len(set(lease.page_table.tolist())) == lease._num_pages, f"{lease}: a page twice"
         full = lease.num_tokens // size
-        if self.enabled:
-            block = lease.block
-            for page in lease.page_table[:full][::-1].tolist():
-                held = self._blocks[page]
-                assert block is not None and held is not None, f"{lease}: page {page} was evicted"
-                assert held.hash == block.hash, f"{lease}: page {page} holds another block"
-                block = block.parent
-            assert block is None
+        block = lease.block
+        for page in lease.page_table[:full][::-1].tolist():
+            held = self._blocks[page]
+            assert block is not None and held is not None, f"{lease}: page {page} was evicted"
+            assert held.hash == block.hash, f"{lease}: page {page} holds another block"
+            block = block.parent
+        assert block is None
         for page in lease.page_table[full:].tolist():
             assert self._blocks[page] is None, f"{lease}: page {page} is both open and cached"
             assert self.pool.refs[page] == 1, f"{lease}: page {page} is open to two leases"

@@ -102,7 +102,7 @@ class NoCache(PrefixCache):
         self._in_flight.clear()
 
     @mutation
-    def release(self, lease: Lease, *, closed: bool = False) -> None:
+    def release(self, lease: Lease) -> None:
         self._mine(lease)
         if lease in self._in_flight:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")

@@ -34,9 +34,6 @@ from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
 from radixcache.tree import RadixTree
 
-_LONG_AGO = 1 << 62
-"""Taken off the time of what nobody will ask for again, so that it is evicted first."""
-
 
 class RadixLease(Lease):
     """A lease whose cursor is a place in the tree: `num_tokens` tokens down, inside `node`.
@@ -61,11 +58,9 @@ class RadixCache(PrefixCache):
     """A token-exact radix tree over KV pages with LRU eviction of leaf tails.
 
     Args:
-        pool: the pages to manage; this cache must be its only user.
+        pool: the pages to manage; this cache must be its only user. Pins may hold half of them.
         policy: which unleased leaf goes first: "lru", "lfu", "fifo", "priority" (of
             `Lease.priority`, then lru), or a function; see `radixcache.eviction`.
-        pin_budget: pages that all pins together may hold; half of the pool by default. Those of
-            one namespace may hold half of it.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
@@ -79,13 +74,7 @@ class RadixCache(PrefixCache):
 
     hits_whole_prompts = True
 
-    def __init__(
-        self,
-        pool: PagePool,
-        *,
-        policy: str | EvictionPolicy = "lru",
-        pin_budget: int | None = None,
-    ) -> None:
+    def __init__(self, pool: PagePool, *, policy: str | EvictionPolicy = "lru") -> None:
         self._boundary: Boundary = any_boundary
         if isinstance(policy, str):
             if policy not in POLICIES:
@@ -95,7 +84,7 @@ class RadixCache(PrefixCache):
         self.pool = pool
         self.page_size = pool.page_size
         self.granularity = 1
-        self.pin_budget = pool.num_pages // 2 if pin_budget is None else pin_budget
+        self.pin_budget = pool.num_pages // 2
         self.stats = CacheStats()
         self.events: list[Listener] = []
         self._policy = policy
@@ -340,13 +329,13 @@ class RadixCache(PrefixCache):
             self._settle(node)
 
     @mutation
-    def release(self, lease: Lease, *, closed: bool = False) -> None:
+    def release(self, lease: Lease) -> None:
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
-        self._release(lease, closed=closed)
+        self._release(lease)
 
-    def _release(self, lease: RadixLease, *, closed: bool = False) -> None:
+    def _release(self, lease: RadixLease) -> None:
         self._in_flight.pop(lease, None)
         look = self._look
         self._forget_held()
@@ -354,16 +343,14 @@ class RadixCache(PrefixCache):
             _, self._num_held, self._is_held_counted = look
         lease._drop_own(self.pool)
         node = lease.node
-        if (lease.used or closed) and node.parent is not None:
+        if lease.used and node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
-            if lease.used:
-                node.uses += 1
-                node.priority = max(node.priority, lease.priority)
+            node.uses += 1
+            node.priority = max(node.priority, lease.priority)
             self._tree.straighten(node)
-            is_private = not node.children and node.leases == {lease}
-            node.last_use = self._clock - _LONG_AGO if closed and is_private else self._clock
+            node.last_use = self._clock
         lease.released = True
         del self._leases[lease]
         self._leave(lease)

@@ -15,7 +15,7 @@ from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.llm import LLM, Finals, Outputs, Prompt, Prompts, check_names
+from radixcache.runtime.llm import LLM, Finals, Outputs, Prompt, Prompts
 from radixcache.runtime.prefixes import NamedPrefix
 from radixcache.runtime.text.tokenizer import Message
 from radixcache.runtime.worker import News
@@ -73,10 +73,8 @@ class AsyncLLM:
         *,
         prefix: str | None = None,
         cache_salt: str | None = None,
-        **vllm: Any,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
-        check_names(self.generate, vllm)
         tokenise = partial(self.llm._inputs, prompts, sampling_params, special=prefix is None)
         inputs = await asyncio.to_thread(tokenise)
         job = Finals()
@@ -94,10 +92,8 @@ class AsyncLLM:
         *,
         prefix: str | None = None,
         cache_salt: str | None = None,
-        **vllm: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `LLM.stream`."""
-        check_names(self.stream, vllm)
         tokenise = partial(self.llm._inputs, [prompt], sampling_params, special=prefix is None)
         inputs = await asyncio.to_thread(tokenise)
         add = partial(self.llm._add, inputs, cache_salt, prefix)
@@ -115,10 +111,8 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **vllm: Any,
     ) -> list[RequestOutput]:
         """See `LLM.chat`."""
-        check_names(self.chat, vllm)
         render = partial(
             self.llm._render,
             tools=tools or (),

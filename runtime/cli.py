@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
-from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model import progress
@@ -451,19 +449,10 @@ class _Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            name = flag.removeprefix("--").replace("-", "_")
             near = get_close_matches(flag, self._option_string_actions, 1)
-            told = vllm_names.instead(name) or (near and f"did you mean {near[0]}?")
-            hint = f": {self._spell(told)}" if told else ""
+            hint = f": did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
-
-    def _spell(self, advice: str) -> str:
-        """Arguments of `LLM` as the flags that they are here."""
-        names = "|".join(action.dest for action in self._actions)
-        return re.sub(
-            rf"(say |, )({names})\b", lambda m: f"{m[1]}--{m[2].replace('_', '-')}", advice
-        )
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequest(f"{message} (see {self.prog} --help)")

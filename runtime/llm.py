@@ -10,7 +10,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -26,7 +25,6 @@ from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
-from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
 from radixcache.runtime.engine.guides import Grammar, Guides
@@ -116,8 +114,6 @@ class LLM:
         seed: of the sampling noise.
         kv_events_config: tell routers which blocks are cached; vLLM's, as a mapping or JSON; see
             `radixcache.runtime.kv_events.config`.
-        vllm: arguments of vLLM's `LLM`: taken where they ask for nothing, else refused in a
-            sentence that says what to do here.
 
     Raises:
         ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
@@ -143,10 +139,8 @@ class LLM:
         schedule: Policy = "longest-prefix",
         seed: int = 0,
         kv_events_config: Mapping[str, Any] | str | None = None,
-        **vllm: Any,
     ) -> None:
         start = time.perf_counter()
-        check_names(LLM, vllm)
         _check_choice("exact", exact, (True, False))
         _check_choice("cache", cache, tuple(CACHES))
         _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
@@ -282,7 +276,6 @@ class LLM:
         prefix: str | None = None,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
-        **vllm: Any,
     ) -> list[RequestOutput]:
         """Complete prompts, batched continuously; outputs come in the order of the prompts.
 
@@ -293,7 +286,6 @@ class LLM:
                 `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
-            vllm: arguments of vLLM's; as `LLM`'s, here and below.
 
         Raises:
             InvalidRequest: any prompt is unusable; then none is run.
@@ -303,7 +295,6 @@ class LLM:
         """
         from tqdm import tqdm
 
-        check_names(self.generate, vllm)
         inputs = self._inputs(prompts, sampling_params, special=prefix is None)
         bar = tqdm(
             total=len(inputs),
@@ -325,13 +316,11 @@ class LLM:
         *,
         prefix: str | None = None,
         cache_salt: str | None = None,
-        **vllm: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding its state after every token.
 
         Closing the iterator before its end aborts the request.
         """
-        check_names(self.stream, vllm)
         inputs = self._inputs([prompt], sampling_params, special=prefix is None)
         return self._run(Outputs(), lambda: self._add(inputs, cache_salt, prefix))
 
@@ -410,7 +399,6 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **vllm: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template.
 
@@ -424,7 +412,6 @@ class LLM:
             continue_final_message: go on with the last message instead; `add_generation_prompt`
                 does not matter then.
         """
-        check_names(self.chat, vllm)
         texts = self._render(
             messages,
             cache_salt,
@@ -703,15 +690,6 @@ def check_params(params: object) -> None:
             f"sampling_params are SamplingParams, not {type(params).__name__}: say, for example, "
             "SamplingParams(temperature=0, max_tokens=64)"
         )
-
-
-def check_names(called: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """See `vllm_names.check`; what `SamplingParams` has is for it."""
-    for name, value in given.items():
-        if name in signature(SamplingParams).parameters:
-            said = f"sampling_params=SamplingParams({name}={value!r})"
-            raise TypeError(f"{called.__name__}() takes no {name}: say {said} where it generates")
-    vllm_names.check(called, given)
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

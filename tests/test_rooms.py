@@ -22,7 +22,6 @@ FLOORS = [
         "radixcache.runtime.gguf_file",
         "radixcache.runtime.routing",
         "radixcache.runtime.sizes",
-        "radixcache.runtime.vllm_names",
     },
     {"radixcache.runtime.model", "radixcache.runtime.text"},
     {"radixcache.runtime.engine"},

@@ -135,9 +135,9 @@ class PageAlignedRadixCache(PrefixCache):
             self._read(lease)
         self._in_flight.clear()
 
-    def release(self, lease: Lease, *, closed: bool = False) -> None:
+    def release(self, lease: Lease) -> None:
         lease = self._mine(lease)
-        self.tree.release(lease.inner, closed=closed)
+        self.tree.release(lease.inner)
         lease.released = True
 
     def _release(self, lease: RadixLease) -> None:

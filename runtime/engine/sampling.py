@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime import vllm_names
 from radixcache.runtime.engine.structured import Structured
-
-T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 20
 """Likeliest tokens that can be asked for at each position of a prompt."""
@@ -72,21 +68,6 @@ _RANGES = [
 ]
 
 
-def _refusing(cls: type[T]) -> type[T]:
-    """A dataclass that tells what to do where arguments are not its own."""
-    init: Callable[..., None] = cls.__init__
-
-    @wraps(init)
-    def refusing(self: T, *values: Any, **given: Any) -> None:
-        others = [name for name in given if name not in cls.__dict__["__dataclass_fields__"]]
-        vllm_names.check(cls, {name: given.pop(name) for name in others})
-        init(self, *values, **given)
-
-    cls.__init__ = refusing  # type: ignore[assignment]
-    return cls
-
-
-@_refusing
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request; the names mean what they mean in vLLM.

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_function
+from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
 from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
 
 Event = Stored | Evicted | Cleared
 
-_sha256, _first_parent = hash_function("sha256"), first_parent("sha256")
+_sha256, _first_parent = hash_block, first_parent()
 
 
 class Wire:

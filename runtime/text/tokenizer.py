@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.files import find_file, find_gguf, split_gguf
@@ -26,13 +26,13 @@ from radixcache.runtime.text.call_formats import (
 from radixcache.runtime.text.generic_tools import tell_tools
 from radixcache.runtime.text.tool_calls import check_tools, for_template
 
-if TYPE_CHECKING:  # imports the tokenizers library
-    from radixcache.runtime.text.bound import TextBound
-
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}."""
+
+_SHORT = 100_000
+"""Characters that are tokenised in any case: spaces may go, unknown characters may be one token."""
 
 _LIGHT = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -59,21 +59,20 @@ class Tokenizer:
 
     Args:
         tokenizer: of transformers.
-        max_tokens: a text that must have more is refused before it is tokenised, where that can
-            be told by its length.
+        max_tokens: a text of more characters than so many of the longest token have is refused
+            before it is tokenised.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
         from transformers import PreTrainedTokenizerFast
 
-        from radixcache.runtime.text.bound import TextBound
-
         self._tokenizer = tokenizer
         self.max_tokens = max_tokens
-        self._bound: TextBound | None = None
+        self._max_characters = inf
         self._one_at_a_time: AbstractContextManager[object] = Lock()
         if getattr(tokenizer, "is_fast", False):
-            self._bound = TextBound(tokenizer.backend_tokenizer)
+            longest = max(map(len, tokenizer.get_vocab()), default=1)
+            self._max_characters = max(_SHORT, longest * max_tokens)
             self._one_at_a_time = nullcontext()  # the tokenizers library takes any number
             tokenizer.encode("")  # transformers sets it up at the first call, alone
         # Called for every generated token: what transformers wraps around it takes three times as
@@ -108,10 +107,10 @@ class Tokenizer:
     def _reading(self, text: str) -> Iterator[None]:
         """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair; or that
         the tokenizer fails on."""
-        if self._bound is not None and self._bound.least_tokens(text) > self.max_tokens:
+        if len(text) > self._max_characters:
             raise ContextExceeded(
-                f"a text of {len(text)} characters has more tokens than the context of "
-                f"{self.max_tokens}"
+                f"a text of {len(text)} characters is too long for the context of "
+                f"{self.max_tokens} tokens"
             )
         try:
             with self._one_at_a_time:

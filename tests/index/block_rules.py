@@ -20,7 +20,6 @@ class Hold:
 
     namespace: Hashable
     query: int
-    counts: bool
     resumed: bool
     tokens: list[int]
     table: list[int]
@@ -39,7 +38,6 @@ class Rules:
 
     num_pages: int
     size: int
-    enabled: bool
     budget: int
     line: list[int] = field(init=False)
     content: dict[int, Name] = field(default_factory=dict)
@@ -88,11 +86,10 @@ class Rules:
             pages.append(same[0])
         return pages
 
-    def acquire(self, tokens: list[int], namespace: Hashable, resumed: bool, read: bool) -> Hold:
-        pages = self.find(tokens, namespace, len(tokens) - 1) if read else []
+    def acquire(self, tokens: list[int], namespace: Hashable, resumed: bool) -> Hold:
+        pages = self.find(tokens, namespace, len(tokens) - 1)
         hit = len(pages) * self.size
-        counts = read and self.enabled
-        hold = Hold(namespace, len(tokens), counts, resumed, tokens[:hit], pages, hit)
+        hold = Hold(namespace, len(tokens), resumed, tokens[:hit], pages, hit)
         for at, page in enumerate(pages):
             if page in self.fresh:
                 hold.back = at * self.size
@@ -125,7 +122,7 @@ class Rules:
                 hold.back = len(hold.tokens)
                 self.flight.append(hold)
             hold.publishing = True
-        if hold.counts and not hold.published:
+        if not hold.published:
             for at, count in enumerate(
                 (0, 0, 0, hold.query, hold.cached) if hold.resumed else (1, hold.query, hold.cached)
             ):
@@ -134,7 +131,7 @@ class Rules:
         before = len(hold.tokens) // self.size
         hold.tokens.extend(tokens)
         after = len(hold.tokens) // self.size
-        if not self.enabled or before == after:
+        if before == after:
             return
         for page, block in zip(hold.table[before:after], range(before, after), strict=True):
             end = (block + 1) * self.size
@@ -187,7 +184,7 @@ class Rules:
         ):
             return False
         end = whole * self.size
-        pin = Hold(namespace, len(tokens), False, False, tokens[:end], pages, end)
+        pin = Hold(namespace, len(tokens), False, tokens[:end], pages, end)
         self._use(pin)
         self.holds.append(pin)
         self.pins[namespace, name] = pin

@@ -87,8 +87,10 @@ class Machine:
         check_every: int = 1,
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
-        self.cache = RadixCache(self.pool, policy=policy, pin_budget=pin_budget)
-        self.pin_budget = num_pages // 2 if pin_budget is None else pin_budget
+        self.cache = RadixCache(self.pool, policy=policy)
+        if pin_budget is not None:
+            self.cache.pin_budget = pin_budget
+        self.pin_budget = self.cache.pin_budget
         self.pin_share = (self.pin_budget + 1) // 2
         self.page_size = page_size
         self.reference = Reference(page_size)

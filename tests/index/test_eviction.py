@@ -1,4 +1,4 @@
-"""Which leaf goes first, by each policy, and what the `closed` hint does."""
+"""Which leaf goes first, by each policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def a_cache(policy: str | EvictionPolicy, num_pages: int = 100) -> RadixCache:
     return RadixCache(PagePool(num_pages, 1), policy=policy)
 
 
-def use(cache: RadixCache, word: int, priority: int = 0, closed: bool = False) -> None:
+def use(cache: RadixCache, word: int, priority: int = 0) -> None:
     """One request of three tokens that begin with `word`."""
     tokens = [word, word, word]
     lease = cache.acquire([*tokens, 0])
@@ -30,7 +30,7 @@ def use(cache: RadixCache, word: int, priority: int = 0, closed: bool = False) -
         cache.reserve(lease, 4)
         cache.publish(lease, [0])
     cache.commit()
-    cache.release(lease, closed=closed)
+    cache.release(lease)
 
 
 def order_of_eviction(cache: RadixCache, words: list[int]) -> list[int]:
@@ -71,14 +71,14 @@ def test_priority_takes_the_lowest_first_then_the_least_recent() -> None:
     assert order_of_eviction(cache, [1, 2, 3, 4]) == [2, 4, 3, 1]
 
 
-def turn(cache: RadixCache, tokens: list[int], priority: int = 0, closed: bool = False) -> None:
+def turn(cache: RadixCache, tokens: list[int], priority: int = 0) -> None:
     """One request that computes all of `tokens` that it does not find."""
     lease = cache.acquire(tokens)
     lease.priority = priority
     cache.reserve(lease, len(tokens))
     cache.publish(lease, tokens[lease.num_tokens :])
     cache.commit()
-    cache.release(lease, closed=closed)
+    cache.release(lease)
     cache.check()
 
 
@@ -199,33 +199,6 @@ def test_an_unknown_policy_is_one_sentence() -> None:
         a_cache("random")
 
 
-def test_what_a_closed_conversation_alone_used_goes_first() -> None:
-    cache = a_cache("lru")
-    for word in (1, 2, 3):
-        use(cache, word)
-    use(cache, 4, closed=True)
-    assert order_of_eviction(cache, [1, 2, 3, 4]) == [4, 1, 2, 3]
-
-
-def test_closing_spares_what_others_share() -> None:
-    cache = a_cache("lru")
-    system = [7, 7, 7]
-    turn(cache, [8, 8])
-    turn(cache, [*system, 1])
-    turn(cache, [*system, 2], closed=True)
-    cache.evict(1)
-    assert cache.match([*system, 2, 0]) == 3, "its own part went"
-    assert cache.match([*system, 1, 0]) == 4 and cache.match([8, 8, 0]) == 2, "nothing else did"
-
-
-def test_a_closed_conversation_that_comes_back_is_as_recent_as_any() -> None:
-    cache = a_cache("lru")
-    use(cache, 1, closed=True)
-    use(cache, 2)
-    use(cache, 1)
-    assert order_of_eviction(cache, [1, 2]) == [2, 1]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_keeps_every_invariant(policy: str) -> None:
     """Random prompts over a small alphabet: splits and merges while keys stand in the order."""
@@ -239,7 +212,7 @@ def test_every_policy_keeps_every_invariant(policy: str) -> None:
         cache.publish(lease, tokens[lease.num_tokens :], written=rng.random() < 0.5)
         cache.check()
         cache.commit()
-        cache.release(lease, closed=rng.random() < 0.2)
+        cache.release(lease)
         cache.check()
     assert cache.stats.evicted_pages > 100, f"seed {SEED}"
 

@@ -35,12 +35,13 @@ class Pair:
 class Lockstep:
     """Random operations, each on both, with all that can be seen compared after it."""
 
-    def __init__(self, seed: int, size: int, num_pages: int, enabled: bool = True) -> None:
-        self.rng = Random(f"{seed}/{size}/{num_pages}/{enabled}")
+    def __init__(self, seed: int, size: int, num_pages: int) -> None:
+        self.rng = Random(f"{seed}/{size}/{num_pages}")
         budget = self.rng.choice([num_pages // 2, num_pages - 1, 3])
-        self.rules = Rules(num_pages, size, enabled, budget)
+        self.rules = Rules(num_pages, size, budget)
         pool = PagePool(num_pages, size)
-        self.cache = HashBlockCache(pool, enabled=enabled, pin_budget=budget)
+        self.cache = HashBlockCache(pool)
+        self.cache.pin_budget = budget
         self.heard: list[Stored | Evicted | Cleared] = []
         self.cache.events.append(self.heard.append)
         self.pairs: list[Pair] = []
@@ -84,8 +85,8 @@ class Lockstep:
         prompt = known[: rng.choice([len(known), rng.randint(0, len(known))])]
         more = [rng.randrange(2) for _ in range(rng.choice([1, size, rng.randint(1, 3 * size)]))]
         prompt = (prompt + more)[: self.longest]
-        resumed, read = rng.random() < 0.2, rng.random() > 0.1
-        self.note(f"acquire {namespace} {prompt} {resumed} {read}")
+        resumed = rng.random() < 0.2
+        self.note(f"acquire {namespace} {prompt} {resumed}")
         for end in (len(prompt), len(prompt) - 1, rng.randint(1, len(prompt))):
             asked = prompt[:end]
             match = len(self.rules.find(asked, namespace, len(asked) - 1)) * size
@@ -93,8 +94,8 @@ class Lockstep:
             length = len(self.rules.find(asked, namespace, len(asked))) * size
             assert self.cache.cached_length(asked, namespace) == length
         line = [*self.rules.line]
-        hold = self.rules.acquire([*prompt], namespace, resumed, read)
-        lease = self.cache.acquire(prompt, namespace, resumed=resumed, read=read)
+        hold = self.rules.acquire([*prompt], namespace, resumed)
+        lease = self.cache.acquire(prompt, namespace, resumed=resumed)
         self.pairs.append(Pair(lease, hold, prompt))
         self.past.append((namespace, prompt))
         self.counts["hits in flight"] += hold.back is not None
@@ -301,12 +302,6 @@ SHAPES = [(1, 9), (2, 14), (3, 30), (16, 12), (40, 7)]
 def test_the_cache_follows_the_rules_step_by_step(size: int, num_pages: int, seed: int) -> None:
     print(f"seed {seed}")
     Lockstep(seed, size, num_pages).run(400)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_with_the_cache_off_it_follows_them_too(seed: int) -> None:
-    print(f"seed {seed}")
-    Lockstep(seed, 2, 12, enabled=False).run(250)
 
 
 def test_the_operations_reach_every_corner() -> None:

@@ -31,8 +31,8 @@ SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 """Ten tokens: at page size 4, two whole pages and a half."""
 
 
-def a_cache(page_size: int = 4, num_pages: int = 16, pin_budget: int | None = None) -> RadixCache:
-    return RadixCache(PagePool(num_pages, page_size), pin_budget=pin_budget)
+def a_cache(page_size: int = 4, num_pages: int = 16) -> RadixCache:
+    return RadixCache(PagePool(num_pages, page_size))
 
 
 def begin(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> Lease:
@@ -663,7 +663,8 @@ def test_the_hit_rate_of_nothing_is_zero() -> None:
 
 
 def test_pins_survive_pressure_until_unpinned() -> None:
-    cache = a_cache(num_pages=8, pin_budget=6)
+    cache = a_cache(num_pages=8)
+    cache.pin_budget = 6
     put(cache, SYSTEM)
     cache.pin("system", SYSTEM)
     assert cache.pins == {(None, "system"): 10}
@@ -678,7 +679,8 @@ def test_pins_survive_pressure_until_unpinned() -> None:
 
 
 def test_pins_count_against_the_budget() -> None:
-    cache = a_cache(num_pages=8, pin_budget=5)
+    cache = a_cache(num_pages=8)
+    cache.pin_budget = 5
     put(cache, SYSTEM)
     put(cache, [31, 32, 33])
     cache.pin("system", SYSTEM)

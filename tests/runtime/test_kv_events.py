@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.block_hash import first_parent, hash_function
+from radixcache.block_hash import first_parent, hash_block
 from radixcache.errors import InvalidRequest, MissingDependency
 from radixcache.runtime.cli import main
 from radixcache.runtime.kv_events.config import KVEventsConfig
@@ -123,7 +123,7 @@ def test_both_caches_call_blocks_by_the_hashes_of_vllm():
             consumer = heard(publisher)
         names.append(consumer.held)
     assert names[0] == names[1] and len(names[0]) == 4
-    first = hash_function("sha256")((first_parent("sha256"), (0, 1, 2, 3), None))
+    first = hash_block((first_parent(), (0, 1, 2, 3), None))
     assert int.from_bytes(first, "big") % (1 << 64) in names[0]
 
 

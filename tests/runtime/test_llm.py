@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -396,29 +396,6 @@ def test_whatever_a_sampling_parameter_is_given_is_refused_in_a_sentence_or_runs
     assert [len(output.outputs) for output in outputs] == [2, 1, 1]
 
 
-def test_arguments_of_vllm_are_taken_or_told_what_to_do_instead(llm: LLM) -> None:
-    said = [{"role": "user", "content": "x"}]
-    harmless = {"detokenize": True, "best_of": None, "guided_decoding": None}
-    assert SamplingParams(max_tokens=3, **harmless) == SamplingParams(max_tokens=3)  # type: ignore[arg-type]
-    assert replace(SamplingParams(max_tokens=3), n=2) == SamplingParams(max_tokens=3, n=2)
-    assert llm.generate("x", GREEDY, lora_request=None, priority=0)[0].finished
-    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: SamplingParams(best_of=3), InvalidRequest, "best_of=3 .* ask for n"),  # type: ignore[call-arg]
-        (lambda: SamplingParams(guided_decoding={}), InvalidRequest, "say structured=Str"),  # type: ignore[call-arg]
-        (lambda: SamplingParams(temprature=1), TypeError, "did you mean temperature?"),  # type: ignore[call-arg]
-        (lambda: llm.generate("x", max_tokens=5), TypeError, r"SamplingParams\(max_tokens=5\)"),
-        (lambda: llm.stream("x", top_k=5), TypeError, r"stream\(\) takes no top_k: say"),
-        (lambda: llm.generate("x", chache_salt="5"), TypeError, "did you mean cache_salt"),
-        (lambda: llm.chat(said, chat_template="x"), InvalidRequest, "render the prompt yourself"),
-        (lambda: LLM(load_format="gguf"), InvalidRequest, "load_format='gguf' is not supported"),
-        (lambda: LLM(kvmemory="1GB"), TypeError, "did you mean kv_memory"),
-        (lambda: asyncio.run(AsyncLLM(llm).generate("x", n=5)), TypeError, "takes no n: say"),
-    ]
-    for call, kind, sentence in calls:
-        with pytest.raises(kind, match=sentence):
-            call()
-
-
 def test_a_chat_of_the_wrong_types_is_refused_in_a_sentence(tabletalk: LLM) -> None:
     flat: list[dict[str, Any]] = [{"type": "function", "name": "look_up", "parameters": {}}]
     said = [{"role": "user", "content": "x"}]
@@ -507,35 +484,14 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
             r"9,313.2 GiB of KV memory are more than .* machine has [0-9.,]+ GiB",
         ),
         ({"exact": "no"}, "exact must be one of True, False, not 'no'"),
-        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9 .*: say kv_memory"),
-        ({"max_model_len": 4096}, "max_model_len=4096 .*: the context is the model's"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*: say tensor_parallel"),
-        ({"enable_prefix_caching": False}, "enable_prefix_caching=False .*: say cache='none'"),
-        (
-            {"trust_remote_code": True},
-            "trust_remote_code=True .*: code of a checkpoint is never run",
-        ),
         ({"device": "abacus"}, "unknown device"),
     ):
         with pytest.raises(InvalidRequest, match=sentence):
             LLM(byte_model, **options)
     with pytest.raises(ModelError, match="no model at"):
         LLM(tmp_path / "nowhere")
-
-
-def test_arguments_of_vllm_that_ask_for_nothing_are_taken(byte_model: Path) -> None:
-    llm = LLM(
-        byte_model,
-        kv_memory="1MiB",
-        tensor_parallel_size=1,
-        enable_prefix_caching=True,
-        trust_remote_code=False,
-        max_model_len=None,
-        enforce_eager=True,
-    )
-    assert llm.generate("x", GREEDY)[0].finished
     with pytest.raises(TypeError, match="unexpected keyword argument 'page_sise'"):
-        LLM(byte_model, page_sise=4)
+        LLM(byte_model, page_sise=4)  # type: ignore[call-arg]
 
 
 def test_a_dtype_has_the_names_that_people_give_it(byte_model: Path) -> None:

@@ -27,7 +27,6 @@ class Request:
 
     peer: PeerRequest
     namespace: BlockNamespace | str | None
-    read: bool
     target: int
     """Tokens at which it is finished."""
     lease: BlockLease | None = None
@@ -92,12 +91,11 @@ class Round(Sides):
         salt = rng.choice([None] * 8 + ["", "s", "s", "tenant"])
         lora = rng.choice([None] * 12 + [("a", "/p"), ("a", "/q"), ("b", "/p")])
         images = self.some_images(len(prompt)) if rng.random() < 0.1 else ()
-        read = rng.random() > 0.08
         self.serial += 1
         peer = PeerRequest(
             request_id=str(self.serial),
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=64, skip_reading_prefix_cache=not read),
+            sampling_params=SamplingParams(max_tokens=64),
             pooling_params=None,
             mm_features=[
                 MultiModalFeatureSpec(
@@ -116,10 +114,10 @@ class Round(Sides):
         if lora or images:
             namespace = BlockNamespace(salt=salt, lora=lora, images=images)
         target = min(len(prompt) + rng.choice([1, 2, 8, 2 * self.shape.block_size]), self.longest)
-        request = Request(peer, namespace, read, target)
+        request = Request(peer, namespace, target)
         self.waiting.append(request)
         self.past.append(prompt)
-        self.trace.append(f"arrive {self.serial} {prompt} {namespace} read={read}")
+        self.trace.append(f"arrive {self.serial} {prompt} {namespace}")
 
     def admit(self) -> None:
         """What the scheduler does with a waiting request: look up, allocate a chunk or refuse."""
@@ -130,11 +128,8 @@ class Round(Sides):
         peer, tokens = request.peer, request.tokens
         computed, hit, _ = self.peer.get_computed_blocks(peer)
         found = [block.block_id for block in computed.blocks[0]]
-        if request.read:
-            self.same("match", hit, self.cache.match(tokens, request.namespace))
-        lease = self.cache.acquire(
-            tokens, request.namespace, resumed=peer.num_preemptions > 0, read=request.read
-        )
+        self.same("match", hit, self.cache.match(tokens, request.namespace))
+        lease = self.cache.acquire(tokens, request.namespace, resumed=peer.num_preemptions > 0)
         self.same("hit", hit, lease.cached_tokens)
         self.same("hit pages", found, lease.page_table.tolist())
         self.compare_pages()  # acquire holds, and moves nothing

@@ -14,28 +14,12 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.metrics.stats import CachingMetrics, PrefixCacheStats
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from bench.peers.vllm_manager import make_manager
 from radixcache import CacheStats, HashBlockCache, PagePool
-from radixcache.block_hash import (
-    BlockNamespace,
-    HashAlgorithm,
-    as_block_namespace,
-    first_parent,
-    hash_function,
-)
+from radixcache.block_hash import BlockNamespace, as_block_namespace, first_parent, hash_block
 from radixcache.events import Cleared, Evicted, Stored
-from radixcache.hash_block import RecentHitRate
-
-ALGORITHMS: tuple[HashAlgorithm, ...] = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
-SEEDS = {"sha256": None, "sha256_cbor": "7", "xxhash": "0", "xxhash_cbor": "0"}
-"""PYTHONHASHSEED of the random rounds; without one XXH3 starts from random bytes."""
-
-
-RECENT = 40
-"""Requests that the logged hit rate covers, on both sides: the real 1,000 are seldom reached.
-A step of more than that never comes; tests/index/test_hash_block.py has one."""
 
 
 class Difference(Exception):
@@ -59,38 +43,32 @@ class Shape:
 
     block_size: int
     num_blocks: int
-    algorithm: HashAlgorithm
-    enabled: bool
     alphabet: int
 
     @classmethod
-    def draw(cls, rng: Random, seed: int) -> Shape:
-        """The algorithms take turns; one round in twelve has the cache off."""
+    def draw(cls, rng: Random) -> Shape:
+        """Any."""
         return cls(
             block_size=rng.choice([1, 2, 4, 4, 16, 16]),
             num_blocks=rng.choice([3, 6, 12, 24, 24, 48, 96, 96]),
-            algorithm=ALGORITHMS[seed % len(ALGORITHMS)],
-            enabled=seed % 12 != 11,
             alphabet=rng.choice([1, 2, 2, 5]),
         )
 
 
-def make_hasher(algorithm: HashAlgorithm, block_size: int, seed: str | None) -> Any:
+def make_hasher(block_size: int, seed: str | None = None) -> Any:
     """What hashes vLLM's requests; both sides read PYTHONHASHSEED when they start."""
     os.environ.pop("PYTHONHASHSEED", None)
     if seed is not None:
         os.environ["PYTHONHASHSEED"] = seed
-    hash_fn = get_hash_fn_by_name(algorithm)
+    hash_fn = get_hash_fn_by_name("sha256")
     kv_cache_utils.init_none_hash(hash_fn)
     return kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
 
 
-def chain(
-    algorithm: HashAlgorithm, tokens: list[int], size: int, namespace: BlockNamespace | None
-) -> list[bytes]:
+def chain(tokens: list[int], size: int, namespace: BlockNamespace | None) -> list[bytes]:
     """Our hashes of the whole blocks of `tokens`."""
     hashes: list[bytes] = []
-    parent, hash_block = first_parent(algorithm), hash_function(algorithm)
+    parent = first_parent()
     for at in range(0, len(tokens) - size + 1, size):
         keys = namespace.keys(at, at + size) if namespace else None
         parent = hash_block((parent, tuple(tokens[at : at + size]), keys))
@@ -103,22 +81,15 @@ class Sides:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.hasher = make_hasher(shape.algorithm, shape.block_size, SEEDS[shape.algorithm])
+        self.hasher = make_hasher(shape.block_size)
         self.peer = make_manager(
             shape.num_blocks,
             shape.block_size,
-            enable_caching=shape.enabled,
+            enable_caching=True,
             log_stats=True,
             enable_kv_cache_events=True,
         )
-        assert CachingMetrics().max_recent_requests == RecentHitRate.MAX_REQUESTS
-        self.metrics = CachingMetrics(max_recent_requests=RECENT)
-        self.cache = HashBlockCache(
-            PagePool(shape.num_blocks, shape.block_size),
-            hash_algorithm=shape.algorithm,
-            enabled=shape.enabled,
-        )
-        self.cache.recent.MAX_REQUESTS = RECENT
+        self.cache = HashBlockCache(PagePool(shape.num_blocks, shape.block_size))
         self.heard: list[Stored | Evicted | Cleared] = []
         self.cache.events.append(self.heard.append)
         self.ended = np.zeros(5, np.int64)
@@ -166,7 +137,7 @@ class Sides:
             return ("cleared",)
         size = self.shape.block_size
         tokens = event.tokens.tolist()
-        hashes = chain(self.shape.algorithm, tokens, size, as_block_namespace(event.namespace))
+        hashes = chain(tokens, size, as_block_namespace(event.namespace))
         first = event.start // size
         if isinstance(event, Evicted):
             assert event.start == len(tokens) - size
@@ -187,8 +158,7 @@ class Sides:
         """The step is over, and its statistics are taken."""
         self.cache.commit()
         self.ended = self.ended + counted(self.peer.prefix_cache_stats)
-        self.metrics.observe(self.peer.make_prefix_cache_stats())
-        self.same("logged hit rate", self.metrics.hit_rate, self.cache.recent.value)
+        self.peer.make_prefix_cache_stats()  # which begins anew
 
 
 def as_plain(event: object) -> tuple[Any, ...]:

@@ -33,7 +33,6 @@ MICRO = ("ours", "sglang-rust", "sglang-python", "vllm")
 TRACE = (
     "ours",
     "ours-token",
-    "ours-closed",
     "sglang-rust",
     "sglang-rust-once",
     "sglang-python",

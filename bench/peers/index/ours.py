@@ -10,10 +10,9 @@ from bench.peers.index.base import Stopwatch, Tokens
 from bench.peers.index.trace_t import Request
 from radixcache import Lease, PagePool, RadixCache
 
-Decoding = Literal["ahead", "token", "closed"]
+Decoding = Literal["ahead", "token"]
 """How decoded tokens get in: all when the request ends, with room reserved for `AHEAD` at a time,
-as our scheduler does; or each reserved and published in the step that computes it; or as our
-scheduler does, with word of each conversation's end."""
+as our scheduler does; or each reserved and published in the step that computes it."""
 
 AHEAD = 128
 
@@ -119,9 +118,8 @@ class Ours:
     def finish(self, request: Request) -> None:
         lease = self.leases.pop(request.number)
         text = self.texts[request.conversation]
-        is_over = self.decoding == "closed" and request.done == len(text) - 1
         self.watch.start()
         if lease.num_tokens < request.done:
             self.cache.publish(lease, text[lease.num_tokens : request.done], written=True)
-        self.cache.release(lease, closed=is_over)
+        self.cache.release(lease)
         self.watch.lap("finish")

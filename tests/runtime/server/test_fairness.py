@@ -125,7 +125,7 @@ def test_a_text_that_cannot_fit_is_never_tokenised(
     fast = type(server.backend.tokenizer._tokenizer)
     monkeypatch.setattr(fast, "encode", count)
     monkeypatch.setattr(fast, "__call__", count)
-    error = assert_error(server.post(path, body), 400, "more tokens than the context of 4096")
+    error = assert_error(server.post(path, body), 400, "too long for the context of 4096")
     assert error["code"] == "context_length_exceeded" and not texts
 
 

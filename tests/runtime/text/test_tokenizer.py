@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from radixcache.errors import InvalidRequest
+from radixcache.errors import ContextExceeded, InvalidRequest
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.text.tokenizer import Tokenizer
 from tests.models import tiny_model
+from tests.runtime.text import tiny_tokenizers as tiny
 from tests.runtime.text.tiny_tokenizers import CORPUS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -78,3 +81,38 @@ def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path)
     for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
         with pytest.raises(InvalidRequest, match="fails on the text: Unk token `<unk>` not found"):
             encode("ac")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
+    fast = PreTrainedTokenizerFast(tokenizer_object=tiny.tabletalk())
+    tokenizer = Tokenizer(fast, max_tokens=4096)
+    texts: list[str] = []
+
+    def count(text: str, *args: object, **options: object) -> dict[str, list[int]]:
+        texts.append(text)
+        return {"input_ids": [], "offset_mapping": []}
+
+    monkeypatch.setattr(type(fast), "__call__", count)
+    monkeypatch.setattr(fast, "encode", count)
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(ContextExceeded, match=r"of 10000000 char.* of 4096 tokens$"):
+            encode("a" * 10_000_000)
+    assert not texts
+    tokenizer.encode("a" * 4096)
+    assert texts
+
+
+def test_tokenizers_have_no_limit_if_none_is_given():
+    assert len(tiny.wrap(tiny.byte_level()).encode("z" * 5000)) > 1000
+    assert Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tiny.unigram()), inf).encode("the")
+
+
+def test_padding_and_truncation_of_a_file_are_off_before_threads_come():
+    """Each is one setting of the backend, which nobody may change while another tokenises."""
+    backend = tiny.byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=9)
+    backend.add_tokens([AddedToken("<x>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    Tokenizer(fast)
+    assert fast.backend_tokenizer.truncation is None and fast.backend_tokenizer.padding is None
