@@ -34,8 +34,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve chat-smollm test test-clients test-replicas test-exhaustive test-machines \
-	stress soak bench bench-ttft bench-threads bench-index bench-peers bench-trimming \
-	bench-history bench-exact bench-structured bench-serve conformance gpu-check pictures check clean
+	stress soak bench bench-ttft bench-index bench-peers bench-trimming bench-exact conformance \
+	gpu-check pictures check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -71,12 +71,6 @@ bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, wit
 bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
 	@$(BIN)/python -m radixcache.bench.probes.ttft $(ARGS)
 
-bench-threads: $(VENV)/.stamp-runtime  ## threads that share one LLM, against one call
-	@$(BIN)/python -m radixcache.bench.probes.threads $(ARGS)
-
-bench-structured: $(VENV)/.stamp-runtime  ## tokens per second with a schema, against without (1 minute)
-	@$(BIN)/python -m radixcache.bench.probes.structured $(ARGS)
-
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
 	@$(MAKE) -s $(VLLM)/.stamp || true
@@ -89,9 +83,6 @@ bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM an
 
 bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block (1 minute)
 	@for seed in 0 1 2; do $(BIN)/radixcache bench $(TRIMMING) --seed $$seed $(ARGS) || exit; done
-
-bench-history: $(VENV)/.stamp-runtime  ## token-stable history: hits where answers drift, time to tokenise
-	@$(BIN)/python -m radixcache.bench.probes.history $(ARGS)
 
 bench-exact: $(VENV)/.stamp-runtime  ## what a hit and a batch change of logits and answers (10 minutes)
 	@$(BIN)/python -m radixcache.bench.probes.exactness $(ARGS)
@@ -120,9 +111,6 @@ serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled mode
 chat-smollm: $(VENV)/.stamp-server $(VENV)/.stamp-smollm  ## the same of SmolLM2-135M-Instruct, which is fetched once (94 MB)
 	@$(BIN)/radixcache serve --model "$$($(BIN)/python -c $(SMOLLM_FILE))" \
 		--served-model-name SmolLM2-135M-Instruct $(ARGS)
-
-bench-serve: $(VENV)/.stamp-dev  ## 64 clients talk to a server and a third hang up (5 minutes)
-	@$(BIN)/python -m radixcache.bench.probes.serve_load $(ARGS)
 
 # PyPI's torch for Linux on x86-64 is CUDA's: 2.5 GB that are of no use without an NVIDIA driver.
 TORCH ?= $(if $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so*),cuda,cpu)
