@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WORKLOAD",
         help=f"{', '.join(GENERATORS)}; with numbers of their own as in chat:turns=4,user=30; or "
         f"on public data, if at hand, {', '.join(PUBLIC)} "
-        f"({' '.join(DEFAULT)}, unless --file). Or: compare A.json B.json, two reports of --json",
+        f"({' '.join(DEFAULT)}, unless --file)",
     )
     parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
     parser.add_argument(
@@ -117,21 +117,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
-    parser.add_argument("--csv", type=Path, metavar="F", help="write the figures as CSV")
     parser.add_argument(
         "--report",
         type=Path,
         metavar="F",
-        help=f"write a page, .html or .md ({DEFAULT_PAGE}, unless --json)",
+        help=f"write a page ({DEFAULT_PAGE}, unless --json)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that the flags ask for, or compare two that ran."""
-    if args.workloads[:1] == ["compare"]:
-        from radixcache.bench.report.compare import print_comparison
-
-        return print_comparison(args.workloads[1:])
+    """Run the benchmark that the flags ask for."""
     _check_order(args)
     is_default = args.replicas is not None and args.schemes == ["default"]
     schemes = find_schemes([_REPLICA] if is_default else args.schemes)
@@ -146,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     from radixcache.bench.report.files import NEEDED, write
     from radixcache.bench.report.pages import write_report
     from radixcache.bench.report.results import Report
-    from radixcache.bench.report.saved import to_csv, to_json
+    from radixcache.bench.report.saved import to_json
     from radixcache.bench.report.terminal import print_report, print_verdict
     from radixcache.bench.tables import console
 
@@ -169,8 +164,6 @@ def run(args: argparse.Namespace) -> int:
     report.workloads.extend(comparison.run(choose(args, vocabulary)))
     if page is not None:
         write_report(report, page)
-    if args.csv is not None:
-        write(args.csv, to_csv(report))
     if str(args.json) == "-":
         print(to_json(report))
         return 0
@@ -232,16 +225,14 @@ def _check(args: argparse.Namespace) -> None:
         )
     if (page := _page(args)) is not None:
         check_page(page)
-    places = {"--file": args.file, "--json": args.json, "--csv": args.csv, "--report": page}
+    places = {"--file": args.file, "--json": args.json, "--report": page}
     if str(args.json) == "-":
         del places["--json"]
-    if str(args.csv) == "-":
-        raise InvalidRequest("--csv writes a file: on standard output there is --json - alone")
     taken: dict[Path, str] = {}
     for flag, place in places.items():
         if place is None:
             continue
-        if flag in ("--json", "--csv"):
+        if flag == "--json":
             check_writable(place)
         other = taken.setdefault(place.resolve(), flag)
         if other != flag and (place.is_file() or not place.exists()):

@@ -39,8 +39,8 @@ def check_page(path: Path) -> None:
         InvalidRequest: another ending, or a place that cannot be written.
         MissingDependency: vl-convert is not installed.
     """
-    if path.suffix not in (".html", ".md"):
-        raise InvalidRequest(f"a report ends in .html or .md, not {path.name!r}")
+    if path.suffix != ".html":
+        raise InvalidRequest(f"a report ends in .html, not {path.name!r}")
     if find_spec("vl_convert") is None:
         raise MissingDependency(f"a report {NEEDED}")
     check_writable(path)

@@ -1,4 +1,4 @@
-"""A report as one page of HTML, or as Markdown with its plots beside it."""
+"""A report as one page of HTML."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.columns import ENGINE, INDEX, ROUTING, Column
 from radixcache.bench.report.files import write
 from radixcache.bench.report.headline import headline
-from radixcache.bench.report.plots import few, plots, spoiled, still, styles
+from radixcache.bench.report.plots import few, plots, spoiled, styles
 from radixcache.bench.report.results import Report, WorkloadReport, verdicts
 from radixcache.bench.report.terminal import remarks
 
@@ -23,18 +22,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write one page: .html with all it needs inside, .md with SVG files beside it.
-
-    Raises:
-        InvalidRequest: it cannot be written.
-    """
-    if path.suffix == ".html":
-        write(path, as_html(report))
-        return
-    images = [(plot.title, still(plot)) for w in report.workloads for plot in plots(w)]
-    write(path, _markdown(report, path.stem))
-    for number, (_, image) in enumerate(images, 1):
-        write(path.with_name(f"{path.stem}-{number}.svg"), image)
+    """Write one page with all it needs inside; `InvalidRequest` if it cannot be written."""
+    write(path, as_html(report))
 
 
 def as_html(report: Report) -> str:
@@ -179,26 +168,3 @@ def _settings(report: Report) -> Iterator[str]:
     for key, value in settings.items():
         yield f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>"
     yield "</dl>"
-
-
-def _markdown(report: Report, stem: str) -> str:
-    parts, number = [f"# {_title(report)}"], 0
-    for workload in report.workloads:
-        name = escape(workload.name, quote=False)
-        parts += [f"## {name}", f"**{headline(workload)}**", summary(workload)]
-        for plot in plots(workload):
-            number += 1
-            parts += [f"![{name}: {plot.title}]({stem}-{number}.svg)", plot.note]
-        for _, columns, rows in _tables(workload):
-            lines = [[column.title for column in columns], ["---"] * len(columns)]
-            for row in rows:
-                cells = [column.text(workload, row) for column in columns]
-                if isinstance(row, Figures) and (said := spoiled(row)):
-                    cells[2] += f" ({said})"
-                lines.append(cells)
-            parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
-        below = (*remarks(workload), *verdicts(workload))
-        parts += [f"- {escape(line, quote=False)}" for line in below]
-    if command := report.settings.get("command"):
-        parts.append(f"To run it again: `{command}`")
-    return "\n\n".join([*parts, report.conditions]) + "\n"

@@ -1,20 +1,15 @@
-"""A report as JSON, which can be read again, and as CSV."""
+"""A report as JSON, which can be read again."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from radixcache.bench.replay.figures import Figures
-from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.headline import headline
-from radixcache.bench.report.results import Report, WorkloadReport, verdicts
+from radixcache.bench.report.results import Report, verdicts
 from radixcache.errors import InvalidRequest
 
 FORMAT = 1
@@ -82,38 +77,3 @@ def _as(kind: Any, value: Any) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not Any):
         raise TypeError(f"{value!r} is no {kind}")
     return value
-
-
-def to_csv(report: Report) -> str:
-    """One line for each workload, level, memory and scheme, or way to route.
-
-    Times in seconds but `cache_us`.
-    """
-    lines = [dict(_cells(w, row)) for w in report.workloads for row in w.rows]
-    lines += [_routing_cells(w, row) for w in report.workloads for row in w.routing]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [*(lines[0] if lines else ()), "seed"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**line, "seed": report.settings.get("seed")} for line in lines)
-    return out.getvalue()
-
-
-def _name(workload: WorkloadReport) -> str:
-    """No formula, whatever a file is called."""
-    return f"'{workload.name}" if workload.name[:1] in tuple("=+-@") else workload.name
-
-
-def _routing_cells(workload: WorkloadReport, row: RoutingFigures) -> dict[str, object]:
-    cells = {k: v for k, v in row.to_json().items() if k != "computed_by_replica"}
-    return {**cells, "workload": _name(workload), "unlimited_hits": workload.unlimited_hits}
-
-
-def _cells(workload: WorkloadReport, row: Figures) -> Iterator[tuple[str, object]]:
-    yield "workload", _name(workload)
-    for name, value in row.to_json().items():
-        if name not in ("workload", "computed_by_turn", "engine"):
-            yield name, value
-    yield "unlimited_hits", workload.unlimited_hits
-    yield "optimal_hits", workload.optimal_hits.get(row.memory_tokens)
-    for name in ("ttft_p50", "ttft_p90", "ttft_p99", "throughput"):
-        yield name, None if row.engine is None else getattr(row.engine, name).median

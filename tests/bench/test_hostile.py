@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +13,10 @@ import pytest
 from radixcache.bench.replay.figures import summarise
 from radixcache.bench.replay.play import Outcome
 from radixcache.bench.replay.replicas import RoutingFigures
-from radixcache.bench.report.compare import compare
 from radixcache.bench.report.files import write
 from radixcache.bench.report.headline import headline
 from radixcache.bench.report.pages import as_html
 from radixcache.bench.report.results import Report, WorkloadReport
-from radixcache.bench.report.saved import to_csv
 from radixcache.bench.report.terminal import print_report
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.tables import console
@@ -60,7 +54,6 @@ def ends(words, capsys):
         ([TINY, "--replicas", "2", "--prefill-rate", "1e-308"], "must be from 1e-09 to 1e+12"),
         ([TINY, "--step-time", "1e308"], "must be from 1e-09 to 1e+12"),
         ([TINY, "--json", "x.html", "--report", "x.html"], "--json and --report are one file"),
-        ([TINY, "--json", "./x", "--csv", "x"], "--json and --csv are one file"),
         ([TINY, "--hash-block", "3"], "--hash-block goes with a trace only"),
         ([TINY, "--limit", "3"], "--limit goes with a --file only"),
         ([TINY, "--rate", "3"], "--rate goes with --arrivals poisson only"),
@@ -86,8 +79,8 @@ def test_a_time_too_late_to_be_exact_is_named(digits, tmp_path, capsys):
 def test_the_file_that_is_read_is_not_written_over(tmp_path, capsys):
     path = tmp_path / "p.txt"
     path.write_text("one\ntwo\n")
-    words = ["--file", "p.txt", "--format", "prompts", "--csv", str(path)]
-    assert "--file and --csv are one file" in ends(words, capsys)
+    words = ["--file", "p.txt", "--format", "prompts", "--json", str(path)]
+    assert "--file and --json are one file" in ends(words, capsys)
     assert path.read_text() == "one\ntwo\n"
 
 
@@ -132,31 +125,20 @@ def test_a_link_is_followed_and_a_device_written(tmp_path):
 @pytest.mark.parametrize("name", ["[red].txt", "a\nb\x1b[31m.txt", "a\udcff.txt", "=1+1.txt"])
 def test_a_file_may_have_any_name(name, tmp_path, capsys):
     (tmp_path / name).write_text("one two three\none two\n")
-    outs = ["--csv", "f.csv", "--json", "f.json", "--report", "f.html"]
+    outs = ["--json", "f.json", "--report", "f.html"]
     words = ["--schemes", "radix-1", "--file", name, "--format", "prompts"]
     assert main(["bench", *words, *outs]) == 0
     assert "\x1b" not in capsys.readouterr().out
-    (line, *_) = csv.DictReader((tmp_path / "f.csv").open(newline=""))
-    assert line["workload"].isprintable() and line["workload"][0] not in "=+-@"
-    assert main(["bench", "compare", "f.json", "f.json"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
-
-
-def test_nan_is_no_figure_of_a_report(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"format": 1, "settings": {"seed": NaN}, "workloads": []}')
-    assert "is no report" in ends(["compare", "a.json", "a.json"], capsys)
 
 
 def routed(refused, ttfts):
     return RoutingFigures("w", "cost", "radix-16", "30%", 64, refused, 1, 1, ttfts, [1, 0])
 
 
-def test_replicas_that_refused_are_not_the_fastest_and_have_lines_in_the_csv():
+def test_replicas_that_refused_are_not_the_fastest():
     found = WorkloadReport("w", "", 64, 10, 5, 9, 4, routing=[routed(2, []), routed(0, [3.0])])
     assert "after 3,000 ms" in headline(found)
     assert as_html(Report({}, [found]))
-    lines = list(csv.DictReader(to_csv(Report({"seed": 1}, [found])).splitlines()))
-    assert [line["refused"] for line in lines] == ["2", "0"] and lines[1]["ttft_mean"] == "3.0"
     assert "fastest that ignores" not in headline(found)
     del found.routing[1]
     assert headline(found).startswith("Requests were refused everywhere")
@@ -179,25 +161,6 @@ def test_what_routing_is_worth_is_said_beside_the_best_way_that_ignores_caches(c
     assert "<title>Prefix caching: ways to route</title>" in as_html(Report({}, [found]))
 
 
-def test_a_comparison_at_80_columns_cuts_no_figure(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def way(ttft, hit):
-        whole = 113_000_000
-        return RoutingFigures(
-            "w", "longest-match", "radix-16", "1000000", 64, 0, hit, whole, [ttft], [whole, 0]
-        )
-
-    first, second = (
-        Report({}, [WorkloadReport("w", "", 2, 10, 5, 9, 4, routing=[row])])
-        for row in (way(6859.1, 0), way(8244.2, 12_345_678))
-    )
-    compare(first, second, console())
-    said = capsys.readouterr().out
-    assert "…" not in said and max(map(len, said.splitlines())) <= 80
-    assert all(f in said for f in ("113,000,000", "6,859,100.0", "8,244,200.0", "longest-match"))
-
-
 def test_refused_requests_lower_no_mean():
     outcomes = [
         Outcome(10, 0, computed_tokens=10),
@@ -207,15 +170,3 @@ def test_refused_requests_lower_no_mean():
     more = {"memory": "", "level": "index", "evicted_tokens": 0, "seconds": 0.0}
     found = summarise(outcomes, Workload("w", ""), parse_scheme("radix-1"), 8, **more)
     assert found.computed_by_turn == [10.0, 0.0] and found.cold == 1 and found.refused == 2
-
-
-def test_a_reader_who_leaves_ends_the_command_as_others_are_ended(tmp_path):
-    path = str(tmp_path / "a.json")
-    assert main(["bench", TINY, "--schemes", "radix-1", "--json", path]) == 0
-    words = [sys.executable, "-m", "radixcache", "bench", "compare", path, path]
-    left, right = os.pipe()
-    os.close(left)
-    here = Path(__file__).parents[2]
-    found = subprocess.run(words, cwd=here, stdout=right, stderr=subprocess.PIPE)
-    os.close(right)
-    assert (found.returncode, found.stderr) == (141, b"")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 
@@ -16,10 +14,11 @@ from radixcache.bench.report.columns import INDEX
 from radixcache.bench.report.headline import headline
 from radixcache.bench.report.pages import as_html
 from radixcache.bench.report.results import Report, WorkloadReport, verdicts
-from radixcache.bench.report.saved import read_json, to_csv, to_json
+from radixcache.bench.report.saved import read_json, to_json
 from radixcache.bench.report.sharing import Segment, shared_tree
 from radixcache.bench.schemes.bounds import build_trie
 from radixcache.bench.workloads.generators import generate
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from tests.runtime.server.browser import INSTALLED, browser
 
@@ -117,21 +116,6 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
     assert 'data-scheme="radix-1"' in page.read_text()
 
 
-def test_a_markdown_page_has_the_tables_and_its_plots_beside_it(tmp_path, capsys):
-    page = tmp_path / "r.md"
-    assert main([SMALL[0], SMALL[1], "--schemes", "radix-1", "--report", str(page)]) == 0
-    capsys.readouterr()
-    lines = page.read_text().splitlines()
-    assert "## best-of-n:questions=8,n=3" in lines
-    tables = [[cell.strip() for cell in line.split("|")] for line in lines if line[:1] == "|"]
-    assert tables[0][1:4] == ["memory", "scheme", "hit"] and set("".join(tables[1])) == {"-"}
-    assert tables[2][1:3] == ["30%", "radix-1"] and tables[3][1:3] == ["100%", "radix-1"]
-    assert "![best-of-n:questions=8,n=3: Hit rate over memory](r-1.svg)" in lines
-    assert "![best-of-n:questions=8,n=3: What is shared](r-2.svg)" in lines
-    for name in ("r-1.svg", "r-2.svg"):
-        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
-
-
 def test_both_levels_agree_in_the_command(capsys):
     spec = "short:requests=6,answer=2"
     flags = "--level both --schemes none radix-16 --repeats 1 --json -".split()
@@ -167,15 +151,12 @@ def test_a_file_is_replayed(tmp_path, capsys):
         (["--file", "x"], "--file and --format go together"),
         (["--arrivals", "poisson"], "needs a --rate"),
         (["--arrivals", "trace"], "needs a file with times"),
-        (["--report", "x.pdf"], "a report ends in .html or .md"),
+        (["--report", "x.pdf"], "a report ends in .html"),
         (["--report", "/nowhere/x.html"], "cannot write /nowhere/x.html: No such file"),
         (["--json", "/"], "cannot write /: Is a directory"),
-        (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such file"),
+        (["--json", "/nowhere/x"], "cannot write /nowhere/x: No such file"),
         (["--memory", "30%", "chat"], "chat is a workload: name it before --memory, not after"),
         (["--schemes", "radix-1", "chat:turns=2"], "name it before --schemes, not after"),
-        (["--csv", "-"], "--csv writes a file: on standard output there is --json - alone"),
-        (["compare", "a.json"], "compare takes two reports, A.json and B.json, not 1"),
-        (["compare", "/nowhere", "b.json"], "cannot read /nowhere: No such file"),
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--step-time", "nan"], "--step-time must be more than 0, not nan"),
         (["nothing"], "no workload 'nothing'"),
@@ -208,7 +189,7 @@ def test_a_run_that_is_refused_leaves_the_files_as_they_were(tmp_path, capsys):
 
 def test_a_report_without_vl_convert_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("radixcache.bench.report.files.find_spec", lambda name: None)
-    assert main(["bench", *SMALL[1:], "--report", str(tmp_path / "r.md")]) == 2
+    assert main(["bench", *SMALL[1:], "--report", str(tmp_path / "r.html")]) == 2
     assert "a report needs vl-convert" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -414,46 +395,11 @@ def test_a_report_comes_back_from_its_json(whole, page):
         ("[" * 100_000, "is no report of radixcache bench"),
     ],
 )
-def test_what_is_no_report_is_not_compared(text, complaint, whole, tmp_path, capsys):
+def test_what_is_no_report_is_not_read(text, complaint, tmp_path):
     path = tmp_path / "x.json"
     path.write_text(text)
-    assert main(["bench", "compare", str(whole), str(path)]) == 2
-    said = capsys.readouterr().err
-    assert complaint in said and said.count("\n") == 1
-
-
-def test_two_reports_are_compared_row_by_row(whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    found = json.loads(whole.read_text())
-    found["settings"]["seed"] = 7
-    first, second = found["workloads"]
-    changed = first["rows"][1]
-    assert changed["scheme"] == "hash-16"
-    was, changed["computed_tokens"] = changed["computed_tokens"], 3
-    first["rows"] = first["rows"][:4]
-    second["name"] = "another"
-    path = tmp_path / "b.json"
-    path.write_text(json.dumps(found))
-    assert main(["bench", "compare", str(whole), str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "Not measured alike" in lines[0] and lines[2].split() == ["seed", "0", "7"]
-    (line,) = [line for line in lines if "hash-16" in line and "→ 3 " in line]
-    assert f"{was:,} → 3" in line and f"{3 / was - 1:+.1%}" in line
-    assert f"  {SMALL[1]}, index, 40%: radix-1, aligned-16" in [line.rstrip() for line in lines]
-    assert any(line.startswith("  another, index, 40%: none, hash-16") for line in lines)
-
-
-def test_the_csv_has_a_line_for_each_row(whole):
-    report = read_json(whole)
-    lines = list(csv.DictReader(to_csv(report).splitlines()))
-    rows = [(w, row) for w in report.workloads for row in w.rows]
-    assert len(lines) == len(rows) == 24
-    for line, (w, row) in zip(lines, rows, strict=True):
-        assert (line["workload"], line["level"], line["scheme"]) == (w.name, "index", row.scheme)
-        assert line["memory"] == row.memory and line["seed"] == "0"
-        assert int(line["computed_tokens"]) == row.computed_tokens
-        assert float(line["hit_rate"]) == row.hit_rate and line["ttft_p50"] == ""
-        assert int(line["optimal_hits"]) == w.optimal_hits[row.memory_tokens]
+    with pytest.raises(InvalidRequest, match=complaint):
+        read_json(path)
 
 
 # What is shared.

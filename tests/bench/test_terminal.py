@@ -190,10 +190,10 @@ def test_a_report_is_written_where_it_says_by_default(tmp_path, capsys):
     assert "best-of-n" in (tmp_path / "bench-report.html").read_text()
 
 
-@pytest.mark.parametrize("flags", [["--json", "-"], ["--json", "x.json"], ["--report", "x.md"]])
+@pytest.mark.parametrize("flags", [["--json", "-"], ["--json", "x.json"], ["--report", "x.html"]])
 def test_no_other_report_is_written_than_asked_for(flags, tmp_path, capsys):
     assert main([*SMALL, *flags]) == 0
-    assert ("x.md." in capsys.readouterr().out) == (flags[1] == "x.md")
+    assert ("x.html." in capsys.readouterr().out) == (flags[1] == "x.html")
     assert not (tmp_path / "bench-report.html").exists()
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.replay.replicas import Fleet, RoutingFigures, run_replicas
-from radixcache.bench.report.saved import read_json
 from radixcache.bench.schemes.bounds import build_trie, unlimited_hits
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.schemes.routing import RULES
@@ -173,22 +172,6 @@ def test_who_serves_nobody_is_not_the_fastest(
     assert main([*words, str(tmp_path / "x")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "radix-16" in line]
     assert [row[4:6] for row in rows] == [["–", "–"]] * len(RULES)
-
-
-def test_two_reports_of_routing_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, replicas, other in (("a", 2, "random"), ("b", 4, "session")):
-        words = f"bench chat:conversations=4,turns=2 --replicas {replicas} --memory 5000".split()
-        to = ["--json", str(tmp_path / name)]
-        assert main([*words, "--routing", "cost", other, *to]) == 0
-    capsys.readouterr()
-    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    said = capsys.readouterr().out
-    first, second = (read_json(tmp_path / name).workloads[0].routing[0] for name in "ab")
-    assert f"{first.computed_tokens:,} → {second.computed_tokens:,}" in said
-    assert f"{1000 * first.ttft_mean:,.1f} → {1000 * second.ttft_mean:,.1f}" in said
-    assert "routing, 5000: radix-16 random" in said and "radix-16 session" in said
 
 
 @pytest.mark.parametrize(
