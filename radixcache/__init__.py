@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from radixcache.runtime.async_llm import AsyncLLM
     from radixcache.runtime.chat import Chat
     from radixcache.runtime.engine.outputs import RequestOutput
-    from radixcache.runtime.engine.sampling import SamplingParams
-    from radixcache.runtime.engine.structured import Structured
     from radixcache.runtime.llm import LLM
+    from radixcache.runtime.sampling.params import SamplingParams
+    from radixcache.runtime.sampling.structured_outputs import Structured
 
 __version__ = "0.1.0"
 
@@ -47,8 +47,8 @@ _RUNTIME = {
     "AsyncLLM": "async_llm",
     "Chat": "chat",
     "RequestOutput": "engine.outputs",
-    "SamplingParams": "engine.sampling",
-    "Structured": "engine.structured",
+    "SamplingParams": "sampling.params",
+    "Structured": "sampling.structured_outputs",
 }
 
 __all__ = [

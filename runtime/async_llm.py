@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.runtime.engine.explain import Explanation
+from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.sampling import SamplingParams
+from radixcache.runtime.engine.worker import News
 from radixcache.runtime.llm import LLM, Finals, Outputs, Prompt, Prompts
-from radixcache.runtime.prefixes import NamedPrefix
-from radixcache.runtime.text.tokenizer import Message
-from radixcache.runtime.worker import News
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.tokens.tokenizer import Message
 
 T = TypeVar("T")
 

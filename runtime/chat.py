@@ -10,10 +10,10 @@ from typing import Any
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.llm import LLM, check_params
-from radixcache.runtime.text.tokenizer import Message
-from radixcache.runtime.text.tool_calls import check_tools
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import check_tools
 
 
 class Chat:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model import progress
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server import flags
-from radixcache.runtime.server.listener import address_of, listen
+from radixcache.runtime.server.http.listener import address_of, listen
 
 if TYPE_CHECKING:
     from radixcache import LLM, Chat, RequestOutput
@@ -210,12 +210,12 @@ def _serve(args: argparse.Namespace) -> int:
             where = "" if settings.replicas is not None else f" {address_of(listener)}"
             print(f"Loading {settings.model} ...{where}", file=sys.stderr, flush=True)
         if settings.replicas is not None:
-            from radixcache.runtime.replicas import deploy
+            from radixcache.runtime.router import deploy
 
             engine, grace = _given(settings, _ENGINE), settings.shutdown_timeout
             deploy.run(engine, options, settings.replicas, listener, grace)
             return 0
-        from radixcache.runtime.server.loading import Loading
+        from radixcache.runtime.server.http.loading import Loading
 
         with Loading(options, listener, settings.shutdown_timeout) as server:
             with progress.watch(server.report):
@@ -229,7 +229,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     """Ask a running server; takes neither torch nor a model."""
     from radixcache.runtime.engine.explain import summarise
-    from radixcache.runtime.server import client
+    from radixcache.runtime.server.http import client
 
     body = _meant(args)
     if args.cache_salt is not None:

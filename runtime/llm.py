@@ -27,30 +27,30 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
-from radixcache.runtime.engine.guides import Grammar, Guides
-from radixcache.runtime.engine.kept_logits import KEPT_BYTES
+from radixcache.runtime.engine.logits_cache import KEPT_BYTES
+from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as Completion
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.engine.worker import Job, News, Worker, answer
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from radixcache.runtime.model.decode_graphs import bytes_beside_pages
+from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.system_memory import give_back, resident_bytes
-from radixcache.runtime.prefixes import NamedPrefix, NamedPrefixes
+from radixcache.runtime.sampling.grammar import Grammar, Guides
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import format_memory
-from radixcache.runtime.text.answer_parser import AnswerParser
-from radixcache.runtime.text.history import TokenHistory, TokenisedText
-from radixcache.runtime.text.tokenizer import Message, Tokenizer
-from radixcache.runtime.text.tool_calls import check_tools
-from radixcache.runtime.text.turns import Turns, thoughts_of
-from radixcache.runtime.worker import Job, News, Worker, answer
+from radixcache.runtime.tokens.conversation import Turns, thoughts_of
+from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
+from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.runtime.tokens.tool_calls import check_tools
+from radixcache.runtime.tokens.tool_parser import AnswerParser
 
 T = TypeVar("T")
 
@@ -659,7 +659,7 @@ def _load(path: str, dtype: str, device: str, exact: bool, ranks: int) -> PagedM
     """
     load: Callable[[], PagedModel]
     if ranks > 1:  # imports transformers' layers
-        from radixcache.runtime.model.parallel import load_parallel
+        from radixcache.runtime.model.parallel.load import load_parallel
 
         load = partial(load_parallel, path, ranks, dtype, device)
     else:

@@ -27,7 +27,7 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model.stock_model import StockModel
+from radixcache.runtime.model.transformers_model import StockModel
 
 NEAR = 5e-2
 """Two logits closer than this share of their row's range are a tie in bfloat16; a wrong page moves

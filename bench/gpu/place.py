@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from radixcache.bench.gpu.report import NotRun
 from radixcache.bench.gpu.sizes import FULL, Sizes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
-from radixcache.runtime.model import decode_graphs
+from radixcache.runtime.model import cuda_graphs as decode_graphs
 
 Work = Callable[[], Any]
 

@@ -18,8 +18,8 @@ import numpy as np
 from radixcache.base import PrefixCache
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.sampling.params import SamplingParams
 
 
 @dataclass

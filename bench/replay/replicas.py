@@ -25,7 +25,7 @@ from radixcache.bench.schemes.routing import RULES, Asked
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.runtime.routing.policy import Router
+from radixcache.runtime.router.policy import Router
 
 _SESSION = 1024
 """Tokens by which prompts are told apart that belong to no conversation."""

@@ -14,7 +14,7 @@ from random import Random
 from typing import NamedTuple
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.routing.policy import Standing, preference
+from radixcache.runtime.router.policy import Standing, preference
 
 
 class Asked(NamedTuple):

@@ -17,7 +17,7 @@ from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from radixcache.runtime.text.tokenizer import Tokenizer
+    from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 DEFAULT = ("chat", "few-shot", "best-of-n", "documents")
 """One for each reason: turns whose ends fill no block, questions after the same examples, samples
@@ -77,7 +77,7 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     if args.model is None and args.level == "index":
         return None
     from radixcache.runtime.files import BUNDLED_MODEL
-    from radixcache.runtime.text.tokenizer import Tokenizer
+    from radixcache.runtime.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model or str(BUNDLED_MODEL))
     if tokenizer is None:

@@ -13,7 +13,7 @@ from radixcache.bench.workloads.loaders import as_json
 from radixcache.bench.workloads.workload import Tokens
 
 if TYPE_CHECKING:
-    from radixcache.runtime.text.tokenizer import Tokenizer
+    from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 """As chat templates take it: its content is a text."""
@@ -47,7 +47,7 @@ class Templated:
     how = "in the model's chat template"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        from radixcache.runtime.text.history import TokenHistory
+        from radixcache.runtime.tokens.history import TokenHistory
 
         self._tokenizer = tokenizer
         self._history = TokenHistory(tokenizer)

@@ -19,18 +19,18 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
-from radixcache.runtime.engine.editor import Editor
-from radixcache.runtime.engine.edits import NOTHING_LEFT, Edits
-from radixcache.runtime.engine.guides import GuideBroken, Guides, mask
-from radixcache.runtime.engine.kept_logits import KeptLogits, prompt_key
-from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
+from radixcache.runtime.engine.logits_cache import KeptLogits, prompt_key
+from radixcache.runtime.engine.logits_processors import Editor
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.engine.sampler import sample, top_logprobs
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
-from radixcache.runtime.model.decode_graphs import DecodeGraphs
+from radixcache.runtime.model.cuda_graphs import DecodeGraphs
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.sampling.grammar import GuideBroken, Guides, mask
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.penalties import NOTHING_LEFT, Edits
+from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
+from radixcache.runtime.sampling.sampler import sample, top_logprobs
 
 NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
 """Why a sequence fails."""

@@ -11,19 +11,19 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
-from radixcache.runtime.engine.edits import Edits
 from radixcache.runtime.engine.explain import Miss
-from radixcache.runtime.engine.kept_logits import PromptKey, prompt_key
+from radixcache.runtime.engine.logits_cache import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from radixcache.runtime.engine.sampling import SamplingParams
-from radixcache.runtime.text.detokenizer import Detokenizer
-from radixcache.runtime.text.stops import StopStrings
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.penalties import Edits
+from radixcache.runtime.tokens.detokenizer import Detokenizer
+from radixcache.runtime.tokens.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     import torch
 
-    from radixcache.runtime.engine.guides import Guide
-    from radixcache.runtime.engine.prompt_logprobs import PromptLogprobs
+    from radixcache.runtime.sampling.grammar import Guide
+    from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 
 PHASES = ("queue", "prefill", "decode")

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.runtime.engine.kept_logits import KeptLogits, PromptKey
+from radixcache.runtime.engine.logits_cache import KeptLogits, PromptKey
 from radixcache.runtime.engine.request import Request, Sequence
 
 Policy = Literal["longest-prefix", "fcfs"]

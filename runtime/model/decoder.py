@@ -21,9 +21,9 @@ from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.architecture import Architecture, Unknown
-from radixcache.runtime.model.choice import choose_operations
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.operations import Layer, Loaded, Weight
+from radixcache.runtime.model.operations.base import Layer, Loaded, Weight
+from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import track
 

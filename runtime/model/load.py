@@ -20,23 +20,23 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model import exact as exactness
-from radixcache.runtime.model import gate
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.gguf_checkpoint import GGUFCheckpoint, open_gguf
-from radixcache.runtime.model.gguf_config import (
+from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from radixcache.runtime.model.gguf.config import (
     generation_config_of,
     settings_of,
     with_rope_factors,
 )
-from radixcache.runtime.model.linear import pack_linears
+from radixcache.runtime.model.operations.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 
 if TYPE_CHECKING:
-    from radixcache.runtime.model.stock_model import StockModel
+    from radixcache.runtime.model.transformers_model import StockModel
 
 _log = logging.getLogger("radixcache")
 
@@ -217,9 +217,9 @@ def load_stock(
     report("importing transformers' layers")
     from transformers import AutoModelForCausalLM
 
-    from radixcache.runtime.model.exact_layers import make_exact
-    from radixcache.runtime.model.local_linear import take_local
-    from radixcache.runtime.model.stock_model import StockModel
+    from radixcache.runtime.model.operations.exact import make_exact
+    from radixcache.runtime.model.parallel.row_parallel_linear import take_local
+    from radixcache.runtime.model.transformers_model import StockModel
 
     config = load_config(name_or_path)
     parallel: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from radixcache.kernels.native.library import problem
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
-    from radixcache.runtime.model.ranks import Ranks
+    from radixcache.runtime.model.parallel.workers import Ranks
 
 
 class PagedModel(ABC):

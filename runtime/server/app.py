@@ -11,20 +11,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.server import (
-    cache,
-    chat,
-    completions,
-    errors,
-    explain,
-    guards,
-    messages,
-    prefixes,
-    responses,
-    static,
-)
-from radixcache.runtime.server.access import ADMINISTRATOR
-from radixcache.runtime.server.answers import (
+from radixcache.runtime.server.admin import cache, explain, prefixes
+from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.admin.queries import QUERY
+from radixcache.runtime.server.api import anthropic_messages as messages
+from radixcache.runtime.server.api import openai_chat as chat
+from radixcache.runtime.server.api import openai_completions as completions
+from radixcache.runtime.server.api import openai_responses as responses
+from radixcache.runtime.server.api.response_store import Pasts
+from radixcache.runtime.server.http import errors, guards
+from radixcache.runtime.server.http.access import ADMINISTRATOR
+from radixcache.runtime.server.http.bodies import BodyRoute
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.observe.metrics import EngineState
+from radixcache.runtime.server.observe.request_log import REQUEST_ID
+from radixcache.runtime.server.protocol.answers import (
     Detokenized,
     Error,
     Health,
@@ -32,21 +33,15 @@ from radixcache.runtime.server.answers import (
     ModelList,
     Tokenized,
 )
-from radixcache.runtime.server.backend import (
+from radixcache.runtime.server.protocol.openai import DetokenizeRequest, TokenizeRequest
+from radixcache.runtime.server.serving import (
     Backend,
     BackendDep,
     client_of,
     plain_messages,
 )
-from radixcache.runtime.server.bodies import BodyRoute
-from radixcache.runtime.server.errors import ApiError
-from radixcache.runtime.server.metrics import EngineState
-from radixcache.runtime.server.past import Pasts
-from radixcache.runtime.server.queries import QUERY
-from radixcache.runtime.server.request_log import REQUEST_ID
-from radixcache.runtime.server.requests import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.server.settings import Options
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
 """What probes, Prometheus and the page ask for all the time."""

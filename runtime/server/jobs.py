@@ -1,7 +1,7 @@
 """The jobs of a server's clients, on the event loop; the engine is on a thread of its own.
 
 What a step has brought goes from that thread to the loop in one call, however many clients wait for
-it (see `radixcache.runtime.worker`).
+it (see `radixcache.runtime.engine.worker`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from radixcache.errors import EngineStopped
-from radixcache.runtime import worker
+from radixcache.runtime.engine import worker
 from radixcache.runtime.engine.outputs import Delta, RequestOutput
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.server.errors import ApiError, as_api_error
-from radixcache.runtime.server.metrics import Metrics
-from radixcache.runtime.worker import News, Worker
+from radixcache.runtime.engine.worker import News, Worker
+from radixcache.runtime.server.http.errors import ApiError, as_api_error
+from radixcache.runtime.server.observe.metrics import Metrics
 
 if TYPE_CHECKING:  # it needs packages that most servers do without
-    from radixcache.runtime.server.tracing import Tracing
+    from radixcache.runtime.server.observe.tracing import Tracing
 
 T = TypeVar("T")
 

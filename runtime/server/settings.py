@@ -21,8 +21,8 @@ from pydantic_settings import (
 )
 
 from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import parse_memory
 
 _PREFIX = "RADIXCACHE_"

@@ -15,7 +15,7 @@ import httpx2 as httpx
 import pytest
 from openai import AsyncOpenAI
 
-from radixcache.runtime.server.listener import listen
+from radixcache.runtime.server.http.listener import listen
 
 KEY, ADMIN = "a client's key", "the admin's key"
 KV_TOKENS = 4096

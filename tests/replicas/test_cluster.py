@@ -19,7 +19,7 @@ CONFIG = Path("docs/deploy/serve_config.yaml")
 SCRIPT = """
 import sys, ray, yaml, httpx2 as httpx
 from ray import serve
-from radixcache.runtime.replicas.cluster import build
+from radixcache.runtime.router.cluster import build
 
 ray.init(num_cpus=4, include_dashboard=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
@@ -42,7 +42,7 @@ def test_it_serves_behind_serves_proxy():
     import ray  # noqa: F401 (or there is nothing to try)
 
     (application,) = yaml.safe_load(CONFIG.read_text())["applications"]
-    assert application["import_path"] == "radixcache.runtime.replicas.cluster:build"
+    assert application["import_path"] == "radixcache.runtime.router.cluster:build"
     args = {name: application["args"][name] for name in ("kv-memory", "replicas")}
     args |= {"kv-memory": KV_TOKENS * 4096, "replicas": 2, "device": "cpu"}
     command = [sys.executable, "-c", SCRIPT, str(free_port()), yaml.safe_dump(args)]
@@ -51,7 +51,7 @@ def test_it_serves_behind_serves_proxy():
 
 
 def test_what_makes_no_sense_is_refused_in_one_sentence():
-    from radixcache.runtime.replicas.cluster import build
+    from radixcache.runtime.router.cluster import build
 
     with pytest.raises(InvalidRequest, match="port is not for"):
         build({"port": 1})

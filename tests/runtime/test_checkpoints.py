@@ -17,7 +17,7 @@ import pytest
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.gguf_files import write_model
 from tests.models import tiny_model
 

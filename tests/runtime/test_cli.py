@@ -18,8 +18,8 @@ from radixcache.kernels.native.library import problem
 from radixcache.runtime import cli
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
-from radixcache.runtime.engine.sampling import SamplingParams
 from radixcache.runtime.model import exact
+from radixcache.runtime.sampling.params import SamplingParams
 
 QUESTION = "Question: How old is Nora Lund? Your answer:"
 

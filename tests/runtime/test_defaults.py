@@ -13,7 +13,7 @@ from radixcache.errors import ContextExceeded
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
 from radixcache.runtime.files import split_gguf
-from radixcache.runtime.server.backend import Backend
+from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.server.settings import Options, read_settings
 from tests.models import tiny_model
 from tests.runtime.server.live import live

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from radixcache import LLM
-from radixcache.runtime.text.call_formats import find_format, knows_tools
-from radixcache.runtime.text.generic_tools import tell_tools
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.tokens.generic_tools import tell_tools
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tool_formats import find_format, knows_tools
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, live
 from tests.scripted import make_tokenizer

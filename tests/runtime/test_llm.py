@@ -18,10 +18,10 @@ import torch
 
 import radixcache
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams
-from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.llm import Prompt
-from radixcache.runtime.text.detokenizer import Detokenizer
-from radixcache.runtime.text.stops import StopStrings
+from radixcache.runtime.sampling.sampler import sample, top_logprobs
+from radixcache.runtime.tokens.detokenizer import Detokenizer
+from radixcache.runtime.tokens.stops import StopStrings
 from tests.models import BYTES_PER_TOKEN, tiny_model
 
 SEED = 20_261_121

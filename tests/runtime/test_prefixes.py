@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
-from radixcache.runtime import prefixes
-from radixcache.runtime.prefixes import NamedPrefixes
+from radixcache.runtime.engine import named_prefixes as prefixes
+from radixcache.runtime.engine.named_prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
 from tests.models import BYTES_PER_TOKEN, tiny_model
 

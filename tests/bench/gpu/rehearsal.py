@@ -20,8 +20,8 @@ from radixcache.bench.gpu.sizes import SMALL
 from radixcache.kernels import cascade
 from radixcache.runtime import cli
 from radixcache.runtime.engine import engine as engine_module
-from radixcache.runtime.model import decode_graphs
-from radixcache.runtime.worker import Worker
+from radixcache.runtime.engine.worker import Worker
+from radixcache.runtime.model import cuda_graphs as decode_graphs
 from tests.kernels.stand_in import pretend_gpu
 from tests.pretend_cuda import CUDA, Device
 from tests.runtime.server.live import live

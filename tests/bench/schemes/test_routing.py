@@ -8,7 +8,7 @@ import pytest
 
 from radixcache.bench.schemes.routing import RULES, Asked, find_rules
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.routing.policy import QUEUED, Standing
+from radixcache.runtime.router.policy import QUEUED, Standing
 
 
 def chosen(rule: str, *standings: tuple[int, int, int], session: int = 0, seed: int = 0) -> int:

@@ -12,7 +12,7 @@ from radixcache.bench.workloads.requests import load_requests
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.bench.workloads.test_loaders import CALLED, HISTORY, encode, write
 
 PLAIN = Joined(encode)

@@ -14,7 +14,7 @@ from radixcache.runtime.demo import play
 from radixcache.runtime.demo.play import Totals, Turn
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE, read_table
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.forks import Forked, radixcache
 
 

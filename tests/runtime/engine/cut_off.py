@@ -32,9 +32,9 @@ from radixcache import (
 )
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.sampling.grammar import Guides
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import VOCAB, HashModel, HashPool, greedy
 

@@ -15,10 +15,10 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.kernels.upload import send
-from radixcache.runtime.engine.editor import Editor
-from radixcache.runtime.engine.edits import NOTHING_LEFT, Edits
 from radixcache.runtime.engine.engine import NOT_A_NUMBER, Engine
+from radixcache.runtime.engine.logits_processors import Editor
 from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.sampling.penalties import NOTHING_LEFT, Edits
 from tests import engines
 from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model

@@ -18,8 +18,8 @@ from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.llm import LLM, Prompt
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.text.detokenizer import Detokenizer
-from radixcache.runtime.text.stops import StopStrings
+from radixcache.runtime.tokens.detokenizer import Detokenizer
+from radixcache.runtime.tokens.stops import StopStrings
 from tests.cover import covering, seeds
 from tests.engines import (
     Layers,

@@ -33,7 +33,7 @@ from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import REASONS, Explainer, Miss, find_rejoin, table_of
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.engines import finish
 from tests.models import BYTES_PER_TOKEN, tiny_model
 from tests.scripted import make_tokenizer

@@ -19,16 +19,16 @@ from pydantic import BaseModel
 
 from radixcache import Busy, InvalidRequest, PagePool, RadixCache, SamplingParams, Structured
 from radixcache.runtime.engine import engine as engine_module
-from radixcache.runtime.engine import grammar_compiler
-from radixcache.runtime.engine import guides as guides_module
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.forced_length import MAX_FORCED_BYTES, forced_length
-from radixcache.runtime.engine.guides import Guides
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.system_memory import resident_bytes
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.sampling import grammar as guides_module
+from radixcache.runtime.sampling import grammar_compiler
+from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
+from radixcache.runtime.sampling.grammar import Guides
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import HashModel, HashPool, logits_after
 from tests.schemas import random_schema

@@ -17,7 +17,7 @@ import torch
 
 from radixcache import LLM, HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.kept_logits import KEPT_BYTES, KeptLogits, prompt_key
+from radixcache.runtime.engine.logits_cache import KEPT_BYTES, KeptLogits, prompt_key
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.cover import seeds

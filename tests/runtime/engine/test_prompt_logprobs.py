@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from radixcache import LLM, InvalidRequest, SamplingParams
-from radixcache.runtime.engine import prompt_logprobs
-from radixcache.runtime.engine.prompt_logprobs import SCORE, ScoredPrompts
 from radixcache.runtime.engine.request import Request
+from radixcache.runtime.sampling import prompt_logprobs
+from radixcache.runtime.sampling.prompt_logprobs import SCORE, ScoredPrompts
 from tests.cover import covering, seeds
 from tests.engines import (
     assert_no_page_is_lost,

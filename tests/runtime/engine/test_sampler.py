@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from radixcache import SamplingParams
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
-from radixcache.runtime.engine import sampler
-from radixcache.runtime.engine.sampler import sample
+from radixcache.runtime.sampling import sampler
+from radixcache.runtime.sampling.sampler import sample
 from tests.kernels.stand_in import Gpu, pretend_gpu
 
 SEED = random.randrange(1 << 30)

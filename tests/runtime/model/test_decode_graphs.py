@@ -18,8 +18,9 @@ from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine import engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model import decode_graphs, kv_pool
-from radixcache.runtime.model.decode_graphs import DecodeGraphs, batch_sizes, pad
+from radixcache.runtime.model import cuda_graphs as decode_graphs
+from radixcache.runtime.model import kv_pool
+from radixcache.runtime.model.cuda_graphs import DecodeGraphs, batch_sizes, pad
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines

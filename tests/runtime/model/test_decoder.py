@@ -17,14 +17,15 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import decoder, operations, reference
+from radixcache.runtime.model import decoder, reference
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.native_operations import NativeOperations
-from radixcache.runtime.model.operations import Loaded, Operations, PlainProduct, join
-from radixcache.runtime.model.stock_model import StockModel
+from radixcache.runtime.model.operations import base as operations
+from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct, join
+from radixcache.runtime.model.operations.native import NativeOperations
+from radixcache.runtime.model.transformers_model import StockModel
 from tests.models import EOS, NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,

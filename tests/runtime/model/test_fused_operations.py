@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.model.decode_graphs import DecodeGraphs
+from radixcache.runtime.model.cuda_graphs import DecodeGraphs
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.stock_model import StockModel
+from radixcache.runtime.model.transformers_model import StockModel
 from tests.kernels.stand_in import Gpu, pretend_gpu
 from tests.models import tiny_model
 from tests.runtime.model.test_paged_model import (

@@ -17,10 +17,11 @@ from radixcache import LLM, ModelError
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.gguf_file import GGUFFile
-from radixcache.runtime.model import gguf_blocks, load
-from radixcache.runtime.model.gguf_blocks import read_tensor
-from radixcache.runtime.model.gguf_checkpoint import GGUFCheckpoint, open_gguf
-from radixcache.runtime.model.gguf_config import generation_config_of, settings_of
+from radixcache.runtime.model import load
+from radixcache.runtime.model.gguf import blocks as gguf_blocks
+from radixcache.runtime.model.gguf.blocks import read_tensor
+from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from radixcache.runtime.model.gguf.config import generation_config_of, settings_of
 from radixcache.runtime.model.load import load_model
 from tests.gguf_files import (
     SIZES,

@@ -10,9 +10,9 @@ from torch import nn
 
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
-from radixcache.runtime.model import linear
-from radixcache.runtime.model.linear import NativeLinear, pack_linears
 from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.operations import linear
+from radixcache.runtime.model.operations.linear import NativeLinear, pack_linears
 from tests.models import tiny_model
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))

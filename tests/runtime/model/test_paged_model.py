@@ -21,7 +21,7 @@ from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.stock_model import StockModel
+from radixcache.runtime.model.transformers_model import StockModel
 from tests.cover import covering_of
 from tests.models import (
     BYTES_PER_TOKEN,

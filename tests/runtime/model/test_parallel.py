@@ -29,10 +29,12 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
-from radixcache.runtime.model import local_linear, parallel, ranks
-from radixcache.runtime.model.linear import NativeLinear
-from radixcache.runtime.model.ranks import Ranks, as_rank_0, join
-from radixcache.runtime.model.stock_model import StockModel
+from radixcache.runtime.model.operations.linear import NativeLinear
+from radixcache.runtime.model.parallel import load as parallel
+from radixcache.runtime.model.parallel import row_parallel_linear as local_linear
+from radixcache.runtime.model.parallel import workers as ranks
+from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
+from radixcache.runtime.model.transformers_model import StockModel
 from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
 

@@ -12,10 +12,10 @@ import pytest
 
 from radixcache import LLM
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.server import access, serve
-from radixcache.runtime.server.access import Access
 from radixcache.runtime.server.app import create_app
-from radixcache.runtime.server.listener import listen
+from radixcache.runtime.server.http import access, serve
+from radixcache.runtime.server.http.access import Access
+from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.settings import Options
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error

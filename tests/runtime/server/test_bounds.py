@@ -13,9 +13,9 @@ import pytest
 
 from radixcache import LLM, Structured
 from radixcache.errors import Busy
-from radixcache.runtime.server import bodies
-from radixcache.runtime.server.errors import ApiError
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.server.http import bodies
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server.live import LiveServer, ask, live
 
 MANY = bodies.MAX_VALUES + 1
@@ -175,7 +175,7 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
 
 
 def test_too_many_new_structures_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from radixcache.runtime.server import backend
+    from radixcache.runtime.server import serving as backend
 
     monkeypatch.setattr(backend, "MAX_COMPILING", 0)
     body = {"prompt": "a", "structured_outputs": {"regex": "never seen"}}
@@ -195,7 +195,7 @@ def test_too_many_new_structures_are_told_to_come_again(monkeypatch: pytest.Monk
 def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from radixcache.runtime.engine import guides
+    from radixcache.runtime.sampling import grammar as guides
 
     def broken(*_: Any) -> None:
         raise guides.GuideBroken("the structure cannot be followed: too many items")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from radixcache import LLM
-from radixcache.runtime.server.search import search
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.server.admin.search import search
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.snapshot import Spelled
 from tests.runtime.server.live import SYSTEM, LiveServer, ask, live
 from tests.runtime.server.test_errors import assert_error

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from radixcache import LLM, InvalidRequest
-from radixcache.runtime.server.requests import (
+from radixcache.runtime.server.protocol.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     PrefixRequest,
 )
-from radixcache.runtime.server.responses_bodies import ResponsesRequest
+from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from radixcache.runtime.server.settings import Options
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live

@@ -14,8 +14,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from radixcache import LLM
-from radixcache.runtime.server import deadline, serve
-from radixcache.runtime.text.tokenizer import Tokenizer
+from radixcache.runtime.server.http import deadline, serve
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 from tests.runtime.server.test_lifecycle import COMPLETIONS, streaming

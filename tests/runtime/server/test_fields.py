@@ -14,9 +14,9 @@ from openai.resources.completions import Completions as CompletionResource
 from openai.types.chat import ChatCompletionStreamOptionsParam
 
 from radixcache import SamplingParams
-from radixcache.runtime.server.fields import Asked
-from radixcache.runtime.server.requests import ChatRequest, CompletionRequest, StreamOptions
-from radixcache.runtime.server.unsupported import HARMLESS
+from radixcache.runtime.server.protocol.fields import Asked
+from radixcache.runtime.server.protocol.openai import ChatRequest, CompletionRequest, StreamOptions
+from radixcache.runtime.server.protocol.unsupported import HARMLESS
 from tests.runtime.server.live import LiveServer, ask
 from tests.runtime.server.test_errors import assert_error
 from tests.runtime.server.test_openai_client import ANSWER, PROMPT, QUESTION

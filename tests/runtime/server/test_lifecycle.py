@@ -21,8 +21,8 @@ import pytest
 from radixcache import LLM
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
+from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
 from radixcache.runtime.server.settings import Options
-from radixcache.runtime.worker import MAX_FAILED_STEPS
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live

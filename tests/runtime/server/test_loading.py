@@ -20,10 +20,10 @@ from radixcache import LLM
 from radixcache.errors import ModelError
 from radixcache.runtime import cli
 from radixcache.runtime.model import progress
-from radixcache.runtime.server import static
+from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.app import create_app
-from radixcache.runtime.server.listener import address_of, listen
-from radixcache.runtime.server.loading import Loading
+from radixcache.runtime.server.http.listener import address_of, listen
+from radixcache.runtime.server.http.loading import Loading
 from radixcache.runtime.server.settings import Options
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import LLM
-from radixcache.runtime.server.metrics import VLLM
+from radixcache.runtime.server.observe.metrics import VLLM
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import streaming
 

@@ -8,9 +8,9 @@ import uuid
 import numpy as np
 
 from radixcache import SamplingParams
-from radixcache.runtime.server.past import Past, Pasts, compare
-from radixcache.runtime.server.turn import Turn
-from radixcache.runtime.text.tool_calls import Tool
+from radixcache.runtime.server.api.chat_turn import Turn
+from radixcache.runtime.server.api.response_store import Past, Pasts, compare
+from radixcache.runtime.tokens.tool_calls import Tool
 
 
 def make(*texts: str, salt: str | None = None, prompt: str = "", **more: object) -> Past:

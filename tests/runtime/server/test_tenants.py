@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
-from radixcache.runtime.server import cache as cache_routes
+from radixcache.runtime.server.admin import cache as cache_routes
 from tests.runtime.server.live import SYSTEM, LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 

@@ -30,7 +30,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from radixcache.runtime.server import tracing
+from radixcache.runtime.server.observe import tracing
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -233,7 +233,7 @@ def test_without_being_asked_for_there_are_none(llm: LLM):
         for imported in imports(path):
             if imported.top == "opentelemetry":
                 assert path.name == "tracing.py"
-            if imported.name == "radixcache.runtime.server.tracing":
+            if imported.name == "radixcache.runtime.server.observe.tracing":
                 assert imported.lazy, path
 
 

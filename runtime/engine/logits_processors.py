@@ -1,0 +1,126 @@
+"""Makes the edits that requests want in the logits, before a token is chosen.
+
+Each row is changed for itself, so that a request's tokens do not depend on its company. What a
+sequence has said is counted in a table on the device, to which each step adds the token of the step
+before: that one may not be known on the host yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.kernels.upload import send
+from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.sampling.params import SamplingParams
+
+
+class Editor:
+    """Makes the edits of an engine's requests."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Count anew: a step was undone, or nobody asks any more."""
+        self._counted: dict[Sequence, int] = {}
+        """How many tokens each row of the table stands for."""
+        self._table: torch.Tensor | None = None
+
+    def edit(
+        self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The logits to choose from: `logits` itself if nobody asks for edits, else a copy.
+
+        Args:
+            logits: [R, vocab] float32.
+            latest: [R] each sequence's last token, on the device; None if the host knows them.
+        """
+        asking = {row: own for row, s in enumerate(sequences) if (own := s.request.edits)}
+        if not asking:
+            if self._counted:
+                self.forget()
+            return logits
+        rows, edits = send([*asking], logits.device), [*asking.values()]
+        part, some = logits[rows], [sequences[row] for row in asking]
+        _allow(part, [one.allowed for one in edits])
+        counts = [s.num_computed - len(s.request.prompt_token_ids) for s in some]
+        said = zip(edits, some, counts, strict=True)
+        _add(part, [one.biases(s.generated, count) for one, s, count in said])
+        if any(one.penalises for one in edits):
+            table = self._count(some, None if latest is None else latest[rows], part)
+            part = _penalise(part, table, [one.params for one in edits])
+        return logits.index_copy(0, rows, part)
+
+    def _count(
+        self, sequences: list[Sequence], latest: torch.Tensor | None, like: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, vocab] int32: twice how often each token was generated; odd if the prompt has it."""
+        device, vocab = like.device, like.shape[1]
+        row = {s: i for i, (s, n) in enumerate(self._counted.items()) if n + 1 == s.num_computed}
+        table = self._table
+        if table is None or [*row] != sequences or len(row) < len(self._counted):
+            kept = {s: table[i] for s, i in row.items()} if table is not None else {}
+            table = torch.stack(
+                [kept[s] if s in kept else send(_on_host(s, vocab), device) for s in sequences]
+            )
+        if latest is None:
+            latest = send([s.tokens.item(s.num_computed - 1) for s in sequences], device)
+        more = send([2 * (s in row) for s in sequences], device, torch.int32)
+        table.index_put_((torch.arange(len(table), device=device), latest), more, accumulate=True)
+        self._table, self._counted = table, {s: s.num_computed for s in sequences}
+        return table
+
+
+def _on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
+    """A row of `_count`."""
+    prompt = sequence.request.prompt_token_ids
+    said = sequence.tokens[len(prompt) : sequence.num_computed]
+    counts = 2 * np.bincount(said, minlength=vocab).astype(np.int32)
+    counts[prompt] |= 1
+    return counts
+
+
+def _allow(part: torch.Tensor, ids: list[NDArray[np.int64]]) -> None:
+    """Forbid, in place, all but the allowed tokens of rows that name some."""
+    named = [row for row, some in enumerate(ids) if len(some)]
+    if named:
+        at = _places(ids, part.device)
+        kept = part[at]
+        part.index_fill_(0, send(named, part.device), -torch.inf).index_put_(at, kept)
+
+
+def _add(part: torch.Tensor, biases: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
+    """Add each row's biases in place."""
+    values = np.concatenate([values for _, values in biases])
+    if len(values):
+        at = _places([ids for ids, _ in biases], part.device)
+        part.index_put_(at, send(values, part.device), accumulate=True)
+
+
+def _places(
+    ids: list[NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and columns of the logits of these token ids, by row."""
+    rows = np.repeat(range(len(ids)), [len(some) for some in ids])
+    rows, columns = send(np.stack((rows, np.concatenate(ids))), device)
+    return rows, columns
+
+
+def _penalise(
+    logits: torch.Tensor, counts: torch.Tensor, params: list[SamplingParams]
+) -> torch.Tensor:
+    """[R, vocab] logits by what `counts` of `_count` says of each token."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return send(values, logits.device, logits.dtype)[:, None]
+
+    repetition = column([min(max(p.repetition_penalty, 1e-30), 1e30) for p in params])
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    said = counts >> 1
+    return (
+        torch.where(counts > 0, repeated, logits)
+        - column([p.frequency_penalty for p in params]) * said
+        - column([p.presence_penalty for p in params]) * (said > 0)
+    )

@@ -1,0 +1,192 @@
+"""Named prefixes: texts whose KV stays, for prompts that begin with them by name."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from radixcache.base import Tokens, TokensLike, as_tokens
+from radixcache.errors import InvalidRequest, PinError
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.engine.engine import Engine
+
+MAX_PREFERRED = 256
+"""Of one salt. They may share all of their pages, and each is looked at by each that comes."""
+
+
+@dataclass(frozen=True, eq=False)
+class NamedPrefix:
+    """A pinned prefix.
+
+    Attributes:
+        expires: when it is unpinned, in the seconds of `time.monotonic`; None is never.
+        yields: it is unpinned as soon as anything else needs its pages.
+    """
+
+    name: str
+    tokens: Tokens
+    cache_salt: str | None
+    expires: float | None
+    yields: bool = False
+
+
+class NamedPrefixes:
+    """The named prefixes of one engine. A prefix whose time is over is gone at the next call.
+
+    Each salt, and no salt, has names of its own, and `PrefixCache.pin_share` pages to pin. To pin
+    one is `prepare`, steps of the engine until that request is finished, and `keep`, all on the
+    engine's thread.
+
+    Args:
+        now: seconds from any fixed moment.
+    """
+
+    def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._now = now
+        self._prefixes: dict[tuple[str | None, str], NamedPrefix] = {}
+        engine.scheduler.on_no_room = self.drop_yielding
+
+    def prepare(
+        self,
+        name: str,
+        tokens: TokensLike,
+        *,
+        lifetime: float | None = None,
+        cache_salt: str | None = None,
+        client: Hashable = None,
+    ) -> Request:
+        """Queue the request of a client that computes what `keep` then pins.
+
+        Raises:
+            PinError: the salt has that name.
+            InvalidRequest: the tokens are no prompt that the engine could run.
+        """
+        self.drop_expired()
+        if (cache_salt, name) in self._prefixes:
+            raise PinError(f"a prefix named {name!r} is pinned already")
+        if lifetime is not None and not lifetime > 0:
+            raise InvalidRequest(f"lifetime must be above 0 seconds, not {lifetime!r}")
+        self.make_room(len(as_tokens(tokens)) + 1)
+        one_token = SamplingParams(temperature=0, max_tokens=1)
+        return self._engine.add_request(tokens, one_token, namespace=cache_salt, client=client)
+
+    def keep(self, name: str, request: Request, *, lifetime: float | None = None) -> NamedPrefix:
+        """Pin the prompt of a finished request of `prepare`; its lifetime begins.
+
+        Raises:
+            PinError: the request failed, its KV was evicted in the meantime, the salt has that name
+                by now, or there are too few pages left to pin.
+        """
+        if request.error is not None:
+            raise PinError(f"{name!r} cannot be computed: {request.error}")
+        tokens, cache_salt = request.prompt_token_ids, cast(str | None, request.namespace)
+        try:
+            self._engine.cache.pin(name, tokens, cache_salt)
+        except PinError:
+            self.drop_yielding()
+            self._engine.cache.pin(name, tokens, cache_salt)
+        expires = None if lifetime is None else self._now() + lifetime
+        prefix = self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires)
+        return prefix
+
+    def prefer(self, tokens: TokensLike, lifetime: float, cache_salt: str | None = None) -> None:
+        """Pin cached tokens for `lifetime` seconds if, and as long as, nothing else needs the room.
+
+        That is, no request and no other pin is refused, fails or ends sooner for it. It takes the
+        place of those of the same kind that it begins with and outlives. Its name is made of its
+        tokens. Of more than `MAX_PREFERRED`, the one that was asked for longest ago goes.
+        """
+        tokens, expires = as_tokens(tokens), self._now() + lifetime
+        name = f"cache_control.{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}"
+        self.drop_expired()
+        same = self._prefixes.get((cache_salt, name))
+        if same is None:
+            try:
+                self._engine.cache.pin(name, tokens, cache_salt)
+            except PinError:
+                return
+        elif same.expires is not None:
+            expires = max(expires, same.expires)
+        self._prefixes.pop((cache_salt, name), None)
+        self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires, True)
+        others = [p for p in self._prefixes.values() if p.yields and p.cache_salt == cache_salt]
+        if len(others) > MAX_PREFERRED:
+            self._drop(others.pop(0))
+        for old in others:
+            length = len(old.tokens)
+            if length < len(tokens):
+                outlived = old.expires is not None and old.expires <= expires
+                if outlived and np.array_equal(old.tokens, tokens[:length]):
+                    self._drop(old)
+        open_sequences = self._engine.scheduler.open
+        self.make_room(max((sequence.max_length for sequence in open_sequences), default=0))
+
+    def make_room(self, num_tokens: int) -> None:
+        """Drop all that yields if a sequence of so many tokens might not fit beside what is pinned.
+
+        To be called before a request is added to the engine.
+        """
+        if any(prefix.yields for prefix in self._prefixes.values()):
+            pool, cache = self._engine.kv_pool, self._engine.cache
+            num_pages = -(-min(num_tokens, self._engine.model.max_context) // pool.page_size)
+            if num_pages + 1 + cache.pinned_pages > pool.num_pages:  # one for a branch in mid-page
+                self.drop_yielding()
+
+    def drop_yielding(self) -> bool:
+        """Unpin what `prefer` has pinned; whether there was any."""
+        yielding = [prefix for prefix in self._prefixes.values() if prefix.yields]
+        for prefix in yielding:
+            self._drop(prefix)
+        return bool(yielding)
+
+    def unpin(self, name: str, cache_salt: str | None = None) -> None:
+        """Let a prefix be evicted like any other; `PinError` if the salt has none of that name."""
+        self._drop(self.find(name, cache_salt))
+
+    def find(self, name: str, cache_salt: str | None = None) -> NamedPrefix:
+        """The salt's prefix of that name; `PinError` if there is none.
+
+        A cache that was broken has forgotten its pins: one whose tokens are cached again by now is
+        pinned again.
+        """
+        self.drop_expired()
+        if (cache_salt, name) not in self._prefixes:
+            whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
+            raise PinError(f"no prefix named {name!r} is pinned {whose}")
+        prefix = self._prefixes[cache_salt, name]
+        if (cache_salt, name) not in self._engine.cache.pins:
+            with suppress(PinError):
+                self._engine.cache.pin(name, prefix.tokens, cache_salt)
+        return prefix
+
+    def list(self) -> list[NamedPrefix]:
+        """Those of all salts, oldest first."""
+        self.drop_expired()
+        return [*self._prefixes.values()]
+
+    def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
+        """The tokens of the prefix, and `tokens` after them."""
+        return np.concatenate((self.find(name, cache_salt).tokens, as_tokens(tokens)))
+
+    def drop_expired(self) -> None:
+        """Unpin those whose time is over. O(prefixes)."""
+        now = self._now()
+        for prefix in [*self._prefixes.values()]:
+            if prefix.expires is not None and prefix.expires <= now:
+                self._drop(prefix)
+
+    def _drop(self, prefix: NamedPrefix) -> None:
+        name, salt = prefix.name, prefix.cache_salt
+        del self._prefixes[salt, name]
+        if (salt, name) in self._engine.cache.pins:  # else the cache was broken; see `find`
+            self._engine.cache.unpin(name, salt)

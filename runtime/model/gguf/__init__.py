@@ -1,0 +1,1 @@
+"""GGUF files: their blocks, configs and weights."""

@@ -1,0 +1,1 @@
+"""What layers are made of, in several implementations, and which is taken."""

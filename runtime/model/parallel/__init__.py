@@ -1,0 +1,1 @@
+"""Tensor parallelism: a process for each device."""

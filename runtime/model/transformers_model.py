@@ -1,0 +1,187 @@
+"""Any causal LM of transformers over KV pages, with transformers' own layers.
+
+There is no modelling code here. transformers lets a model's attention be replaced by a registered
+function; ours hands each layer's query, key and value to an `AttentionBackend`, which writes the
+new K/V into the pages and attends over them. The rest of the model sees one sequence of all the
+step's tokens with explicit positions, and works row by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, PreTrainedModel
+
+from radixcache.errors import first_sentence
+from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.runtime.model import compatibility as gate
+from radixcache.runtime.model.compatibility import AttentionCall
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel
+
+_NAME = "radixcache"
+
+# The function that serves the attention calls of the forward pass under way. A context variable,
+# because keyword arguments of the model's forward do not reach the layers of every model.
+_Serve = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_serve: ContextVar[_Serve] = ContextVar("serve_attention")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    call = AttentionCall(
+        layer=cast(int, module.layer_idx),
+        kind=LayerKind(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            value_dim=value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap,
+        ),
+        causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
+        masked=attention_mask is not None,
+        sinks=s_aux is not None,
+    )
+    # Fused QKV projections give strided slices.
+    flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+    return _serve.get()(call, flat[0], flat[1], flat[2])[None], None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+class StockModel(PagedModel):
+    """A causal LM of transformers over KV pages."""
+
+    layers_by = "transformers"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: AttentionBackend | None = None,
+        exact: bool = False,
+    ) -> None:
+        """Take over `model`, whose attention is replaced.
+
+        Raises:
+            ModelError: it would be wrong over pages.
+        """
+        self.config, self.device, self._model = model.config, model.device, model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        gate.check_config(model.config)
+        calls, vocab_size = self._probe()
+        gate.check_calls(model.config, calls)
+        kinds = [call.kind for call in sorted(calls)]
+        text = model.config.get_text_config()
+        super().__init__(
+            model.config.model_type,
+            model.generation_config,
+            model.dtype,
+            model.device,
+            kinds,
+            vocab_size,
+            getattr(text, "max_position_embeddings", None),
+            text.eos_token_id,
+            attention,
+            exact,
+        )
+
+    def _logits(
+        self,
+        pool: KVPool,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        def serve(
+            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            return self.attention.run(
+                query,
+                key,
+                value,
+                *pool.layers[call.layer],
+                scale=call.kind.scale,
+                window=call.kind.window,
+                softcap=call.kind.softcap,
+            )
+
+        with _serving(serve):
+            return self._run(token_ids, positions, logit_rows)
+
+    @torch.inference_mode()
+    def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:
+        """[T, vocab_size] float32 of one whole sequence, with transformers' own attention."""
+        self._model.set_attn_implementation("eager")
+        try:
+            rows = torch.arange(len(token_ids), device=self.device)
+            ids = torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.device)
+            return self._run(ids, rows, rows).float()
+        finally:
+            self._model.set_attn_implementation(_NAME)
+
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        ids, position_ids, keep = (t.long() for t in (token_ids, positions, rows))
+        options = {"logits_to_keep": keep} if self._keeps_logits else {}
+        out = self._model(
+            input_ids=ids[None], position_ids=position_ids[None], use_cache=False, **options
+        )
+        return out.logits[0] if self._keeps_logits else out.logits[0, keep]
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list[AttentionCall], int]:
+        """The attention calls of a forward pass over two tokens, and the width of its logits."""
+        calls: list[AttentionCall] = []
+
+        def serve(
+            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            calls.append(call)
+            fill = torch.nan if query.isnan().any() else 0.0  # as the attention would give
+            return query.new_full((*query.shape[:2], value.shape[2]), fill)
+
+        two = torch.arange(2, device=self.device)
+        self._model.set_attn_implementation(_NAME)
+        if self.config.get_text_config()._attn_implementation != _NAME:
+            raise gate.refusal(self.config.model_type, "it does not let its attention be replaced")
+        try:
+            with _serving(serve):
+                logits = self._run(torch.zeros_like(two), two, two)
+        except Exception as error:  # whatever foreign modelling code raises
+            reason = f"a trial run failed ({first_sentence(error)})"
+            raise gate.refusal(self.config.model_type, reason) from error
+        if logits.isnan().any():
+            raise gate.refusal(self.config.model_type, "its logits are not numbers")
+        return calls, logits.shape[1]
+
+
+@contextmanager
+def _serving(serve: _Serve) -> Iterator[None]:
+    token = _serve.set(serve)
+    try:
+        yield
+    finally:
+        _serve.reset(token)

@@ -1,0 +1,119 @@
+"""The app of an ingress: who may come in, what it tells of the replicas, and all else to them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Annotated, Any, cast
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from radixcache.runtime.router.ingress import Ingress, portable
+from radixcache.runtime.server.admin.queries import QUERY
+from radixcache.runtime.server.http import errors, guards
+from radixcache.runtime.server.http.access import ADMINISTRATOR
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.protocol.answers import Health
+
+PATIENCE = 5.0
+"""Seconds that a replica has for its metrics: who hangs must not take those of others along."""
+
+
+def create_app(ingress: Ingress) -> FastAPI:
+    """The server in front of the replicas; `app.state.backend` is the ingress."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with ingress.running():
+            yield
+
+    app = FastAPI(
+        lifespan=lifespan,
+        dependencies=[QUERY],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.state.backend = ingress
+    app.get("/health")(_health)
+    app.get("/metrics", dependencies=[ADMINISTRATOR])(_metrics)
+    app.get("/v1/replicas", dependencies=[ADMINISTRATOR])(_replicas)
+    app.mount("", ingress)
+    errors.install(app)
+    guards.install(app, ingress.options)
+    return app
+
+
+def _ingress_of(request: Request) -> Ingress:
+    return cast(Ingress, request.app.state.backend)
+
+
+_Ingress = Annotated[Ingress, Depends(_ingress_of)]
+
+
+async def _health(ingress: _Ingress) -> Health:
+    """Whether requests are taken: 503 if not."""
+    if ingress.draining or not ingress.alive:
+        raise ApiError.unavailable("the server is shutting down, or no replica is running")
+    return Health()
+
+
+async def _replicas(ingress: _Ingress) -> dict[str, Any]:
+    """The replicas, and where the last requests went and why, the newest first.
+
+    Queued are tokens that a replica has yet to compute, as far as the ingress knows. A request went
+    where the cost was least, but for those that go on from a response.
+    """
+    booked = [s._asdict() for s in ingress.router.standings([])]
+    return {
+        "replicas": [
+            asdict(ingress.replicas[one["replica"]])
+            | {name: one[name] for name in ("queued_tokens", "requests")}
+            for one in booked
+        ],
+        "recent": [
+            {
+                **vars(decision),
+                "prompt_tokens": decision.standings[0].num_tokens,
+                "standings": [s._asdict() for s in decision.standings],
+            }
+            for decision in reversed(ingress.decisions)
+        ],
+    }
+
+
+async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:
+    """The metrics of all replicas, each sample with its `replica`, and what is queued on each."""
+    families: dict[str, Metric] = {}
+    scope = portable(request.scope)
+    for name, messages in (await ingress.ask_all(scope, b"", PATIENCE)).items():
+        text = b"".join(message.get("body", b"") for message in messages).decode()
+        for family in text_string_to_metric_families(text):
+            kept = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                labels = {**sample.labels, "replica": name}
+                families.setdefault(family.name, kept).add_sample(sample.name, labels, sample.value)
+    for what in ("queued_tokens", "requests"):
+        gauge = GaugeMetricFamily(
+            f"radixcache_router_{what}", f"{what} booked on a replica", labels=["replica"]
+        )
+        for standing in ingress.router.standings([]):
+            gauge.add_metric([str(standing.replica)], getattr(standing, what))
+        families[gauge.name] = gauge
+    registry = CollectorRegistry()
+    registry.register(_Families([*families.values()]))
+    return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

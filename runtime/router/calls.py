@@ -1,0 +1,57 @@
+"""Calls to one replica by its name, and what Ray says when there is no answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from starlette.types import Message, Scope
+
+from radixcache.runtime.router.ingress import Gone
+from radixcache.runtime.router.replica import END, Description
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+
+class Calls:
+    """The replicas of one deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def describe(self, name: str) -> Description | None:
+        """What a replica is; None if it cannot answer yet, or no more; `Gone` if it has died."""
+        try:
+            found: Description | None = await self._handle.describe.remote(name)
+        except (RayError, RayServeException) as error:
+            raise _gone(name, error) from error
+        return found
+
+    async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
+        """What a replica's app answers, `STARTED` and `END` included; `Gone` if it does not."""
+        stream = self._handle.options(stream=True).answer.remote(name, scope, body)
+        is_whole = False
+        try:
+            async for batch in stream:
+                for message in batch:
+                    is_whole = message["type"] == END
+                    yield message
+        except (RayError, RayServeException) as error:
+            raise _gone(name, error) from error
+        finally:
+            if not is_whole:
+                with suppress(Exception):  # as it ended
+                    stream.cancel()
+        if not is_whole:  # nobody of that name takes requests
+            raise Gone(name)
+
+
+def _gone(name: str, error: Exception) -> Exception:
+    """What to raise for an error of Ray's: its own if the replica's code failed."""
+    if isinstance(error, RayTaskError):
+        return error
+    return Gone(name, has_died=isinstance(error, ActorDiedError))

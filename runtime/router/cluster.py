@@ -1,0 +1,58 @@
+"""The same for a cluster that others run: an application for `serve deploy` and KubeRay.
+
+There, Serve's proxies take the connections, and the ingress is a deployment of one replica: more
+would each know a part of what is cached.
+"""
+
+from __future__ import annotations
+
+import secrets
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.llm import LLM
+from radixcache.runtime.router import deploy
+from radixcache.runtime.router.prompts import load_prompts
+from radixcache.runtime.server.settings import read_settings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+_MEANINGLESS = {"host", "port", "config", "kv_events_config"}
+
+
+def build(settings: dict[str, Any]) -> Application:
+    """The application of `serve_config.yaml`, whose `args` are flags of `radixcache serve`.
+
+    Raises:
+        InvalidRequest: a value makes no sense, or not here.
+    """
+    given = {name.replace("-", "_"): value for name, value in settings.items()}
+    if wrong := given.keys() & _MEANINGLESS:
+        raise InvalidRequest(f"{min(wrong)} is not for a replica of a cluster")
+    read = read_settings(given)
+    options, names = read.options(), signature(LLM).parameters
+    engine = {name: value for name in names if (value := getattr(read, name, None)) is not None}
+    resources = deploy.resources_of(engine, 1, on_gpu=engine.get("device") != "cpu")
+    count, key = read.replicas or (1, 1), secrets.token_bytes(32)
+    replicas = deploy.bind(engine, options, count, read.shutdown_timeout, resources, key)
+
+    def make_app() -> Any:
+        name, app = deploy.REPLICA, serve.get_replica_context().app_name
+        handle, prompts = serve.get_deployment_handle(name, app), load_prompts(engine.get("model"))
+        return deploy.make_app(handle, prompts, options, "", key)
+
+    ingress: Any = serve.ingress(make_app)(_Ingress)
+    deployment = serve.deployment(
+        name="ingress", num_replicas=1, max_ongoing_requests=deploy.NO_LIMIT
+    )
+    return deployment(ingress).bind(replicas)
+
+
+class _Ingress:
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        """The replicas are named so that they are deployed with it."""

@@ -1,0 +1,191 @@
+"""What `radixcache serve --replicas` starts: Ray, the replicas, and the ingress in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
+from radixcache.runtime.router import sender
+from radixcache.runtime.router.app import create_app
+from radixcache.runtime.router.calls import Calls
+from radixcache.runtime.router.ingress import Ingress
+from radixcache.runtime.router.prompts import Prompts, load_prompts
+from radixcache.runtime.router.replica import Replica
+from radixcache.runtime.router.scaling import by_queued_tokens
+from radixcache.runtime.server.admin import cache
+from radixcache.runtime.server.http.serve import serve as listen_and_serve
+from radixcache.runtime.server.settings import Options
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+REPLICA = "replica"
+
+NO_LIMIT = 100_000
+"""Requests that Serve lets a replica have: its app has limits of its own, and tells clients."""
+
+_UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
+
+_HEALTH_SECONDS = 10.0
+"""A replica that does not answer for so long, three times in a row, hangs, and is replaced."""
+
+
+def bind(
+    engine: Mapping[str, Any],
+    options: Options,
+    replicas: tuple[int, int],
+    grace: float,
+    resources: Mapping[str, float],
+    key: bytes,
+) -> Application:
+    """The deployment of the replicas, of which there are from `replicas[0]` to `replicas[1]`.
+
+    Args:
+        engine: keyword arguments of `LLM`.
+        grace: seconds for what runs on a replica that is no longer needed.
+        resources: of each, as `num_cpus` and `num_gpus`.
+        key: by which all name salts.
+    """
+    low, high = replicas
+    count: dict[str, Any] = {"num_replicas": low}
+    if low != high:
+        policy = AutoscalingPolicy(
+            policy_function=f"{by_queued_tokens.__module__}:{by_queued_tokens.__name__}"
+        )
+        count["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=low,
+            max_replicas=high,
+            policy=policy,
+            upscale_delay_s=_UPSCALE_SECONDS,
+            downscale_delay_s=_DOWNSCALE_SECONDS,
+        )
+        del count["num_replicas"]
+    deployment = serve.deployment(
+        name=REPLICA,
+        max_ongoing_requests=NO_LIMIT,
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{sender.__name__}.{sender.Sender.__name__}"
+        ),
+        ray_actor_options=dict(resources),
+        graceful_shutdown_timeout_s=grace,
+        health_check_period_s=_HEALTH_SECONDS / 2,
+        health_check_timeout_s=_HEALTH_SECONDS,
+        max_constructor_retry_count=1,  # of the first ones; those that replace others try on
+        **count,
+    )(Replica)
+    model = engine.get("model")
+    if model is not None and Path(model).exists():  # replicas run elsewhere
+        engine = {**engine, "model": str(Path(model).resolve())}
+    return deployment.bind(dict(engine), replace(options, access_log=False), key)
+
+
+@contextmanager
+def deployed(
+    engine: Mapping[str, Any],
+    options: Options,
+    replicas: tuple[int, int],
+    grace: float,
+    key: bytes,
+    name: str,
+) -> Iterator[DeploymentHandle]:
+    """Replicas on the Ray cluster of RAY_ADDRESS, or on one that is started for them here.
+
+    An application of that `name` on the cluster is replaced.
+
+    Raises:
+        InvalidRequest: there is no cluster at that address.
+        ModelError: the replicas do not start.
+    """
+    for logger in ("ray", "ray.serve"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
+    cores = max(1, (os.cpu_count() or 1) // replicas[1])
+    # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
+    told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
+    if "RAY_ADDRESS" in os.environ:
+        _check_address(os.environ["RAY_ADDRESS"])
+    else:
+        told |= {"num_cpus": cores * replicas[1] + 1, "include_dashboard": False}
+    try:
+        ray.init(**told)
+        on_gpu = engine.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        resources = resources_of(engine, cores, on_gpu)
+        quiet = {"log_level": "WARNING", "enable_access_log": False}
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        application = bind(engine, options, replicas, grace, resources, key)
+        try:
+            handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
+        except RuntimeError:
+            raise ModelError(f"no replica starts: {_reason(name)}") from None
+        yield handle
+    finally:
+        if ray.is_initialized():  # else that would start a Ray of its own
+            with suppress(Exception):  # it may not even have begun
+                serve.delete(name)
+        ray.shutdown()
+
+
+def resources_of(engine: Mapping[str, Any], cores: int, on_gpu: bool) -> dict[str, float]:
+    """Of one replica: on GPUs one for each of its ranks, which are children of its process."""
+    gpus = (engine.get("tensor_parallel") or 1) * on_gpu
+    return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
+
+
+def _check_address(address: str) -> None:
+    """`InvalidRequest` if nothing listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), 5).close()
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"RAY_ADDRESS must be HOST:PORT of a cluster, or auto, not {address}: "
+            f"{first_sentence(error)}"
+        ) from None
+
+
+def _reason(name: str) -> str:
+    """The last line of what a replica's constructor raised."""
+    message = serve.status().applications[name].deployments[REPLICA].message
+    last = message.strip().rpartition("\n")[2]
+    return last.partition("Error: ")[2] or last
+
+
+def make_app(
+    handle: DeploymentHandle, prompts: Prompts, options: Options, note: str, key: bytes
+) -> FastAPI:
+    """The ingress of running replicas."""
+    cache.share_key(key)  # it names salts as they do
+    return create_app(Ingress(Calls(handle), options, prompts, note))
+
+
+def run(
+    engine: Mapping[str, Any],
+    options: Options,
+    replicas: tuple[int, int],
+    listener: socket.socket,
+    grace: float,
+) -> None:
+    """Serve until a signal ends it."""
+    prompts, key = load_prompts(engine.get("model")), secrets.token_bytes(32)
+    # One of its own for each ingress, and the same again if this one is killed and started anew.
+    name = f"radixcache-{platform.node()}-{listener.getsockname()[1]}"
+    with deployed(engine, options, replicas, grace, key, name) as handle:
+        low, high = replicas
+        count = f"{low}" if low == high else f"{low} to {high}"
+        app = make_app(handle, prompts, options, f"{count} replicas, run by Ray Serve", key)
+        listen_and_serve(app, listener, grace)

@@ -1,0 +1,459 @@
+"""The one door of a deployment: it reads bodies, chooses replicas, and passes on what they answer.
+
+All else that a server does, the replicas do: each runs the whole app. So a route that is not named
+here goes to any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Hashable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+from urllib.parse import parse_qsl, urlencode
+from uuid import uuid4
+from weakref import WeakValueDictionary
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Receive, Scope, Send
+
+from radixcache.base import Tokens
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.router.members import MEMBERS
+from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of, with_salt
+from radixcache.runtime.router.policy import Router, Standing, preference
+from radixcache.runtime.router.prompts import Body, Prompts, parse
+from radixcache.runtime.router.replica import END, STARTED, Computed, Description
+from radixcache.runtime.server.api.generation import event
+from radixcache.runtime.server.http.bodies import on_thread
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.settings import Options
+
+T = TypeVar("T")
+
+TRIES = 3
+"""Replicas that get a request, if they die over it: it may be the request that kills them."""
+
+JOIN_SECONDS = 120.0
+"""How long a request waits where no replica runs, because the last one has died."""
+
+_RETRY_SECONDS = 1.0
+
+REPLICA = "X-Radixcache-Replica"
+"""A header of each answer: who gave it."""
+
+_GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_FOR_ALL = ("/v1/cache/flush", "/v1/responses/")
+"""Besides what is deleted: nobody knows which replica keeps a response."""
+_PORTABLE = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+    *("root_path", "headers", "client", "server"),
+)
+
+
+class Gone(Exception):
+    """The replica does not answer: it has died, or is about to."""
+
+    def __init__(self, name: str, has_died: bool = False) -> None:
+        super().__init__(name)
+        self.name = name
+        self.has_died = has_died
+
+
+class Calls(Protocol):
+    """How to reach a replica; see `calls.py`."""
+
+    async def describe(self, name: str) -> Description | None: ...
+    def answer(self, name: str, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a request went, and how all replicas stood for it then."""
+
+    time: float
+    path: str
+    replica: str
+    standings: list[Standing]
+
+
+class _Relay:
+    """Passes messages on to a client; the head waits for the first byte of the body.
+
+    Until then, the request can still go to another replica.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: Message | None = None
+        self.begun = False
+        self.is_stream = False
+
+    async def pass_on(self, message: Message, replica: str) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers[REPLICA] = replica
+            self.is_stream = headers.get("content-type", "").startswith("text/event-stream")
+            self._head = message
+            return
+        if self._head is not None and (message.get("body") or not message.get("more_body")):
+            head, self._head, self.begun = self._head, None, True
+            await self._send(head)
+        if self._head is None:
+            await self._send(message)
+
+
+class Ingress:
+    """An ASGI app over the replicas of one deployment; for one event loop.
+
+    Attributes:
+        options: as the replicas have them.
+        notes: for whoever starts the server.
+        router: what it knows of the replicas.
+        decisions: the last ones, for `GET /v1/replicas`.
+        draining: nothing is taken any more.
+    """
+
+    def __init__(self, calls: Calls, options: Options, prompts: Prompts, note: str = "") -> None:
+        self.options = options
+        self.notes = [note]
+        self.router = Router()
+        self.replicas: dict[str, Description] = {}
+        self.decisions: deque[Decision] = deque(maxlen=100)
+        self.draining = False
+        self._calls = calls
+        self._prompts = prompts
+        self._died: set[str] = set()
+        self._pins = Pins()
+        self._changed = asyncio.Event()
+        self._joining: set[str] = set()
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._open = 0
+        self._idle = asyncio.Event()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the model."""
+        return [*self.options.served_model_name] or [BUNDLED_MODEL.name]
+
+    @property
+    def door(self) -> Ingress:
+        """What takes requests in; the same name at a server alone."""
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether any replica runs."""
+        return bool(self.replicas)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this lasts, replicas come and go."""
+        loop = asyncio.get_running_loop()
+        with suppress(Gone):
+            await self._calls.describe("")  # starts Serve's router
+        MEMBERS.listen(lambda: loop.call_soon_threadsafe(self._update))
+        await asyncio.gather(*self._update())  # so that all take part from the first request on
+        await self._any_replica()
+        try:
+            yield
+        finally:
+            MEMBERS.listen(None)
+            for task in self._tasks:
+                task.cancel()
+
+    async def drain(self, grace: float) -> None:
+        """Refuse new requests, and give those that run `grace` seconds."""
+        self.draining = True
+        self._idle.clear()
+        if self._open:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), grace)
+
+    # -- who runs ------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _update(self) -> list[asyncio.Task[None]]:
+        """Agree with what Serve says; returns what takes new ones in."""
+        self._died &= MEMBERS.names
+        for name in self.replicas.keys() - MEMBERS.names:
+            self._forget(name)
+        new = sorted(MEMBERS.names - self.replicas.keys() - self._died - self._joining)
+        self._joining |= {*new}
+        return [self._spawn(self._join(name)) for name in new]
+
+    async def _join(self, name: str) -> None:
+        """Take a replica in, now or later, unless it dies; nobody waits for one that hangs."""
+        try:
+            if not await self._is_ready(name):
+                await asyncio.sleep(_RETRY_SECONDS)
+        finally:
+            self._joining.discard(name)
+        self._update()
+
+    async def _is_ready(self, name: str) -> bool:
+        """Whether a replica takes part: once it has pinned what the others have."""
+        try:
+            found = await self._calls.describe(name)
+            if found is None:
+                return False
+            known: dict[Any, Pin] = {}
+            while known != (pins := self._pins.live()):
+                for key in [key for key in known if known[key] != pins.get(key)]:
+                    pin = known.pop(key)
+                    await self._whole(name, deletion(pin.scope, pin.fields), b"")
+                for key in pins.keys() - known.keys():
+                    await self._whole(name, pins[key].scope, pins[key].body)
+                    known[key] = pins[key]
+        except Gone as gone:
+            self._lose(gone)
+            return False
+        self._prompts.limit(found.max_context)
+        self.replicas[name] = found
+        self.router.add(name, found.kv_tokens, found.max_num_seqs)
+        self._changed.set()
+        return True
+
+    def _forget(self, name: str) -> None:
+        self.replicas.pop(name, None)
+        self.router.forget(name)
+
+    def _lose(self, gone: Gone) -> None:
+        """If it still runs, it joins again, as if nothing were cached there."""
+        if gone.has_died:
+            self._died.add(gone.name)
+        if gone.name in self.replicas:
+            self._forget(gone.name)
+            self._update()
+
+    async def _any_replica(self) -> None:
+        """Wait until one runs; 503 if none does."""
+        end = time.monotonic() + JOIN_SECONDS
+        while not self.replicas:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError.unavailable("no replica is running") from None
+
+    # -- one request ---------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        body = await _read(receive)
+        if self.draining:
+            raise ApiError.unavailable("the server is shutting down")
+        if body is None:
+            return
+        self._open += 1
+        work = asyncio.ensure_future(self._serve(portable(scope), body, send))
+        hang_up = asyncio.ensure_future(_hang_up(receive))
+        try:
+            await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            hang_up.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await work
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
+        path, fields = scope["path"].removesuffix("/"), await on_thread(parse, body)
+        await self._any_replica()
+        pins = path == "/v1/prefixes" and scope["method"] == "POST"
+        if pins or scope["method"] == "DELETE" or path.startswith(_FOR_ALL):
+            work = self._pin(scope, fields, body) if pins else self._answer_all(scope, body)
+            # Who hangs up must not leave it done on some of them.
+            name, messages = await asyncio.shield(self._spawn(work))
+            await send_all(messages, name, send)
+        else:
+            await self._answer_one(scope, path, fields, body, send)
+
+    async def _answer_one(
+        self, scope: Scope, path: str, fields: Body, body: bytes, send: Send
+    ) -> None:
+        """By the replica where the prompt costs least; by the next one, if that dies in time."""
+        salt = salt_of(fields)
+        prefix = self._pins.find(salt, fields.get("prefix"))
+        client = ("salt", salt) if salt else (scope.get("client") or [None])[0]
+        async with self._turns.setdefault(client, asyncio.Lock()):  # nor one on all threads
+            tokens = await asyncio.to_thread(self._prompts.read, path, fields, prefix)
+        bound, scope = await self._bound_to(scope, fields)
+        key, relay = uuid4().hex, _Relay(send)
+        generates = path in _GENERATES and scope["method"] == "POST"
+        try:
+            for _ in range(TRIES):
+                await self._any_replica()
+                if generates:
+                    name = self._choose(key, path, tokens, salt, bound)
+                else:
+                    name = bound or str(self.router.order(tokens, salt)[0])
+                try:
+                    async with aclosing(self._calls.answer(name, scope, body)) as messages:
+                        async for message in messages:
+                            if message["type"] == STARTED:
+                                self.router.started(key)
+                            elif message["type"] == END:
+                                self._note(key, name, message["computed"])
+                            else:
+                                await relay.pass_on(message, name)
+                    return
+                except Gone as gone:
+                    self._lose(gone)
+                    bound = None
+                    if relay.begun:  # what is cut off without a word ends with the connection
+                        if relay.is_stream:
+                            await send({"type": "http.response.body", "body": _broken(path)})
+                        return
+            raise ApiError.unavailable(f"{TRIES} replicas have died over this request")
+        finally:
+            self.router.release(key)
+
+    def _choose(
+        self, key: str, path: str, tokens: Tokens, salt: str | None, bound: str | None
+    ) -> str:
+        """Book a request on the best replica, or on that which it is bound to."""
+        standings = self.router.standings(tokens, salt)
+        name = bound if bound in self.replicas else str(min(standings, key=preference).replica)
+        self.router.book(key, name, tokens, salt)
+        self.decisions.append(Decision(time.time(), path, name, standings))
+        return name
+
+    def _note(self, key: str, name: str, computed: list[Computed]) -> None:
+        """Book what a replica has computed in place of what was expected."""
+        for tokens, salt, answers in computed:
+            if name in self.replicas:
+                self.router.book(key, name, tokens, salt)
+                self.router.release(key, *answers)
+
+    # -- all replicas --------------------------------------------------------------------------
+
+    async def _whole(self, name: str, scope: Scope, body: bytes) -> list[Message]:
+        """The messages of an answer that is small."""
+        messages = [message async for message in self._calls.answer(name, scope, body)]
+        return [message for message in messages if message["type"].startswith("http.")]
+
+    async def ask_all(
+        self, scope: Scope, body: bytes, patience: float | None = None
+    ) -> dict[str, list[Message]]:
+        """What each replica answers, those that join meanwhile included, those that die not.
+
+        Nor those that take longer than `patience` seconds.
+        """
+        answers: dict[str, list[Message]] = {}
+
+        async def ask(name: str) -> None:
+            try:
+                answers[name] = await asyncio.wait_for(self._whole(name, scope, body), patience)
+            except Gone as gone:
+                self._lose(gone)
+            except asyncio.TimeoutError:
+                pass
+
+        asked: set[str] = set()
+        while new := self.replicas.keys() - asked:
+            asked |= new
+            await asyncio.gather(*map(ask, new))
+        if not answers:
+            raise ApiError.unavailable("no replica is running")
+        return dict(sorted(answers.items()))
+
+    async def _answer_all(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
+        """Each replica does it: a flush fails if one refuses, all else succeeds if one has it."""
+        async with self._turns.setdefault(key_of(scope), asyncio.Lock()):
+            answers = await self.ask_all(scope, body)
+            by_status = sorted(answers.items(), key=lambda item: item[1][0]["status"])
+            name, messages = by_status[-1 if scope["path"] == "/v1/cache/flush" else 0]
+            if messages[0]["status"] == 200:
+                self._pins.drop(scope)
+        return name, messages
+
+    async def _pin(self, scope: Scope, fields: Body, body: bytes) -> tuple[str, list[Message]]:
+        """On all replicas, or on none."""
+        undo = deletion(scope, fields)
+        async with self._turns.setdefault(key_of(undo), asyncio.Lock()):
+            answers = await self.ask_all(scope, body)
+            refused = [name for name, found in answers.items() if found[0]["status"] != 200]
+            name = min(refused or answers)
+            if not refused:
+                self._pins.keep(Pin(scope, fields, _expiry(answers[name])))
+            for other in answers.keys() - refused if refused else ():
+                with suppress(Gone):
+                    await self._whole(other, undo, b"")
+        return name, answers[name]
+
+    async def _bound_to(self, scope: Scope, fields: Body) -> tuple[str | None, Scope]:
+        """The replica that must answer, that of `?replica=` or of the response before; and what it
+        is asked."""
+        if scope["path"].startswith("/v1/cache"):
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True))
+            named = query.pop("replica", None)
+            if named is not None and named not in self.replicas:
+                raise ApiError.not_found(f"no replica {named[:100]!r} is running", "replica")
+            # Who looks again sees the same one.
+            bound = named or min(self.replicas, default=None)
+            return bound, {**scope, "query_string": urlencode(query).encode()}
+        before = fields.get("previous_response_id")
+        if not isinstance(before, str):
+            return None, scope
+        ask = {**with_salt(scope, fields), "method": "GET", "path": f"/v1/responses/{before}"}
+        answers = await self.ask_all(ask, b"")
+        return next((n for n, found in answers.items() if found[0]["status"] == 200), None), scope
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The whole body; None if the client hangs up."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_all(messages: list[Message], replica: str, send: Send) -> None:
+    relay = _Relay(send)
+    for message in messages:
+        await relay.pass_on(message, replica)
+
+
+def portable(scope: Scope) -> Scope:
+    """What of a scope can go to another process."""
+    return {name: scope[name] for name in _PORTABLE if name in scope}
+
+
+def _expiry(answer: list[Message]) -> float | None:
+    """When the prefix that a replica has pinned expires, in the seconds of `time.monotonic`."""
+    left = parse(b"".join(message.get("body", b"") for message in answer)).get("expires_in")
+    return None if left is None else time.monotonic() + left
+
+
+def _broken(path: str) -> bytes:
+    """The end of a stream whose replica has died, in the words of its API."""
+    error = ApiError.unavailable("the replica that was answering has died")
+    if path == "/v1/responses":
+        told = {"type": "error", "code": "server_error", "message": error.message, "param": None}
+        return event(told).encode()
+    end = "" if path == "/v1/messages" else "data: [DONE]\n\n"
+    return (event(error.body_at(path)) + end).encode()

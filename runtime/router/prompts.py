@@ -1,0 +1,130 @@
+"""What a request's prompt is in tokens, as far as that decides where it goes.
+
+The replica reads the request again, and what it computed is booked when it ends. So nothing is
+refused here, and what cannot be read is a prompt of no tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from math import inf
+from typing import Any, cast
+
+from radixcache.base import Tokens, as_tokens
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.server.api.openai_chat import turn_of
+from radixcache.runtime.server.http.bodies import read_json
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
+from radixcache.runtime.server.protocol.openai import (
+    ChatRequest,
+    CompletionRequest,
+    ExplainRequest,
+    PrefixRequest,
+    as_chat_request,
+)
+from radixcache.runtime.server.protocol.responses import ResponsesRequest
+from radixcache.runtime.server.serving import Backend, plain_messages
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+
+Body = Mapping[str, Any]
+
+
+def parse(body: bytes) -> Body:
+    """The fields of a body; none if it is no JSON object."""
+    with suppress(ApiError):
+        fields = read_json(body)
+        if isinstance(fields, dict):
+            return fields
+    return {}
+
+
+class Prompts:
+    """Reads prompts with a model's tokenizer; None for a model without one."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.chat_defaults = SamplingParams()
+        self._tokenizer = tokenizer
+        self._max_tokens: float = inf
+        self._readers: dict[str, Callable[[Body], list[int]]] = {
+            "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
+            "/v1/messages": lambda b: self._chat(as_chat_request(MessagesRequest(**b).as_chat())),
+            "/v1/messages/count_tokens": lambda b: self._chat(
+                as_chat_request(CountRequest(**b).as_chat())
+            ),
+            "/v1/responses": self._response,
+            "/v1/completions": lambda b: self._first(CompletionRequest(**b)),
+            "/v1/explain": self._explain,
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """`turn_of` asks for this and `chat_defaults`, as it does of a `Backend`."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def limit(self, max_tokens: int) -> None:
+        """The model takes so many: longer texts are not tokenised, and longer prompts refused."""
+        self._max_tokens = max_tokens
+        if self._tokenizer is not None:
+            self._tokenizer.max_tokens = max_tokens
+
+    def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
+        """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
+        reader, tokens = self._readers.get(path), []
+        with suppress(Exception):  # whatever there is to say about it, the replica will
+            if reader is not None:
+                if prefix is not None and "messages" in prefix and "messages" in body:
+                    body = {**body, "messages": [*prefix["messages"], *body["messages"]]}
+                    tokens = reader(body)
+                else:
+                    tokens = [*self._prefix(prefix), *reader(body)]
+        return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
+
+    def _chat(self, body: ChatRequest) -> list[int]:
+        turn = turn_of(body, cast(Backend, self))
+        text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
+        return self.tokenizer.encode(text, special=False)
+
+    def _response(self, fields: Body) -> list[int]:
+        body = ResponsesRequest(**fields)
+        return self._chat(as_chat_request(body.as_chat(body.messages())))
+
+    def _first(self, body: CompletionRequest) -> list[int]:
+        prompt = body.prompts[0]
+        if isinstance(prompt, list):
+            return prompt
+        special = body.prefix is None and body.add_special_tokens is not False
+        return self.tokenizer.encode(prompt, special=special)
+
+    def _explain(self, fields: Body) -> list[int]:
+        meant = ExplainRequest(**fields).meant
+        return self._chat(meant) if isinstance(meant, ChatRequest) else self._first(meant)
+
+    def _prefix(self, fields: Body | None) -> list[int]:
+        if fields is None:
+            return []
+        body = PrefixRequest(**fields)
+        if isinstance(body.prompt, list):
+            return body.prompt
+        if body.messages is None:
+            return self.tokenizer.encode(body.prompt or "")
+        text = self.tokenizer.render_chat(plain_messages(body.messages), ask=False)
+        return self.tokenizer.encode(text, special=False)
+
+
+def load_prompts(model: str | None) -> Prompts:
+    """What reads the prompts of a model, the bundled one by default, in a process without torch.
+
+    Raises:
+        ModelError: its tokenizer does not load.
+    """
+    # transformers imports torch wherever that is installed, and takes this for "it is not". Nothing
+    # computes here, and torch takes seconds, and most of the memory.
+    cast(dict[str, Any], sys.modules).setdefault("torch", None)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it misses it
+    return Prompts(Tokenizer.load(str(model or BUNDLED_MODEL)))

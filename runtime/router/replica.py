@@ -1,0 +1,164 @@
+"""One replica: the app that `radixcache serve` runs alone, here called in process, not by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import AsyncIterator, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Message, Scope
+
+from radixcache.base import Tokens
+from radixcache.errors import EngineStopped
+from radixcache.runtime.router.scaling import LOAD, QUEUED_TOKENS
+from radixcache.runtime.server.settings import Options
+
+if TYPE_CHECKING:  # it is made from settings where it runs, and imports torch there
+    from radixcache.runtime.server.jobs import Job
+
+POLL_SECONDS = 0.05
+"""How late the router may learn that a prompt is computed whose answer is not streamed."""
+
+STARTED = "radixcache.started"
+"""A message between the app's: the prompt is computed."""
+
+END = "radixcache.end"
+"""The last message. Its `computed` is a list of `Computed`: what is cached now."""
+
+
+Computed = tuple[Tokens, Hashable, list[Tokens]]
+"""A prompt, its salt, and its answers."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the ingress has to know of a replica.
+
+    Attributes:
+        kv_tokens: that fit its KV memory.
+        max_context: tokens that the model takes.
+        max_num_seqs: that run at the same time.
+        placement: whose layers run where.
+        node: the name of its machine, where `pid` is its process.
+    """
+
+    replica: str
+    kv_tokens: int
+    max_context: int
+    max_num_seqs: int
+    placement: str
+    node: str
+    pid: int
+
+
+class Replica:
+    """A deployment class of Ray Serve.
+
+    Args:
+        engine: keyword arguments of `LLM`.
+        options: those of the app.
+        key: by which all replicas name salts.
+    """
+
+    async def __init__(self, engine: Mapping[str, Any], options: Options, key: bytes) -> None:  # type: ignore[misc]
+        from ray import serve
+
+        from radixcache import LLM
+        from radixcache.runtime.server.admin import cache
+        from radixcache.runtime.server.app import create_app
+
+        cache.share_key(key)
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+        self._llm = LLM(**engine)
+        self._app = create_app(self._llm, options)
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+
+    async def __del__(self) -> None:
+        """Called by Serve, once nothing runs any more or the time for that is over."""
+        await self._lifespan.__aexit__(None, None, None)
+
+    def check_health(self) -> None:
+        """Called by Serve, which starts another replica in place of one that raises."""
+        if not self._llm.worker.alive:
+            raise EngineStopped("the engine has stopped")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve: how many replicas its work would keep busy, for `scaling.py`."""
+        scheduler = self._llm.engine.scheduler
+        queued = sum(len(sequence.tokens) for sequence in [*scheduler.waiting])
+        running = len(scheduler.running) / scheduler.max_num_seqs
+        return {LOAD: running + queued / QUEUED_TOKENS}
+
+    def describe(self, name: str) -> Description | None:
+        """What it is; None if it is not the one that was meant, or has nothing to answer with."""
+        if name != self._name or not self._llm.worker.alive:
+            return None
+        cache, model = self._llm.cache, self._llm.engine.model
+        return Description(
+            replica=self._name,
+            kv_tokens=cache.pool.num_pages * cache.page_size,
+            max_context=model.max_context,
+            max_num_seqs=self._llm.engine.scheduler.max_num_seqs,
+            placement=model.placement,
+            node=platform.node(),
+            pid=os.getpid(),
+        )
+
+    async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
+        """The app's messages, all that are there at once.
+
+        Nothing to another replica's name, or if the engine has stopped: then another one is asked.
+        Whoever stops listening aborts the request, as a client who hangs up.
+        """
+        if name != self._name:
+            return
+        jobs: list[Job] = []
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            return parts.pop() if parts else await asyncio.Future()
+
+        app = self._app({**scope, "radixcache.jobs": jobs}, receive, messages.put)
+        task = asyncio.ensure_future(app)
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        has_started = False
+        try:
+            while True:
+                batch: list[Message | None] = []
+                with suppress(asyncio.TimeoutError):
+                    wait = None if has_started else POLL_SECONDS
+                    batch.append(await asyncio.wait_for(messages.get(), wait))
+                while not messages.empty():
+                    batch.append(messages.get_nowait())
+                if batch and batch[0] is not None and batch[0].get("status") == 503:
+                    return
+                if jobs and not has_started and all(_is_computed(job) for job in jobs):
+                    has_started = True
+                    batch.insert(0, {"type": STARTED})
+                if batch and batch[-1] is None:
+                    yield [*filter(None, batch), {"type": END, "computed": _computed(jobs)}]
+                    return
+                if batch:
+                    yield [*filter(None, batch)]
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+def _is_computed(job: Job) -> bool:
+    return bool(job.requests) and all(request.ttft is not None for request in job.requests)
+
+
+def _computed(jobs: list[Job]) -> list[Computed]:
+    requests = [request for job in jobs for request in job.requests if request.ttft is not None]
+    return [
+        (r.prompt_token_ids, r.namespace, [sequence.generated.copy() for sequence in r.sequences])
+        for r in requests
+    ]

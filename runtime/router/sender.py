@@ -1,0 +1,31 @@
+"""Serve's part of routing: it sends each request where its first argument says, and tells who runs.
+
+Which replica that is has been decided before, by the deployment's one `Router`. Serve pickles this
+module by value: it has no state of its own.
+"""
+
+from __future__ import annotations
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from radixcache.runtime.router import members
+
+
+class Sender(RequestRouter):
+    """Sends a request to the replica named by its first argument.
+
+    If that is not running, any replica gets it, and answers nothing to another one's name.
+    """
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        members.MEMBERS.change(frozenset(replica.replica_id.unique_id for replica in replicas))
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        name = pending_request.args[0] if pending_request is not None else ""
+        named = [r for r in candidate_replicas if r.replica_id.unique_id == name]
+        return [named or candidate_replicas]

@@ -1,1 +1,0 @@
-"""Which replica serves a request, where there are several. Needs the index alone."""

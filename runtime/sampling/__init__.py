@@ -1,0 +1,1 @@
+"""How the next token is chosen: parameters, logits processors, grammars, the sampler."""

@@ -1,0 +1,292 @@
+"""Keeps answers in the form that was asked for, by llguidance.
+
+A grammar is compiled once, by whichever thread asks first. Each sequence follows it with a matcher
+of its own, which says what tokens may come next, and which must: those are given to the next step
+all at once instead of one a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Lock, Semaphore, Thread, stack_size
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from radixcache.base import Tokens
+from radixcache.errors import Busy, InvalidRequest
+from radixcache.kernels.upload import send
+from radixcache.runtime.sampling.grammar_compiler import (
+    DEEP_STACK,
+    MAX_COMPILERS,
+    Vocabulary,
+    compile_grammar,
+    first_part,
+    try_compile,
+)
+from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # nobody imports it before somebody asks for a structure
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_GRAMMARS = 256
+"""That are kept, those that do not compile among them; the least recently used are dropped."""
+
+MAX_KEPT_BYTES = 64 << 20
+"""Of all that are kept."""
+
+PATIENCE = 10.0
+"""Seconds that a thread waits for one of them."""
+
+MAX_FORCED_TOKENS = 256
+"""That a sequence is given in one step."""
+
+T = TypeVar("T")
+
+_Decode = Callable[[list[int]], str]
+
+_STACK_SIZE = Lock()
+"""The size of a thread's stack is one setting for the whole process."""
+
+
+class GuideBroken(Exception):
+    """A matcher has refused a token, or has met a limit: the sequence cannot go on."""
+
+
+class _State(NamedTuple):
+    matcher: LLMatcher
+    read: int
+    """Generated tokens that are looked at."""
+    begun: bool
+
+
+class Guide:
+    """Where a sequence is in its grammar.
+
+    That is a function of its tokens alone: a call that is cut off leaves nothing behind, and the
+    next one reads the tokens anew.
+
+    Args:
+        compiled: the matcher before the first token; it is copied.
+        after: the text behind which the grammar begins.
+        decode: token ids to text, special tokens included.
+    """
+
+    def __init__(self, compiled: LLMatcher, after: str | None, decode: _Decode) -> None:
+        self._compiled, self._after, self._decode = compiled, after, decode
+        self._state: _State | None = None
+
+    def follow(self, said: Tokens) -> LLMatcher | None:
+        """The matcher behind the generated tokens `said`; None if the grammar has not begun.
+
+        Raises:
+            GuideBroken: they are not of the grammar, or it is too complex.
+        """
+        state = self._state
+        if state is not None and state.read == len(said):
+            return state.matcher if state.begun else None
+        self._state = None
+        if state is None:
+            state = _State(self._compiled.deep_copy(), 0, self._after is None)
+        matcher, read, begun = state
+        while read < len(said) and not begun:
+            read += 1
+            begun = self._is_behind(said[:read])
+        new = said[read:].tolist()
+        if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
+            reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
+            raise GuideBroken(f"the structure cannot be followed: {reason}")
+        self._state = _State(matcher, len(said), begun)
+        return matcher if begun else None
+
+    def _is_behind(self, said: Tokens) -> bool:
+        """Whether the last token has brought the end of `after`."""
+        assert self._after is not None
+        last = said[-len(self._after.encode()) :].tolist()  # each is one byte at least
+        return self._after in self._decode(last)
+
+    def is_complete(self, said: Tokens) -> bool:
+        """Whether nothing can come after `said`; raises what `follow` does."""
+        matcher = self.follow(said)
+        return matcher is not None and matcher.is_stopped()
+
+    def may_end(self, said: Tokens) -> bool:
+        """Whether `said` is in the form already."""
+        matcher = self.follow(said)
+        return matcher is not None and matcher.is_accepting()
+
+    def forced(self, said: Tokens) -> list[int]:
+        """The tokens that must come after `said`, as far as there is no choice, or a number."""
+        matcher = self.follow(said)
+        return [] if matcher is None else matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
+
+
+def mask(
+    logits: torch.Tensor,
+    rows: Sequence[tuple[int, LLMatcher]],
+    forbidden: Sequence[Collection[int]],
+) -> torch.Tensor:
+    """A copy of `logits` [R, vocab] with minus infinity for what must not come.
+
+    On a GPU the masks are made while it still computes the logits.
+
+    Args:
+        rows: those that are guided, and their matchers.
+        forbidden: for each of them, tokens that must not come either.
+    """
+    vocab = logits.shape[1]
+    width = -(-vocab // 32)
+    bits = np.empty((len(rows), width), np.int32)
+    for place, (_, matcher) in enumerate(rows):
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data + 4 * width * place, 4 * width)
+    refused = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
+    for place, tokens in enumerate(forbidden):
+        if tokens:
+            refused[place, [*tokens]] = 1
+    refusals = send(refused.view(np.bool_), logits.device)
+    if len(rows) == len(logits):
+        return logits.masked_fill(refusals, -torch.inf)
+    where = send([row for row, _ in rows], logits.device)
+    return logits.index_copy(0, where, logits[where].masked_fill_(refusals, -torch.inf))
+
+
+class Grammar:
+    """A compiled one: the matcher before the first token, to be copied."""
+
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
+        self.matcher = matcher
+        self.num_bytes = num_bytes
+
+
+class Guides:
+    """Compiles structures for one model; for any number of threads.
+
+    Args:
+        tokenizer: of the model; without one of the tokenizers library nothing can be compiled.
+        vocab_size: width of the logits.
+        end_tokens: the model's own.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, end_tokens: Collection[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_tokens = [*end_tokens]
+        self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
+        self._compiled: OrderedDict[tuple[str, str], Grammar | str] = OrderedDict()
+        """The sentence for one that does not compile, so that it is tried once."""
+        self._in_use: WeakValueDictionary[tuple[str, str], Grammar] = WeakValueDictionary()
+        self._making = Lock()
+        self._compilers = Semaphore(MAX_COMPILERS)
+
+    def guide(self, structured: Structured) -> Guide:
+        """A guide for one sequence; compiles what is not compiled yet."""
+        grammar = self.compile(structured)
+        assert self._tokenizer is not None
+        tokenizer = self._tokenizer
+        decode = partial(tokenizer.decode, special=True)
+        return Guide(grammar.matcher, structured.after, decode)
+
+    def find(self, structured: Structured) -> Grammar | None:
+        """What `compile` gives, if it is there already.
+
+        Raises:
+            InvalidRequest: it is known not to compile.
+        """
+        key = structured.kind, structured.value
+        with self._making:
+            found = self._compiled.get(key) or self._in_use.get(key)
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+        if isinstance(found, str):
+            raise InvalidRequest(found)
+        return found
+
+    def compile(self, structured: Structured) -> Grammar:
+        """The grammar of a structure; as long as somebody has it, it is found at once.
+
+        Raises:
+            InvalidRequest: it does not compile, and why; or the model's tokenizer cannot say what
+                texts its tokens are.
+            Busy: other grammars are compiled.
+        """
+        if (found := self.find(structured)) is not None:
+            return found
+        vocabulary, tokens = self._read_vocabulary()
+        if not self._compilers.acquire(timeout=PATIENCE):
+            raise Busy("other structures take long to compile: try again")
+        try:
+            if (found := self.find(structured)) is not None:  # another thread's
+                return found
+            kind, text = structured.kind, structured.value
+            try:
+                size = try_compile(vocabulary, kind, text)
+                compiling = partial(compile_grammar, kind, text, tokens, vocabulary.added)
+                grammar = Grammar(_in_deep_stack(compiling), size)
+            except InvalidRequest as error:
+                self._keep(structured, str(error))
+                raise
+            self._keep(structured, grammar)
+            return self.find(structured) or grammar  # it may be another thread's
+        finally:
+            self._compilers.release()
+
+    def _keep(self, structured: Structured, result: Grammar | str) -> None:
+        key = structured.kind, structured.value
+        with self._making:
+            if isinstance(result, Grammar):
+                result = self._in_use.setdefault(key, result)
+            self._compiled[key] = result
+            sizes = [len(k[1]) + getattr(g, "num_bytes", 0) for k, g in self._compiled.items()]
+            total = sum(sizes)
+            while len(self._compiled) > MAX_GRAMMARS or total > MAX_KEPT_BYTES:
+                total -= sizes.pop(0)
+                self._compiled.popitem(last=False)
+
+    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
+        with self._making:
+            if self._vocabulary is not None:
+                return self._vocabulary
+            serialised = self._tokenizer and self._tokenizer.serialised
+            if not self._tokenizer or not serialised:
+                raise InvalidRequest(
+                    "structured output needs a tokenizer of the tokenizers library, "
+                    f"and this model has {'another' if self._tokenizer else 'none'}"
+                )
+            vocabulary = Vocabulary(
+                serialised, self._vocab_size, self._end_tokens, self._tokenizer.added
+            )
+            try:
+                self._vocabulary = vocabulary, vocabulary.read()
+            except ValueError as error:
+                reason = first_part(str(error))
+                raise InvalidRequest(
+                    f"structured output cannot read the tokenizer: {reason}"
+                ) from None
+            return self._vocabulary
+
+
+def _in_deep_stack(function: Callable[[], T]) -> T:
+    """What `function` gives on a thread with a large stack."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _STACK_SIZE:
+        before = stack_size(DEEP_STACK)
+        try:
+            Thread(target=run, name="compiler", daemon=True).start()
+        finally:
+            stack_size(before)
+    return future.result()

@@ -1,0 +1,302 @@
+"""Compiles a grammar in a process of its own before this one does.
+
+What a JSON schema or a pattern costs to compile cannot be seen: an intersection of patterns may
+take exponential time and memory, and the library cannot be stopped. So it is tried in a process
+with limits on both, which ends when it reaches one; what ends well there is compiled once more
+here, where it takes as much again and no more.
+
+Imports no torch: a process is ready in a tenth of a second and the time to read the vocabulary.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import IO, TYPE_CHECKING, Any
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
+from radixcache.runtime.tokens.schema_defaults import ANY_OBJECT, complete
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILERS = 2
+"""Grammars that compile at the same time."""
+
+COMPILE_SECONDS = 5
+"""Of processor time that a grammar may take to compile."""
+
+WALL_SECONDS = 4 * COMPILE_SECONDS
+"""The same by the clock, where others want the processors too."""
+
+COMPILE_BYTES = 128 << 20
+"""Of memory that it may take."""
+
+DEEP_STACK = 1 << 29
+"""Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
+
+MAX_LEXER_STATES = 25_000
+"""Of each matcher; a state takes one or two kilobytes."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model's tokens are.
+
+    Attributes:
+        serialised: the tokenizer, as the tokenizers library writes it.
+        size: width of the logits.
+        end_tokens: the model's own.
+        added: the texts of added tokens.
+    """
+
+    serialised: str
+    size: int
+    end_tokens: Sequence[int]
+    added: Mapping[int, str]
+
+    def read(self) -> LLTokenizer:
+        """As llguidance has it; `ValueError` if it cannot read the tokenizer."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self.serialised, self.size, [*self.end_tokens] or None)
+
+
+def compile_grammar(
+    kind: str, text: str, tokens: LLTokenizer, added: Mapping[int, str]
+) -> LLMatcher:
+    """The matcher before the first token, for a `Structured` of this kind and value.
+
+    Raises:
+        InvalidRequest: it does not compile, and why.
+    """
+    from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+    try:
+        if kind == "json":
+            with suppress(ValueError, RecursionError):  # the library says why
+                text = json.dumps(complete(json.loads(text)))
+        if kind == "json" or kind == "json_object":
+            grammar = LLMatcher.grammar_from_json_schema(
+                text if kind == "json" else json.dumps(ANY_OBJECT),
+                defaults={"whitespace_flexible": False},  # else it may go on for ever
+                overrides={"lenient": False},  # what it does not know it must refuse
+            )
+        else:
+            grammar = grammar_from(kind, text)  # type: ignore[arg-type]
+        spellings = _spellings(text)
+        special = (one for i, one in added.items() if tokens.is_special_token(i))
+        spells_special = any(one in spelling for one in special for spelling in spellings)
+        if spells_special or forced_length(kind, text) > MAX_FORCED_BYTES:
+            grammar = _unforced(grammar)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        reason = matcher.get_error()
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        raise InvalidRequest(f"{kind} does not compile: {first_part(reason)}")
+    return matcher
+
+
+def _spellings(text: str) -> tuple[str, str]:
+    """A grammar as it is, and without the escapes that JSON, Lark and patterns have."""
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
+    return text, plain.replace("\\", "")
+
+
+def _unforced(grammar: str) -> str:
+    """The same grammar, whose texts any tokens may spell, one at a time.
+
+    The library forces the tokenizer's own tokens, which for the text of a special token is that
+    token, and then does not take it for text; and it forces all that must come in one call.
+    """
+    if grammar.startswith("{"):
+        (parts,) = json.loads(grammar)["grammars"]
+        schema = parts["json_schema"]
+        grammar = parts["lark_grammar"] or f"start: %json {json.dumps(schema)}"
+    return '%llguidance {"no_forcing": true}\n' + grammar
+
+
+def first_part(text: str) -> str:
+    """Of what the library says the first part, without the state of its parser."""
+    return " ".join(text.partition("<state>")[0].split())[:300]
+
+
+# In this process.
+
+
+class _Process:
+    """One that compiles, for one vocabulary at a time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", __name__]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.vocabulary: Vocabulary | None = None
+
+    def try_compile(self, vocabulary: Vocabulary, kind: str, text: str) -> dict[str, Any]:
+        """What it answers; nothing, if it has reached a limit: of time, memory or its stack."""
+        if self.vocabulary != vocabulary:
+            self._send(asdict(vocabulary))
+            self.vocabulary = vocabulary
+        limits = {"seconds": COMPILE_SECONDS, "bytes": COMPILE_BYTES}
+        self._send({"kind": kind, "text": text, **limits})
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        line = self._process.stdout.readline() if poll.poll(1000 * WALL_SECONDS) else b""
+        found: dict[str, Any] = json.loads(line or "{}")
+        return found
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+_idle: list[_Process] = []
+"""Of all models here; who takes one removes it."""
+_taking = threading.Lock()
+
+
+def try_compile(vocabulary: Vocabulary, kind: str, text: str) -> int:
+    """Compile in another process; returns about how many bytes the grammar takes.
+
+    Raises:
+        InvalidRequest: it does not compile, or not within the limits.
+    """
+    with _taking:
+        fitting = [process for process in _idle if process.vocabulary == vocabulary]
+        process = (fitting or _idle)[-1] if _idle else None
+        if process is not None:
+            _idle.remove(process)
+    if process is not None and process.has_ended:  # the system may have been short of memory
+        process.end()
+        process = None
+    process, result = process or _Process(), {}
+    try:
+        result = process.try_compile(vocabulary, kind, text)
+    finally:
+        with _taking:
+            keep = bool(result) and len(_idle) < MAX_COMPILERS
+            if keep:
+                _idle.append(process)
+        if not keep:
+            process.end()
+    if not result:
+        raise InvalidRequest(
+            f"{kind} is too complex: it takes more than {COMPILE_SECONDS} seconds or "
+            f"{COMPILE_BYTES >> 20} MiB to compile"
+        )
+    if result["error"] is not None:
+        raise InvalidRequest(result["error"])
+    size: int = result["bytes"]
+    return size
+
+
+@atexit.register
+def _end_idle() -> None:
+    with _taking:
+        processes, _idle[:] = [*_idle], []
+    for process in processes:
+        process.end()
+
+
+if hasattr(os, "register_at_fork"):  # they answer the process that began them
+    os.register_at_fork(after_in_child=_idle.clear)
+
+
+# In the other one.
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    tokens, added = None, {}
+    for line in requests:
+        message = json.loads(line)
+        if "serialised" in message:
+            added = {int(token): text for token, text in message.pop("added").items()}
+            tokens = Vocabulary(added=added, **message).read()
+            continue
+        assert tokens is not None
+        before = _resident()
+        _limit_from_here(message["seconds"], message["bytes"])
+        answer: dict[str, Any] = {"error": None, "bytes": 0}
+        try:
+            matcher = compile_grammar(message["kind"], message["text"], tokens, added)
+            answer["bytes"] = max(0, _resident() - before)
+            del matcher
+        except InvalidRequest as error:
+            answer["error"] = str(error)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _limit_from_here(seconds: int, size: int) -> None:
+    """Let the system end this process when it has taken too much more."""
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds += ceil(usage.ru_utime + usage.ru_stime)
+    with suppress(ValueError, OSError):  # not on this system: the other process has a clock
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (_mapped() + size, most))
+
+
+def _mapped() -> int:
+    """Bytes of address space in use."""
+    return _pages_of(0) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident() -> int:
+    """Bytes of memory in use; 0 where that is not told."""
+    return _pages_of(1) * os.sysconf("SC_PAGE_SIZE") if os.path.exists("/proc/self/statm") else 0
+
+
+def _pages_of(column: int) -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[column])
+
+
+def main() -> None:
+    """Answer on standard output what comes on standard input, until that ends."""
+    with suppress(OSError):
+        os.nice(10)  # who decodes goes first
+    threading.stack_size(DEEP_STACK)
+    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What a request wants changed in the logits before a token is chosen, with vLLM's meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.base import Tokens
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.sampling.params import SamplingParams
+
+NOTHING_LEFT = (
+    "no token is left to go on with: what was asked for (allowed_token_ids, bad_words, "
+    "logit_bias, min_tokens, a structure) forbids every one"
+)
+"""Why a sequence fails."""
+
+
+class Edits:
+    """What one request asks for, in the model's token ids.
+
+    Args:
+        end_tokens: the model's own.
+        encode: text to token ids, without special tokens; None if there is no tokenizer.
+
+    Raises:
+        InvalidRequest: it names tokens that the model does not have, or words without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        end_tokens: Collection[int] = (),
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        self.params = params
+        self.penalises = (
+            params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or params.repetition_penalty != 1
+        )
+        bias = params.logit_bias or {}
+        for name, ids in (
+            ("logit_bias", bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", params.stop_token_ids or ()),
+        ):
+            if any(not 0 <= token < vocab_size for token in ids):
+                raise InvalidRequest(
+                    f"{name} has token ids outside the vocabulary [0, {vocab_size})"
+                )
+        self._bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+        self.allowed = np.array([*(params.allowed_token_ids or ())], np.int64)
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_tokens)}
+        self._ends = [token for token in ends if 0 <= token < vocab_size]
+        self._bad_words = _sequences(params.bad_words or (), vocab_size, encode)
+        self._longest = max(map(len, self._bad_words), default=1)
+        self.reads_tokens = self._longest > 1
+        """What is forbidden depends on the tokens so far: the host must know them."""
+        self.any = bool(
+            self.penalises or bias or len(self.allowed) or self._bad_words or params.min_tokens
+        )
+
+    def biases(self, said: Tokens, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Token ids, and what is added to their logits: minus infinity to what must not come next.
+
+        Args:
+            said: what was generated, `count` tokens; the last may lack, if not `reads_tokens`.
+        """
+        tail = said[-self._longest :].tolist()
+        forbidden = [
+            last
+            for *before, last in self._bad_words
+            if not before or before == tail[-len(before) :]
+        ]
+        if count < self.params.min_tokens:
+            forbidden += self._ends
+        ids, values = self._bias
+        return np.append(ids, np.array(forbidden, np.int64)), np.append(
+            values, np.full(len(forbidden), -np.inf, np.float32)
+        )
+
+
+def _sequences(
+    words: Iterable[str], vocab_size: int, encode: Callable[[str], list[int]] | None
+) -> list[list[int]]:
+    """The token sequences that words are, at the beginning of a text and after a space."""
+    found = []
+    for word in words:
+        if encode is None:
+            raise InvalidRequest("bad_words need a tokenizer, and this model has no tokenizer")
+        bare, spaced = (encode(space + word.lstrip(" ")) for space in ("", " "))
+        if not bare:
+            raise InvalidRequest(f"bad_words must have tokens, and {word!r} has none")
+        found += [bare] if spaced[-len(bare) :] == bare else [bare, spaced]
+    return [ids for ids in found if ids and max(ids) < vocab_size]

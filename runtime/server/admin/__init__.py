@@ -1,0 +1,1 @@
+"""For who runs the server: the cache, named prefixes, explanations, the page."""

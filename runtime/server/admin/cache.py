@@ -1,0 +1,241 @@
+"""The cache of all clients, for who administrates it: tree, statistics, flush, named prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Header, Query, Response
+
+from radixcache.errors import LeaseError
+from radixcache.runtime.server.admin.prefixes import describe
+from radixcache.runtime.server.admin.search import search
+from radixcache.runtime.server.http.access import ADMINISTRATOR
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.observe.metrics import EngineState, Started
+from radixcache.runtime.server.protocol.answers import (
+    CacheFolded,
+    CacheHit,
+    CacheHits,
+    CacheNamespace,
+    CacheNode,
+    CachePrefix,
+    CachePrefixList,
+    CacheStatistics,
+    CacheView,
+    DeletedPrefix,
+    Flushed,
+    RecentRequest,
+)
+from radixcache.runtime.server.protocol.fields import PrefixName
+from radixcache.runtime.server.serving import Backend, BackendDep
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Folded, Look, Picture
+
+router = APIRouter(dependencies=[ADMINISTRATOR])
+
+T = TypeVar("T")
+
+_KEY = secrets.token_bytes(32)
+"""So that nobody who sees a digest finds what it is of by trying."""
+
+
+def share_key(key: bytes) -> None:
+    """Name salts and nodes as the other replicas do that are given the same key."""
+    global _KEY
+    _KEY = key
+
+
+# The tree.
+
+
+@router.get(
+    "/v1/cache",
+    response_model=CacheView,
+    responses={304: {"description": "Nothing has changed since `If-None-Match` was the ETag"}},
+)
+async def view_cache(
+    backend: BackendDep,
+    response: Response,
+    rows: Annotated[int, Query(ge=1, le=2_000)] = 500,
+    levels: Annotated[int, Query(ge=1, le=MAX_DEPTH)] = MAX_DEPTH,
+    under: str | None = None,
+    reveal: str | None = None,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Any:
+    """What is cached, as a tree for each salt, and what the cache has been good for.
+
+    `rows` leaves and `levels` nodes one after the other have room; what has none is folded, what
+    was used last not. `under` and `reveal` are ids of nodes: the one to begin with (404 if it has
+    gone), and one that does not fold.
+    """
+    engine = backend.llm.engine
+    # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
+    wanted = Look(rows, levels, under and _told.get(under), reveal and _told.get(reveal))
+    if under is not None and not wanted.under:
+        raise ApiError.not_found(f"no node {under[:100]!r} is cached")
+
+    def look() -> tuple[str, EngineState, list[Started], Picture | None]:
+        state = EngineState.of(backend.llm)
+        # Between steps only pins, flushes and aborts change anything, and these the rest tells.
+        seen = (backend.created, backend.llm.worker.num_steps, state, engine.cache.pins, wanted)
+        tag = f'"{_digest(seen)}"'
+        picture = None if tag == if_none_match else engine.cache.outline().draw(wanted)
+        return tag, state, [*backend.metrics.recent], picture
+
+    tag, state, recent, picture = await backend.jobs.look(look, (wanted, if_none_match))
+    if tag == if_none_match:
+        return Response(status_code=304, headers={"ETag": tag})
+    if picture is None:
+        raise ApiError.not_found(f"no node {under!r} is cached")
+    response.headers["ETag"] = tag
+    response.headers["Cache-Control"] = "no-cache"
+
+    def tell(tokenizer: Tokenizer | None) -> Any:
+        namespaces = [
+            CacheNamespace(namespace=name_of_salt(salt), tree=_node(root, tokenizer))
+            for salt, root in picture.roots.items()
+        ]
+        return namespaces, [_node(node, tokenizer) for node in picture.above]
+
+    namespaces, above = await _with_tokenizer(backend, tell)
+    return CacheView(
+        kind=type(engine.cache).__name__,
+        stats=CacheStatistics(
+            **asdict(state.stats),
+            hit_rate=state.stats.hit_rate,
+            cached_nodes=picture.num_nodes,
+            cached_tokens=picture.num_tokens,
+            pages=state.num_pages,
+            free_pages=state.num_free,
+            pinned_pages=state.num_pinned,
+            page_size=engine.cache.page_size,
+            running=state.num_running,
+            waiting=state.num_waiting,
+        ),
+        above=above,
+        namespaces=namespaces,
+        more=_folded(picture.more),
+        recent=[RecentRequest(**asdict(request)) for request in recent],
+    )
+
+
+@router.get("/v1/cache/search")
+async def search_cache(
+    backend: BackendDep, text: Annotated[str, Query(min_length=1, max_length=1000)]
+) -> CacheHits:
+    """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
+    if backend.options.hide_texts:
+        raise ApiError.forbidden("this server hides what prompts say")
+    nodes = await backend.jobs.look(lambda: backend.llm.engine.cache.outline().spell(), "search")
+    paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
+    hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
+    return CacheHits(total=total, data=hits)
+
+
+@router.post("/v1/cache/flush")
+async def flush_cache(backend: BackendDep) -> Flushed:
+    """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
+    try:
+        await asyncio.to_thread(backend.llm.reset_prefix_cache)
+    except LeaseError:
+        raise ApiError.conflict(
+            "requests run or prefixes are pinned: flush when the ones have ended and the others "
+            "are deleted"
+        ) from None
+    return Flushed()
+
+
+async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T]) -> T:
+    """What `tell` says, with a tokenizer if prompts may be shown and there is one."""
+    if backend.llm.tokenizer is None or backend.options.hide_texts:
+        return tell(None)
+    return await backend.tokenize(tell)
+
+
+def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
+    return CacheNode(
+        id=node.id if node.id == ROOT else _name(node.id),
+        start=node.start,
+        num_tokens=node.num_tokens,
+        text=tokenizer.decode(node.tokens, special=True) if tokenizer else "",
+        age=node.age,
+        leases=node.leases,
+        computed_from=node.computed_from,
+        pins=node.pins,
+        pinned=node.pinned,
+        children=[_node(child, tokenizer) for child in node.children],
+        more=_folded(node.more),
+    )
+
+
+def _folded(more: Folded | None) -> CacheFolded | None:
+    return None if more is None else CacheFolded(**asdict(more))
+
+
+_told: dict[str, str] = {}
+"""The ids of the nodes that were told last, by what they are called outside."""
+_MAX_TOLD = 50_000
+_telling = threading.Lock()  # names are told by several threads
+
+
+def _name(node: str) -> str:
+    """What a node is called outside: some ids are hashes of the text."""
+    name = _digest(node)
+    with _telling:
+        _told.pop(name, None)
+        _told[name] = node
+        if len(_told) > _MAX_TOLD:
+            del _told[next(iter(_told))]
+    return name
+
+
+def name_of_salt(salt: Hashable) -> str | None:
+    return None if salt is None else _digest(salt)
+
+
+def _digest(value: object) -> str:
+    """A name for a salt, a node or a state that does not give it away; of this process only."""
+    return hashlib.blake2b(str(value).encode(), digest_size=8, key=_KEY).hexdigest()
+
+
+# Named prefixes of all salts.
+
+
+@router.get("/v1/cache/prefixes")
+async def list_prefixes(backend: BackendDep) -> CachePrefixList:
+    """All pinned prefixes."""
+    llm = backend.llm
+    prefixes, pinned = await backend.jobs.call(
+        lambda: (llm.prefixes.list(), llm.cache.pinned_pages)
+    )
+    return CachePrefixList(
+        data=[
+            CachePrefix(**dict(describe(prefix)), namespace=name_of_salt(prefix.cache_salt))
+            for prefix in prefixes
+        ],
+        pinned_pages=pinned,
+        budget_pages=llm.cache.pin_budget,
+    )
+
+
+@router.delete("/v1/cache/prefixes/{namespace}/{name}")
+async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) -> DeletedPrefix:
+    """Let a prefix be evicted like anything else."""
+    prefixes = backend.llm.prefixes
+
+    def unpin() -> bool:
+        for prefix in prefixes.list():
+            if (name_of_salt(prefix.cache_salt), prefix.name) == (namespace, name):
+                prefixes.unpin(name, prefix.cache_salt)
+                return True
+        return False
+
+    if not await backend.jobs.call(unpin):
+        raise ApiError.not_found(f"no prefix named {name!r} is pinned in {namespace!r}")
+    return DeletedPrefix(name=name)

@@ -1,0 +1,43 @@
+"""POST /v1/explain: what of a prompt is cached, without computing it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from radixcache.base import TokensLike
+from radixcache.runtime.server.api.chat_turn import encode
+from radixcache.runtime.server.api.generation import tell
+from radixcache.runtime.server.api.openai_chat import turn_of
+from radixcache.runtime.server.api.openai_completions import encode_prompts
+from radixcache.runtime.server.http.bodies import BodyRoute
+from radixcache.runtime.server.protocol.answers import Explained
+from radixcache.runtime.server.protocol.openai import CompletionRequest, ExplainRequest
+from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/v1/explain")
+async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -> Explained:
+    """What of a prompt is cached, and why the rest is not; nothing is computed, or changed."""
+    model = backend.check_model(body.model)
+    salt = body.cache_salt
+    tokens = await _encode(body, request, backend)
+    found = await backend.jobs.call(
+        lambda: backend.llm.explain({"prompt_token_ids": tokens}, cache_salt=salt)
+    )
+    return Explained(
+        model=model,
+        prompt_tokens=found.num_tokens,
+        cached_tokens=found.num_cached_tokens,
+        explanation=tell(backend, found.misses, body.prefix),
+    )
+
+
+async def _encode(body: ExplainRequest, request: Request, backend: Backend) -> TokensLike:
+    """The prompt's tokens, as the request that is meant would have them."""
+    client, meant = client_of(request, body.cache_salt), body.meant
+    if isinstance(meant, CompletionRequest):
+        (tokens,) = await encode_prompts(meant, backend, request)
+        return tokens
+    return (await encode(backend, turn_of(meant, backend), client)).tokens

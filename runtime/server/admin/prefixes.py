@@ -1,0 +1,95 @@
+"""Named prefixes, as a client sees them: those of its own salt."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+
+from radixcache.base import TokensLike
+from radixcache.runtime.engine.named_prefixes import NamedPrefix
+from radixcache.runtime.server.api.generation import finish
+from radixcache.runtime.server.http.bodies import BodyRoute
+from radixcache.runtime.server.protocol.answers import DeletedPrefix, Prefix, PrefixList
+from radixcache.runtime.server.protocol.fields import HeaderSalt, PrefixName
+from radixcache.runtime.server.protocol.openai import PrefixRequest
+from radixcache.runtime.server.serving import BackendDep, client_of, plain_messages
+
+router = APIRouter(route_class=BodyRoute)
+
+CacheSalt = Annotated[HeaderSalt | None, Header()]
+"""The header `Cache-Salt`, for requests without a body that could say it."""
+
+
+@router.post("/v1/prefixes")
+async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
+    """Compute a prefix and pin it; 409 if the salt has that name, or no pages left to pin."""
+    client = client_of(request, body.cache_salt)
+    messages = None if body.messages is None else plain_messages(body.messages)
+    tokens: TokensLike
+    if messages is not None:
+        tokens = await backend.tokenize(
+            lambda t: t.encode(t.render_chat(messages, ask=False), special=False), client
+        )
+    elif isinstance(body.prompt, str):
+        text = body.prompt
+        tokens = await backend.tokenize(lambda t: t.encode(text), client)
+    else:
+        tokens = body.prompt or []
+    name, salt, lifetime = body.name, body.cache_salt, body.lifetime
+    prefixes = backend.llm.prefixes
+    job = await backend.jobs.submit(
+        lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt, client=client)],
+        num_sequences=1,
+        client=client,
+        timeout=backend.options.request_timeout,
+    )
+    await finish(job, request)
+    prefix = await backend.jobs.call(
+        lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime)
+    )
+    if messages is not None:
+        backend.prefix_messages[prefix] = messages
+    return describe(prefix)
+
+
+@router.get("/v1/prefixes")
+async def list_prefixes(backend: BackendDep, cache_salt: CacheSalt = None) -> PrefixList:
+    """The pinned prefixes of a salt."""
+    llm = backend.llm
+    prefixes, pinned = await backend.jobs.call(
+        lambda: (llm.prefixes.list(), llm.cache.pinned_pages_of(cache_salt))
+    )
+    return PrefixList(
+        data=[describe(prefix) for prefix in prefixes if prefix.cache_salt == cache_salt],
+        pinned_pages=pinned,
+        budget_pages=llm.cache.pin_share,
+    )
+
+
+@router.get("/v1/prefixes/{name}")
+async def get_prefix(name: PrefixName, backend: BackendDep, cache_salt: CacheSalt = None) -> Prefix:
+    """One pinned prefix."""
+    return describe(await backend.find_prefix(name, cache_salt))
+
+
+@router.delete("/v1/prefixes/{name}")
+async def unpin_prefix(
+    name: PrefixName, backend: BackendDep, cache_salt: CacheSalt = None
+) -> DeletedPrefix:
+    """Let a prefix be evicted like anything else."""
+    await backend.find_prefix(name, cache_salt)
+    await backend.jobs.call(lambda: backend.llm.prefixes.unpin(name, cache_salt))
+    return DeletedPrefix(name=name)
+
+
+def describe(prefix: NamedPrefix) -> Prefix:
+    """A pinned prefix, as its own salt may see it."""
+    expires = prefix.expires
+    return Prefix(
+        name=prefix.name,
+        num_tokens=len(prefix.tokens),
+        salted=prefix.cache_salt is not None,
+        expires_in=None if expires is None else max(0.0, expires - time.monotonic()),
+    )

@@ -1,0 +1,24 @@
+"""A query parameter that a route does not have is refused, as a field of a body is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Depends, Request
+
+from radixcache.runtime.server.http.errors import ApiError
+
+_OF_CLIENTS = {"beta", "api-version"}
+"""What Anthropic's and Azure's clients add to requests of any kind."""
+
+
+def _check(request: Request) -> None:
+    route: Any = request.scope["route"]
+    known = _OF_CLIENTS | {parameter.alias for parameter in route.dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            raise ApiError.invalid(f"there is no query parameter {name[:100]!r} here", name[:100])
+
+
+QUERY = Depends(_check)
+"""400 for a query parameter that would be ignored."""

@@ -1,0 +1,235 @@
+"""POST /v1/messages: Anthropic's API, and what its `cache_control` does here."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from radixcache.base import Tokens, as_tokens
+from radixcache.errors import EngineStopped, InvalidRequest
+from radixcache.nodes import common_length
+from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
+from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
+from radixcache.runtime.server.api.openai_chat import turn_of
+from radixcache.runtime.server.api.response_store import Past, Pasts, PastsDep, compare
+from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.jobs import PromptDelta
+from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
+from radixcache.runtime.server.protocol.openai import ChatRequest, as_chat_request
+from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.tokens.conversation import Turns
+from radixcache.runtime.tokens.history import TokenisedText, common_prefix
+from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.runtime.tokens.tool_calls import Call, for_template
+
+router = APIRouter(route_class=BodyRoute)
+
+_ERRORS: JSON = {"description": "Error", "content": {"application/json": {}}}
+_RESPONSES: dict[int | str, JSON] = {"4XX": _ERRORS, "5XX": _ERRORS}
+
+
+@router.post("/v1/messages", responses={**STREAM_RESPONSE, **_RESPONSES})
+async def create_message(
+    body: MessagesRequest, request: Request, backend: BackendDep, pasts: PastsDep
+) -> Any:
+    """Answer a conversation."""
+    model = backend.check_model(body.model)
+    turn = turn_of(await on_thread(_as_chat, body), backend)
+    client = client_of(request, body.cache_salt)
+    breakpoints = [*body.breakpoints()]
+    answers = await begin(backend, turn, client)
+
+    def ends(tokenizer: Tokenizer) -> list[tuple[int, float]]:
+        return [
+            (_length(backend.llm.turns, turn, messages, answers.prompt), control.seconds)
+            for messages, control in breakpoints
+        ]
+
+    try:
+        prefixes = await backend.tokenize(ends, client) if breakpoints else []
+    except BaseException:
+        answers.job.end()
+        raise
+    exchange = _Exchange(body, backend, pasts, model, answers, prefixes)
+    if body.stream:
+        return EventStream(answers.job, exchange.of, exchange.last, exchange.failed, end="")
+    exchange.parts = Parts.of(*await answers.messages(request))
+    return exchange.finish(answers.output)
+
+
+@router.post("/v1/messages/count_tokens", responses=_RESPONSES)
+async def count_tokens(body: CountRequest, request: Request, backend: BackendDep) -> JSON:
+    """How many tokens the prompt of such a message has."""
+    backend.check_model(body.model)
+    turn = turn_of(await on_thread(_as_chat, body), backend)
+    tokens = await backend.tokenize(
+        lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
+        client_of(request, body.cache_salt),
+    )
+    return {"input_tokens": len(tokens)}
+
+
+def _as_chat(body: CountRequest) -> ChatRequest:
+    return as_chat_request(body.as_chat())
+
+
+def _length(turns: Turns, turn: Turn, messages: list[Message], prompt: TokenisedText) -> int:
+    """How many tokens of a prompt its first messages are; 0 if the template does not take them."""
+    try:
+        how = {**turn.rendering, "ask": False, "continue_final": False}
+        text = turns.render([*map(for_template, messages)], turn.cache_salt, **how)
+    except InvalidRequest:
+        return 0
+    end = common_prefix(text, prompt.text)
+    cut = int(np.searchsorted(prompt.cuts[:, 0], end, side="right"))
+    start, token = prompt.cuts[cut - 1].tolist() if cut else (0, 0)
+    rest = as_tokens(turns.history.tokenizer.encode(prompt.text[start:end], special=False))
+    rest = rest[: len(prompt.tokens) - token]
+    return token + (common_length(rest, prompt.tokens[token:][: len(rest)]) if len(rest) else 0)
+
+
+@dataclass
+class _Exchange:
+    """One request and the message that answers it, as a whole or in events.
+
+    Attributes:
+        prefixes: tokens up to where a `cache_control` stands, and its seconds.
+    """
+
+    body: MessagesRequest
+    backend: Backend
+    pasts: Pasts
+    model: str
+    answers: Answers
+    prefixes: list[tuple[int, float]]
+    parts: Parts = field(default_factory=Parts)
+    name: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    has_begun: bool = False
+
+    def of(self, news: PromptDelta) -> Iterator[JSON]:
+        """The events of a delta."""
+        if not self.has_begun:
+            self.has_begun = True
+            yield {"type": "message_start", "message": self._message(len(news.delta.token_ids))}
+        for step in self.parts.add(self.answers.pieces(news)):
+            yield self._event_of(step)
+
+    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
+        """The events at the end."""
+        self.answers.remember(outputs)
+        for step in self.parts.close():
+            yield self._event_of(step)
+        whole = self.finish(outputs[0])
+        delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        more = {name: whole[name] for name in ("usage", "radixcache")}
+        yield {"type": "message_delta", "delta": delta, **more}
+        yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> Iterator[JSON]:
+        """The event in place of an end."""
+        yield error.body_at("/v1/messages")
+
+    def finish(self, output: RequestOutput) -> JSON:
+        """The whole message; what is marked stays cached, if it can, and is remembered."""
+        end = output.outputs[0]
+        message = self._message(len(end.token_ids))
+        if end.finish_reason == "length":
+            message["stop_reason"] = "max_tokens"
+        elif isinstance(end.stop_reason, str):
+            message |= {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+        else:
+            message["stop_reason"] = "tool_use" if self.parts.has_calls else "end_turn"
+        message["content"] = [_block(part) for part in self.parts.parts]
+        more = extension(self.backend, self.answers.job, self.answers.turn)
+        message["radixcache"] = more.model_dump()
+        tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
+        if self.prefixes:
+            with suppress(EngineStopped):
+                self.backend.llm.worker.call(lambda: self._prefer(tokens, salt))
+        if self.body.diagnostics is not None:
+            self.pasts.keep(self.name, Past(self.answers.turn, tokens))
+        return message
+
+    def _prefer(self, tokens: Tokens, cache_salt: str | None) -> None:
+        """On the engine's thread."""
+        for length, seconds in self.prefixes:
+            if length:
+                self.backend.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)
+
+    def _message(self, num_tokens: int) -> JSON:
+        """The message when it has so many tokens, without its content and end."""
+        cached = self.answers.job.requests[0].sequences[0].cached_tokens
+        marked = max((length for length, _ in self.prefixes), default=0)
+        written = max(0, marked - cached) * self.backend.caches
+        message: JSON = {
+            "id": self.name,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": len(self.answers.prompt.tokens) - cached - written,
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": written,
+                "output_tokens": num_tokens,
+            },
+        }
+        if self.body.diagnostics and self.body.diagnostics.previous_message_id:
+            message["diagnostics"] = self._diagnose(cached)
+        return message
+
+    def _diagnose(self, cached: int) -> JSON | None:
+        """Why less was cached than of the earlier message's prompt; None if it was not less."""
+        asked = self.body.diagnostics
+        name = None if asked is None else asked.previous_message_id
+        past = self.pasts.find(name, self.body.cache_salt)
+        if past is None:
+            return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        tokens, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
+        change, reused = compare(past, self.answers.turn, tokens, cached, granularity)
+        if change == "nothing":
+            return None
+        reason: JSON = {"type": "unavailable"}  # `radixcache.explanation` says more
+        if change in ("tools", "system", "messages"):
+            missed = len(past.prompt) - reused
+            reason = {"type": f"{change}_changed", "cache_missed_input_tokens": missed}
+        return {"cache_miss_reason": reason}
+
+    def _event_of(self, step: Step) -> JSON:
+        event: JSON = {"type": f"content_block_{_EVENTS[step.kind]}", "index": step.place}
+        if step.kind == "open":
+            event["content_block"] = _block(replace(step.part, text=""))
+        elif step.kind == "more":
+            kind, key = _DELTAS[step.part.kind]
+            event["delta"] = {"type": kind, key: step.text}
+        return event
+
+
+_EVENTS = {"open": "start", "more": "delta", "close": "stop"}
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _block(part: Part) -> JSON:
+    if part.kind == "call":
+        values = {} if not part.text else Call(part.call_id, part.name, part.text).values
+        if values is None:  # it was cut, or is no JSON
+            values = {"INVALID_JSON": part.text}
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": values}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}

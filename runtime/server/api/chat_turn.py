@@ -1,0 +1,222 @@
+"""The next message of a conversation, whichever API asks for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import Request
+
+from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.server.api.generation import finish
+from radixcache.runtime.server.http.bodies import on_thread
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.serving import Backend
+from radixcache.runtime.tokens.conversation import thoughts_of
+from radixcache.runtime.tokens.history import TokenisedText
+from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.runtime.tokens.tool_calls import Call, Piece, Tool, ToolChoice
+from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
+from radixcache.runtime.tokens.tool_parser import AnswerParser
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is asked for.
+
+    Attributes:
+        messages: as chat templates take them: `content` is a string; an assistant's `tool_calls`
+            are [{"id", "type", "function": {"name", "arguments": dict}}]; role "tool" has a
+            `tool_call_id`.
+        params: without the grammar of tools, which `begin` adds.
+        template_kwargs: more values that the chat template takes.
+        continue_final: the last message goes on instead of a new one beginning.
+        ask: the prompt asks for the next message.
+        prefix: name of a pinned prefix that the messages go on from.
+        explain: keep why prompt tokens were not cached.
+    """
+
+    messages: list[Message]
+    params: SamplingParams
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
+    ask: bool = True
+    cache_salt: str | None = None
+    prefix: str | None = None
+    stream: bool = False
+    explain: bool = False
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
+        return {
+            "tools": [tool.as_template() for tool in self.tools],
+            "template_kwargs": self.template_kwargs,
+            "ask": self.ask,
+            "continue_final": self.continue_final,
+        }
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One of the messages that came, as a whole; see `CompletionOutput`.
+
+    Attributes:
+        content: None if there are calls instead.
+    """
+
+    index: int
+    content: str | None
+    reasoning: str | None
+    calls: tuple[Call, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+
+
+async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
+    """Queue a turn. Whoever gets its answers must read them to the end, or end their `job`.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    prompt = await encode(backend, turn, client)
+    params = turn.params
+    if turn.tools or params.structured:  # whose schemas may be long
+        params = await on_thread(_guided, turn, backend.tokenizer, prompt.text)
+    job = await backend.submit([prompt.tokens], params, turn, client)
+    return Answers(backend, turn, prompt, job)
+
+
+async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedText:
+    """What the model is given; `ApiError` if that is refused."""
+    messages = turn.messages
+    if turn.prefix is not None:
+        prefix = await backend.find_prefix(turn.prefix, turn.cache_salt)
+        before = backend.prefix_messages.get(prefix)
+        if before is None:
+            raise ApiError.invalid(
+                f"the prefix {turn.prefix!r} was pinned as text: it cannot begin a conversation",
+                "prefix",
+            )
+        messages = [*before, *messages]
+    _check_results(messages)
+    return await backend.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
+
+
+def _check_results(messages: list[Message]) -> None:
+    """Refuse, as OpenAI and Anthropic do, results of calls that nobody made."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known |= {call.get("id") for call in message.get("tool_calls") or ()}
+        if message["role"] == "tool" and (name := message.get("tool_call_id")) not in known:
+            raise ApiError.invalid(
+                f"message {index}: a tool's result has the id of a call before it, not {name!r}",
+                "messages",
+            )
+
+
+def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
+    """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
+    tools, choice, wanted = turn.tools, turn.choice, turn.params.structured
+    after = THOUGHT if thoughts_of(prompt) else None
+    if wanted and after and not wanted.after:
+        wanted = replace(wanted, after=after)
+    params = replace(turn.params, structured=wanted)
+    if not tools or choice.mode == "none":
+        return params
+    calls = tokenizer.call_format
+    if calls is None:
+        raise ApiError.invalid("this model writes calls in a form that is not known here", "tools")
+    free = choice.mode == "auto" and choice.parallel and not choice.names and not wanted
+    if free and not any(tool.strict for tool in tools):
+        return params
+    answer = as_rule(wanted.kind, wanted.value) if wanted else None
+    if wanted and answer is None:
+        raise ApiError.invalid("a grammar and tools cannot be combined", "tools")
+    thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
+    named = [tool for tool in tools if not choice.names or tool.name in choice.names]
+    grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)
+    return replace(params, structured=Structured.grammar(grammar, after=after))
+
+
+class Answers:
+    """The `n` messages that come, piece by piece or as a whole.
+
+    Attributes:
+        job: the request of the engine; its `deltas` are for `pieces`.
+        prompt: what the model was given.
+    """
+
+    def __init__(self, backend: Backend, turn: Turn, prompt: TokenisedText, job: Job) -> None:
+        self.turn = turn
+        self.prompt = prompt
+        self.job = job
+        self._backend = backend
+        self._parsers: defaultdict[int, AnswerParser] = defaultdict(self._make_parser)
+        """By the completion's index."""
+
+    def _make_parser(self) -> AnswerParser:
+        tokenizer, turn = self._backend.tokenizer, self.turn
+        calls = bool(turn.tools) and turn.choice.mode != "none"
+        return AnswerParser(
+            tokenizer.call_format if calls else None,
+            tokenizer.reasons,
+            bool(thoughts_of(self.prompt.text)),
+            {tool.name: tool.parameters for tool in turn.tools},
+        )
+
+    @property
+    def output(self) -> RequestOutput:
+        """What the engine knows of the request: tokens and times."""
+        return self.job.requests[0].output()
+
+    def pieces(self, news: PromptDelta) -> list[Piece]:
+        """What the message `news.delta.index` gained; with its end, all that was held back."""
+        delta = news.delta
+        return self._parsers[delta.index].feed(delta.text, delta.finish_reason is not None)
+
+    def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
+        """Why a message ended: as the engine says, or "tool_calls".
+
+        A call of the one function that the client named is no news: that is "stop".
+        """
+        calls = self._parsers[end.index].said().calls
+        if end.finish_reason == "stop" and calls and not self.turn.choice.named:
+            return "tool_calls"
+        return end.finish_reason
+
+    async def messages(self, request: Request) -> list[Reply]:
+        """The messages once they are there, and remembered; for a turn that is not streamed."""
+        outputs = await finish(self.job, request)
+        for answer in outputs[0].outputs:
+            self._parsers[answer.index].feed(answer.text, ended=True)
+        self.remember(outputs)
+        return [self._reply(answer) for answer in outputs[0].outputs]
+
+    def _reply(self, answer: CompletionOutput) -> Reply:
+        said = self._parsers[answer.index].said()
+        return Reply(
+            index=answer.index,
+            content=None if said.calls and not said.content else said.content,
+            reasoning=said.reasoning or None,
+            calls=said.calls,
+            finish_reason=self.finish_reason(answer),
+            stop_reason=answer.stop_reason,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+        )
+
+    def remember(self, outputs: Sequence[RequestOutput]) -> None:
+        """Let conversations go on from these messages; at the end of a stream."""
+        for answer in outputs[0].outputs:
+            said = self._parsers[answer.index].said()
+            self._backend.remember(self.prompt, answer.token_ids, said)

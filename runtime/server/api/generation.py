@@ -1,0 +1,225 @@
+"""What answering takes, whether as chat or as plain completion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from radixcache.runtime.engine.explain import Miss
+from radixcache.runtime.engine.outputs import RequestOutput, find_repetition
+from radixcache.runtime.server.http.errors import ApiError, as_api_error
+from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
+from radixcache.runtime.server.protocol.answers import (
+    Extension,
+    MissedTokens,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
+from radixcache.runtime.server.protocol.openai import GenerationRequest
+from radixcache.runtime.server.serving import Backend, Wants
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
+"""For the OpenAPI document: what a route answers besides JSON."""
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+async def finish(job: Job, request: Request) -> list[RequestOutput]:
+    """The outputs of a job, which is aborted if the client hangs up in the meantime."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        job.end(ApiError(499, "the client has hung up"))
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await job.outputs()
+    finally:
+        watcher.cancel()
+        job.end()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events made from a job, which is aborted if the client hangs up.
+
+    Args:
+        chunks: what to send for one delta.
+        last: what to send when all is done, before the end mark.
+        failed: what to send when it fails.
+        end: the end mark.
+        prefilled: what to send of how far the prompts are computed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        chunks: Callable[[PromptDelta], Iterable[JSON]],
+        last: Callable[[list[RequestOutput]], Iterable[JSON]],
+        failed: Callable[[ApiError], Iterable[JSON]] = lambda error: [error.body],
+        end: str = "data: [DONE]\n\n",
+        prefilled: Callable[[Prefilled], Iterable[JSON]] = lambda _: (),
+    ) -> None:
+        def told(news: PromptDelta | Prefilled) -> Iterable[JSON]:
+            return prefilled(news) if isinstance(news, Prefilled) else chunks(news)
+
+        super().__init__(
+            _events(job, told, last, failed, end),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.end()
+
+
+async def _events(
+    job: Job,
+    chunks: Callable[[PromptDelta | Prefilled], Iterable[JSON]],
+    last: Callable[[list[RequestOutput]], Iterable[JSON]],
+    failed: Callable[[ApiError], Iterable[JSON]],
+    end: str,
+) -> AsyncIterator[str]:
+    try:
+        async for deltas in job.deltas():
+            yield "".join(event(chunk) for delta in deltas for chunk in chunks(delta))
+        yield "".join(map(event, last([request.output() for request in job.requests])))
+    except Exception as error:  # the status is sent already
+        if not isinstance(error, ApiError):
+            log.exception("a stream failed")
+        yield "".join(map(event, failed(as_api_error(error))))
+    yield end
+
+
+def event(chunk: JSON) -> str:
+    """One event; APIs whose events have a type want it on a line of its own as well."""
+    data = f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
+
+
+def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens over all prompts and completions."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached, cache_write_tokens=(prompt - cached) * backend.caches
+        ),
+    )
+
+
+def progress(
+    backend: Backend, body: GenerationRequest, head: JSON, job: Job
+) -> Callable[[Prefilled], Iterator[JSON]]:
+    """What a stream says of how far its prompts are computed, if it was asked for."""
+    if body.include_progress:
+        backend.jobs.worker.follow(job)
+
+    def told(news: Prefilled) -> Iterator[JSON]:
+        prompt = sum(len(request.prompt_token_ids) for request in job.requests)
+        share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
+        empty = {"usage": None} if body.include_usage else {}
+        yield {**head, "choices": [], **empty, "radixcache": share}
+
+    return told
+
+
+def last_chunk(
+    backend: Backend,
+    body: GenerationRequest,
+    head: JSON,
+    job: Job,
+    outputs: list[RequestOutput],
+) -> Iterator[JSON]:
+    """What a stream ends with, if more was asked for than text."""
+    more: JSON = {}
+    if body.include_usage:
+        more["usage"] = usage(backend, outputs).model_dump()
+    if body.explain or body.include_usage:
+        more["radixcache"] = extension(backend, job, body).model_dump()
+        yield {**head, "choices": [], **more}
+
+
+def extension(backend: Backend, job: Job, wants: Wants) -> Extension:
+    """What the engine has to say about a job that is finished."""
+    first = job.requests[0]
+    explanation = None
+    if wants.explain:
+        misses = [miss for request in job.requests for miss in request.explanation or ()]
+        explanation = tell(backend, misses, wants.prefix)
+    sequences = [sequence for request in job.requests for sequence in request.sequences]
+    repetitions = [find_repetition(sequence.generated) for sequence in sequences]
+    return Extension(
+        ttft=first.ttft,
+        explanation=explanation,
+        repetitions=repetitions if any(repetitions) else None,
+    )
+
+
+def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[MissedTokens]:
+    """Why tokens were not cached, for a client who has named this prefix, or none."""
+    tokenizer = backend.llm.tokenizer
+    if backend.options.hide_texts:
+        misses = [miss.redacted(before=prefix is not None) for miss in misses]
+    return [
+        MissedTokens(
+            reason=miss.reason,
+            start=miss.start,
+            end=miss.end,
+            text=miss.describe(tokenizer.show if tokenizer else None),
+        )
+        for miss in misses
+    ]
+
+
+def prompt_logprobs(
+    backend: Backend, body: GenerationRequest, output: RequestOutput
+) -> PromptLogprobs | None:
+    """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
+    if body.prompt_logprobs is None:
+        return None
+    told: PromptLogprobs = []
+    for top in output.prompt_logprobs or []:
+        if top is None:
+            told.append(None)
+            continue
+        likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
+        ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
+        told.append(
+            {
+                token: PromptLogprob(
+                    logprob=clamp(logprob),
+                    rank=ranks.get(token),
+                    decoded_token=backend.token_text(token),
+                )
+                for token, logprob in top.items()
+            }
+        )
+    return told
+
+
+def clamp(logprob: float) -> float:
+    """A log-probability as JSON can say it."""
+    return max(logprob, _LEAST_LOGPROB)

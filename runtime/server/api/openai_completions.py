@@ -1,0 +1,201 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from radixcache.base import TokensLike, as_tokens
+from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.server.api.generation import (
+    JSON,
+    STREAM_RESPONSE,
+    EventStream,
+    clamp,
+    extension,
+    finish,
+    last_chunk,
+    progress,
+    prompt_logprobs,
+    usage,
+)
+from radixcache.runtime.server.http.bodies import BodyRoute
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.protocol.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+)
+from radixcache.runtime.server.protocol.openai import CompletionRequest
+from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+
+router = APIRouter(route_class=BodyRoute)
+
+Logprobs = Sequence[dict[int, float] | None]
+
+
+@router.post("/v1/completions", response_model=Completion, responses={**STREAM_RESPONSE})
+async def completions(body: CompletionRequest, request: Request, backend: BackendDep) -> Any:
+    """Complete one prompt or several."""
+    head: JSON = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "created": backend.now(),
+        "model": backend.check_model(body.model),
+    }
+    scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+    scores_prompt = scores_prompt and body.prompt_logprobs is None
+    params = body.sampling_params(
+        backend.completion_defaults,
+        logprobs=body.logprobs,
+        **({"prompt_logprobs": body.logprobs or 0} if scores_prompt else {}),
+    )
+    client = client_of(request, body.cache_salt)
+    backend.jobs.check_room(len(body.prompts) * params.n, client)
+    prompts = await encode_prompts(body, backend, request)
+    echoes = await _echoes(body, backend, client)
+    job = await backend.submit(prompts, params, body, client)
+    if body.stream:
+        chunks = _Chunks(body, backend, head, params.n, job, echoes)
+        told = progress(backend, body, chunks.head, job)
+        return EventStream(job, chunks.of, chunks.last, prefilled=told)
+    outputs = await finish(job, request)
+    choices: list[CompletionChoice] = []
+    for number, output in enumerate(outputs):
+        for completion in output.outputs:
+            echo = echoes[number] if echoes else ""
+            tokens: list[int] = completion.token_ids
+            logprobs: Logprobs | None = completion.logprobs
+            if logprobs is not None and body.echo:
+                tokens = output.prompt_token_ids + tokens
+                logprobs = [*(output.prompt_logprobs or []), *logprobs]
+            choices.append(
+                CompletionChoice(
+                    index=len(choices),
+                    text=echo + completion.text,
+                    logprobs=_logprobs(backend, body, tokens, logprobs),
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                    prompt_logprobs=prompt_logprobs(backend, body, output),
+                    token_ids=completion.token_ids if body.return_token_ids else None,
+                    prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+                )
+            )
+    more = extension(backend, job, body)
+    return Completion(**head, choices=choices, usage=usage(backend, outputs), radixcache=more)
+
+
+async def encode_prompts(
+    body: CompletionRequest, backend: Backend, request: Request
+) -> list[TokensLike]:
+    """The token ids of the prompts, behind those of the prefix if one is named."""
+    client = client_of(request, body.cache_salt)
+    prefix = await backend.find_prefix_for(body)
+    special = prefix is None and body.add_special_tokens is not False
+    tokens: list[TokensLike] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            if tokens and await request.is_disconnected():
+                raise ApiError(499, "the client has hung up")
+            encode = partial(Tokenizer.encode, text=prompt, special=special)
+            tokens.append(await backend.tokenize(encode, client))
+        else:
+            tokens.append(prompt)
+    if prefix is None:
+        return tokens
+    return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]
+
+
+async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -> list[str]:
+    """The texts of the prompts, if they are to be echoed."""
+    if not body.echo:
+        return []
+
+    def decode(tokenizer: Tokenizer) -> list[str]:
+        return [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompts]
+
+    return await backend.tokenize(decode, client)
+
+
+class _Chunks:
+    """The chunks of one stream: its choices are the completions of each prompt in turn."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        backend: Backend,
+        head: JSON,
+        n: int,
+        job: Job,
+        echoes: list[str],
+    ) -> None:
+        self._body = body
+        self._backend = backend
+        self.head = {**head, "object": "text_completion"}
+        self._usage: JSON = {"usage": None} if body.include_usage else {}
+        self._n = n
+        self._job = job
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
+        """Where the next token of each choice begins in its text; choices that have begun."""
+
+    def of(self, news: PromptDelta) -> Iterator[JSON]:
+        delta = news.delta
+        index = news.prompt * self._n + delta.index
+        text, tokens = delta.text, delta.token_ids
+        logprobs: Logprobs | None = delta.logprobs
+        ids: JSON = {"token_ids": tokens} if self._body.return_token_ids else {}
+        if index not in self._offsets:
+            self._offsets[index] = 0
+            request = self._job.requests[news.prompt]  # its prompt is final by now
+            if ids:
+                ids["prompt_token_ids"] = request.prompt_token_ids.tolist()
+            if self._echoes:
+                text = self._echoes[news.prompt] + text
+                if logprobs is not None:
+                    tokens = request.prompt_token_ids.tolist() + tokens
+                    logprobs = [*(request.prompt_logprobs or []), *logprobs]
+        shown = _logprobs(self._backend, self._body, tokens, logprobs, self._offsets[index])
+        if shown is not None:
+            self._offsets[index] += sum(len(self._backend.token_text(token)) for token in tokens)
+        if text or delta.finish_reason or ((shown or ids) and tokens):
+            choice = {
+                "index": index,
+                "text": text,
+                "logprobs": shown.model_dump() if shown else None,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+                **ids,
+            }
+            yield {**self.head, "choices": [choice], **self._usage}
+
+    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
+        yield from last_chunk(self._backend, self._body, self.head, self._job, outputs)
+
+
+def _logprobs(
+    backend: Backend,
+    body: CompletionRequest,
+    tokens: list[int],
+    logprobs: Logprobs | None,
+    offset: int = 0,
+) -> CompletionLogprobs | None:
+    """The logprobs of `tokens`, the first of which begins `offset` characters into the text."""
+    if logprobs is None:
+        return None
+    shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, top in zip(tokens, logprobs, strict=True):
+        shown.tokens.append(backend.token_name(token, body))
+        shown.token_logprobs.append(None if top is None else clamp(top[token]))
+        shown.top_logprobs.append(
+            None if top is None else {backend.token_name(t, body): clamp(p) for t, p in top.items()}
+        )
+        shown.text_offset.append(offset)
+        offset += len(backend.token_text(token))
+    return shown

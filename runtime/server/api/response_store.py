@@ -1,0 +1,121 @@
+"""What clients asked before: to go on from it, and to say what has changed since."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, cast
+
+from fastapi import Depends, Request
+
+from radixcache.base import Tokens
+from radixcache.nodes import common_length
+from radixcache.runtime.server.api.chat_turn import Turn
+from radixcache.runtime.server.protocol.responses import split_system
+from radixcache.runtime.tokens.tokenizer import Message
+
+Change = Literal["tools", "settings", "system", "messages"]
+
+
+_OBJECTS = 4096
+"""Bytes, about, that a turn takes however short its texts are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """A turn that is over.
+
+    Attributes:
+        prompt: [n] its tokens.
+        conversation: its messages but for instructions that only it had, and the answer.
+        response: what the client was given, if it may ask for it again.
+    """
+
+    turn: Turn
+    prompt: Tokens
+    conversation: list[Message] = field(default_factory=list)
+    response: dict[str, Any] | None = None
+
+
+class Pasts:
+    """The last turns, by salt and id: nobody finds those of another salt.
+
+    If there are too many, the oldest of the salt that has most is forgotten first.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self.max_bytes = max_bytes
+        self._pasts: defaultdict[str | None, OrderedDict[str, tuple[Past, int]]]
+        self._pasts = defaultdict(OrderedDict)
+        self._num_bytes: Counter[str | None] = Counter()
+        self.num_bytes = 0
+
+    def keep(self, name: str, past: Past) -> None:
+        """Remember a turn under an id that cannot be guessed. O(its text)."""
+        texts = (past.turn.messages, past.conversation, past.response, past.turn.tools)
+        salt = past.turn.cache_salt
+        size = past.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
+        self._pasts[salt][name] = past, size
+        self._num_bytes[salt] += size
+        self.num_bytes += size
+        while self.num_bytes > self.max_bytes:
+            ((most, _),) = self._num_bytes.most_common(1)
+            self.drop(next(iter(self._pasts[most])), most)
+
+    def find(self, name: str | None, salt: str | None) -> Past | None:
+        """The salt's turn with this id, if it is remembered."""
+        kept = self._pasts[salt].get(name or "") if salt in self._pasts else None
+        return kept and kept[0]
+
+    def drop(self, name: str, salt: str | None) -> None:
+        """Forget a turn that `find` finds."""
+        _, size = self._pasts[salt].pop(name)
+        self._num_bytes[salt] -= size
+        self.num_bytes -= size
+        if not self._pasts[salt]:
+            del self._pasts[salt], self._num_bytes[salt]
+
+
+def _pasts_of(request: Request) -> Pasts:
+    return cast(Pasts, request.app.state.pasts)
+
+
+PastsDep = Annotated[Pasts, Depends(_pasts_of)]
+"""The turns that the app of a route remembers."""
+
+
+def compare(
+    past: Past, turn: Turn, prompt: Tokens, cached: int, granularity: int
+) -> tuple[Change | Literal["nothing", "unknown"], int]:
+    """What a client changed since an earlier turn, so that less of its prompt was cached.
+
+    "nothing": all of the earlier prompt was cached, or as far as this one goes on from it.
+    "unknown": it is not for the client's changes that it was not; see the explanation.
+
+    Args:
+        cached: leading tokens of `prompt` that were, in a cache that hits in multiples of
+            `granularity`.
+
+    Returns:
+        The change, and how many leading tokens of the earlier prompt were of use.
+    """
+    length = min(len(past.prompt), len(prompt))
+    shared = common_length(past.prompt[:length], prompt[:length])
+    change = _change(past.turn, turn) if shared < len(past.prompt) else None
+    reused = min(max(shared, cached), len(past.prompt))
+    # The last token of a prompt is computed in any case.
+    if cached >= (length if change else shared) - max(1, granularity):
+        return "nothing", reused
+    return change or "unknown", reused
+
+
+def _change(old: Turn, new: Turn) -> Change | None:
+    before, now = split_system(old.messages), split_system(new.messages)
+    if old.tools != new.tools:
+        return "tools"
+    if old.template_kwargs != new.template_kwargs:
+        return "settings"
+    if before[0] != now[0]:
+        return "system"
+    return None if now[1][: len(before[1])] == before[1] else "messages"

@@ -1,0 +1,1 @@
+"""The socket, the signals, who may come in, bodies and errors."""

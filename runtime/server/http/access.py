@@ -1,0 +1,155 @@
+"""Who may do what: keys, the names of the server, other web pages, and the size of bodies."""
+
+from __future__ import annotations
+
+import hmac
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.serving import backend_of
+from radixcache.runtime.server.settings import Options
+
+OPEN_PATHS = {"/health", *static.FILES}
+"""What needs no key, and may be asked for by any name of the server."""
+
+_ADMINISTRATES = "radixcache.administrates"
+_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+
+
+class Access:
+    """Lets requests in, marks those that may administrate, and cuts bodies that are too large.
+
+    A browser may be made to send requests by any page that it shows. Two things give them away:
+
+    - Their `Origin` is that of the page. It has to be where the request goes, a name in
+      `Options.allowed_hosts`, or one of `Options.allowed_origins`.
+    - Their `Host` is the page's, if its name was made to lead here (DNS rebinding). So who sends no
+      key must use a name of the server: `localhost`, an address, since addresses lead nowhere else,
+      or one in `Options.allowed_hosts`. A page cannot know a key.
+
+    To administrate takes the admin key. A server without any key lets this machine do so, but no
+    page of another origin, which somebody on this machine may have been led to.
+    """
+
+    def __init__(self, app: ASGIApp, options: Options) -> None:
+        self._app = app
+        self._options = options
+        names = filter(None, options.allowed_hosts)
+        self._names = {name.lower() for name in names if not _is_address(name)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, limit, size = Headers(scope=scope), self._options.max_body_size, 0
+        try:
+            scope[_ADMINISTRATES] = self._admit(scope, headers)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                # Who reads it otherwise takes its end for another request (RFC 9112, 6.3).
+                raise ApiError(
+                    400,
+                    "Content-Length and Transfer-Encoding exclude each other",
+                    headers={"Connection": "close"},
+                )
+            length = headers.get("content-length", "")
+            if length.isdecimal() and int(length) > limit:
+                raise ApiError.too_large(limit)
+        except ApiError as error:
+            await error.response_at(scope["path"])(scope, receive, send)
+            return
+
+        async def receive_limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise HTTPException(413, ApiError.too_large(limit).message)
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+    def _admit(self, scope: Scope, headers: Headers) -> bool:
+        """Whether the request may administrate; `ApiError` if it may not even come in."""
+        host, options = headers.get("host", "").lower(), self._options
+        is_foreign = False
+        if (origin := headers.get("origin")) is not None:
+            page = origin.partition("://")[2].lower()  # of "null", nothing
+            is_foreign = not page or (page != host and _host_name(page) not in self._names)
+            if is_foreign and {origin, "*"}.isdisjoint(options.allowed_origins):
+                raise ApiError.forbidden(f"web pages of {origin!r} may not use this server")
+        keys, name = _keys(headers), _host_name(host)
+        if _has(keys, options.admin_key):
+            return True
+        if scope["path"] not in OPEN_PATHS:
+            if options.api_key is not None:
+                if not _has(keys, options.api_key):
+                    raise ApiError.unauthorized("a valid API key")
+            elif name != "localhost" and name not in self._names and not _is_address(name):
+                raise ApiError.forbidden(
+                    f"the server is not known as {name!r}: start it with --allowed-host and "
+                    "that name, or with keys"
+                )
+        if options.api_key is not None or options.admin_key is not None or is_foreign:
+            return False
+        # A proxy on this machine is local, too; who comes through it is not.
+        forwarded = any(header in headers for header in _FORWARDED)
+        client = scope.get("client")
+        return client is not None and _is_local(client[0]) and _is_local(name) and not forwarded
+
+
+def _require_administrator(request: Request) -> None:
+    if not request.scope[_ADMINISTRATES]:
+        if backend_of(request).options.admin_key is not None:
+            raise ApiError.unauthorized("the server's admin key")
+        raise ApiError.forbidden(
+            "the cache and the metrics of all clients are for the server's administrator: start it "
+            "with --admin-key and send that key; a server without any key shows them to its own "
+            "machine only"
+        )
+
+
+ADMINISTRATOR = Depends(_require_administrator)
+"""What a route depends on that tells of all clients, or acts on all: 401 or 403."""
+
+
+def _keys(headers: Headers) -> list[bytes]:
+    """The bearer token, and what Anthropic's clients send."""
+    scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
+    # The scheme's case means nothing (RFC 9110, 11.1).
+    bearer = key.strip() if scheme.lower() == b"bearer" else b""
+    return [bearer, headers.get("x-api-key", "").encode("latin-1").strip()]
+
+
+def _has(keys: list[bytes], wanted: str | None) -> bool:
+    return wanted is not None and any(hmac.compare_digest(key, wanted.encode()) for key in keys)
+
+
+def _host_name(netloc: str) -> str:
+    """The name or address in "name:port"; "" if there is none, or more than these."""
+    if not {*netloc}.isdisjoint("@/?#"):
+        return ""
+    try:
+        return (urlsplit(f"//{netloc}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _is_local(name: str) -> bool:
+    """Also for 0.0.0.0 and ::, which lead to the machine that they are used on."""
+    if name == "localhost" or not _is_address(name):
+        return name == "localhost"
+    return ip_address(name).is_loopback or ip_address(name).is_unspecified

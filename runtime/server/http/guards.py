@@ -1,0 +1,26 @@
+"""What a request passes before its route, in any app: its id, other origins, keys and limits."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+
+from radixcache.runtime.server.http.access import Access
+from radixcache.runtime.server.http.deadline import BodyDeadline
+from radixcache.runtime.server.observe.request_log import REQUEST_ID, RequestLog
+from radixcache.runtime.server.settings import Options
+
+
+def install(app: Starlette, options: Options) -> None:
+    """Put them in front of `app`, the last one outermost."""
+    app.add_middleware(BodyDeadline)
+    app.add_middleware(Access, options=options)
+    if options.allowed_origins:  # before keys are asked for: none comes with a preflight
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[*options.allowed_origins],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(RequestLog, access_log=options.access_log)

@@ -1,0 +1,83 @@
+"""What answers while a model loads, and then lets its app answer at the same socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.http import guards
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.http.serve import Server, announce, configure
+from radixcache.runtime.server.settings import Options
+
+
+class Loading:
+    """A server for the time within a ``with`` block, at the end of which `serve` gives it an app.
+
+    It runs in a thread. The main one loads, so that a signal or an error ends that as without a
+    server. Until there is an app the page's files are served, and all else is 503.
+    """
+
+    def __init__(self, options: Options, listener: socket.socket, shutdown_timeout: float) -> None:
+        self._app = FastAPI(lifespan=self._live, docs_url=None, redoc_url=None, openapi_url=None)
+        self._app.include_router(static.files)
+        self._app.add_exception_handler(HTTPException, self._refuse)
+        guards.install(self._app, options)
+        self._progress: tuple[str, float | None] = "starting", 0.0
+        self._listener = listener
+        self._server = Server(configure(self), shutdown_timeout)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def __enter__(self) -> Loading:
+        self._thread.start()
+        while self._thread.is_alive() and not self._server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def report(self, stage: str, share: float | None) -> None:
+        """What `/health` tells from now on; see `radixcache.runtime.model.progress`."""
+        self._progress = stage, share
+
+    def serve(self, app: FastAPI) -> None:
+        """Let `app` answer until a signal ends it; its `state.backend` is a `Backend`."""
+        asyncio.run_coroutine_threadsafe(self._hand_over(app), self._loop).result()
+        self._server.door = app.state.backend.door
+        with self._server.capture_signals():
+            announce(app.state.backend, self._listener)
+            self._thread.join()
+
+    @asynccontextmanager
+    async def _live(self, _: FastAPI) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as self._stack:
+            yield
+
+    async def _hand_over(self, app: FastAPI) -> None:
+        await self._stack.enter_async_context(app.router.lifespan_context(app))
+        self._app = app
+
+    async def _refuse(self, request: Request, _: Exception) -> JSONResponse:
+        stage, share = self._progress
+        known = "" if share is None else f" ({100 * share:.0f} %)"
+        error, path = ApiError.unavailable(f"the model is loading{known}"), request.url.path
+        body = error.body_at(path)
+        if path == "/health":
+            body |= {"status": "loading", "stage": stage, "share": share}
+        return JSONResponse(body, error.status, headers=error.headers)

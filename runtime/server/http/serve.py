@@ -1,0 +1,143 @@
+"""`radixcache serve`: the socket, the signals, and the loop between them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from ipaddress import ip_address
+from types import FrameType
+from typing import Any, Protocol
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from radixcache.runtime.server.http.listener import address_of
+
+HEAD_SECONDS = 10.0
+"""From a connection, or from the first byte of a further request on it, to the end of the head."""
+
+FLUSH_SECONDS = 3
+"""For connections to take what is left, once nothing runs any more."""
+
+
+def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
+    """How uvicorn serves an app."""
+    return uvicorn.Config(
+        app,
+        http=_Connection,
+        log_level=log_level,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # who is on this machine is not for a header to say
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+
+
+def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
+    """Serve an app until a signal ends it; its `state.backend` is a `Backend` or an `Ingress`."""
+    announce(app.state.backend, listener)
+    server = Server(configure(app), shutdown_timeout)
+    server.door = app.state.backend.door
+    server.run([listener])
+
+
+def announce(backend: Any, listener: socket.socket) -> None:
+    """Say what is served where."""
+    host = listener.getsockname()[0]
+    if backend.options.api_key is None and not ip_address(host).is_loopback:
+        warning = "Warning: without an --api-key, whoever reaches this address may use the server"
+        print(warning, file=sys.stderr)
+    names, where = ", ".join(backend.names), address_of(listener)
+    print(f"Serving {names} at {where}", *backend.notes, sep="\n", file=sys.stderr, flush=True)
+
+
+class Door(Protocol):
+    """What takes requests in.
+
+    Attributes:
+        draining: nothing more is taken; whoever sets it calls `drain`.
+        alive: there is something behind it.
+    """
+
+    draining: bool
+
+    @property
+    def alive(self) -> bool: ...
+    async def drain(self, grace: float) -> None: ...
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if the head of a request does not come in time.
+
+    uvicorn itself limits the size of a head, and the time between two requests, but not this: such
+    connections would stay, until the process may have no more.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class Server(uvicorn.Server):
+    """Lets requests end on the first signal, and dies of the second.
+
+    While they end, the socket stays open, so that who comes is told 503 and not left to guess.
+
+    Attributes:
+        door: of what is served.
+    """
+
+    door: Door
+
+    def __init__(self, config: uvicorn.Config, grace: float) -> None:
+        super().__init__(config)
+        self._grace = grace
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None or not self.door.alive:
+            super().handle_exit(sig, frame)
+        elif not self.door.draining:
+            self.door.draining = True
+            self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
+        else:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+
+    def _begin_drain(self, sig: int, frame: Any) -> None:
+        async def drain() -> None:
+            await self.door.drain(self._grace)
+            super(Server, self).handle_exit(sig, frame)
+
+        self._drain = asyncio.create_task(drain())

@@ -1,0 +1,1 @@
+"""Bodies of requests and answers, as their APIs have them."""

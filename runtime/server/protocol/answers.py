@@ -1,0 +1,365 @@
+"""Answers as OpenAI's API has them, with vLLM's names for what it adds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from radixcache.runtime.engine.explain import Reason
+from radixcache.runtime.server.protocol.fields import Body, TokenIds
+
+
+class PromptTokensDetails(Body):
+    """How many of the prompt's tokens were not computed, and how many were, to be cached."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class Usage(Body):
+    """Tokens of a request, over all its prompts and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Body):
+    """Log-probabilities of a plain completion; the first token of an echoed prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Body):
+    """Of a token in the place of a prompt token; no rank if it is not among the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""Of each prompt token, by token id, the token's own and those asked for; none of the first."""
+
+
+class CompletionChoice(Body):
+    """A plain completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class MissedTokens(Body):
+    """Prompt tokens [start, end) that were not cached, why, and that in a sentence."""
+
+    reason: Reason
+    start: int
+    end: int
+    text: str
+
+
+class Extension(Body):
+    """What OpenAI's answers have no field for.
+
+    Attributes:
+        ttft: seconds from the request's arrival to its first token.
+        explanation: of each prompt in turn, if it was asked for.
+        repetitions: of each answer how many tokens it says again and again at its end, null if it
+            does not; null as a whole if none does.
+    """
+
+    ttft: float | None
+    explanation: list[MissedTokens] | None = None
+    repetitions: list[int | None] | None = None
+
+
+class Explained(Body):
+    """The answer of /v1/explain; a last token computed for its logits alone is in no stretch."""
+
+    object: Literal["explanation"] = "explanation"
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    explanation: list[MissedTokens]
+
+
+class Completion(Body):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    radixcache: Extension
+
+
+class TokenLogprob(Body):
+    """A token and its log-probability; `bytes` is null where the token alone is no text."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A token of an answer, and the likeliest in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Body):
+    """Log-probabilities of an answer."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Body):
+    """What is called; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AssistantMessage(Body):
+    """The answer; its reasoning is there by both names that clients look for."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+
+
+class ChatChoice(Body):
+    """One answer of those that were asked for."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Body):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    radixcache: Extension
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(Body):
+    """A name under which the model is served; `exact` if it was started with `--exact`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["radixcache"] = "radixcache"
+    max_model_len: int
+    exact: bool
+
+
+class ModelList(Body):
+    """The answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Prefix(Body):
+    """A pinned prefix; `expires_in` in seconds, null for never."""
+
+    object: Literal["prefix"] = "prefix"
+    name: str
+    num_tokens: int
+    salted: bool
+    expires_in: float | None
+
+
+class PrefixList(Body):
+    """The pinned prefixes of a salt, oldest first, and the pages that they hold and may hold."""
+
+    object: Literal["list"] = "list"
+    data: list[Prefix]
+    pinned_pages: int
+    budget_pages: int
+
+
+class CachePrefix(Prefix):
+    """A pinned prefix, and which salt's it is, as in `CacheNamespace`."""
+
+    namespace: str | None
+
+
+class CachePrefixList(Body):
+    """The pinned prefixes of all salts, oldest first, and the pages that they hold and may hold."""
+
+    object: Literal["list"] = "list"
+    data: list[CachePrefix]
+    pinned_pages: int
+    budget_pages: int
+
+
+class DeletedPrefix(Body):
+    """The answer to a DELETE of a pinned prefix."""
+
+    name: str
+    object: Literal["prefix"] = "prefix"
+    deleted: Literal[True] = True
+
+
+class CacheFolded(Body):
+    """Branches that a view leaves out; see `radixcache.snapshot.Folded`."""
+
+    branches: int
+    nodes: int
+    tokens: int
+    leases: int
+    age: int
+
+
+class CacheNode(Body):
+    """A node of the tree; see `radixcache.snapshot.CachedNode`."""
+
+    id: str
+    start: int
+    num_tokens: int
+    text: str
+    age: int
+    leases: int
+    computed_from: int | None
+    pins: list[str]
+    pinned: bool
+    children: list[CacheNode]
+    more: CacheFolded | None
+
+
+class CacheNamespace(Body):
+    """The tree of the requests with one salt; `namespace` is a digest of it, keyed by the process,
+    null without a salt."""
+
+    namespace: str | None
+    tree: CacheNode
+
+
+class CacheStatistics(Body):
+    """Counters since the last flush, and pages now."""
+
+    requests: int
+    query_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    evicted_tokens: int
+    evicted_pages: int
+    copied_pages: int
+    cached_nodes: int
+    cached_tokens: int
+    pages: int
+    free_pages: int
+    pinned_pages: int
+    page_size: int
+    running: int
+    waiting: int
+
+
+class RecentRequest(Body):
+    """What a request hit, and how long it waited for its first token, in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+
+
+class CacheView(Body):
+    """The answer of GET /v1/cache; `above` has the nodes from the root to the one it is about,
+    `more` the salts that it leaves out, `recent` the last requests, oldest first."""
+
+    kind: str
+    stats: CacheStatistics
+    above: list[CacheNode]
+    namespaces: list[CacheNamespace]
+    more: CacheFolded | None
+    recent: list[RecentRequest]
+
+
+class CacheHit(Body):
+    """The ids of the nodes from the root to the one in which a text was found."""
+
+    path: list[str]
+
+
+class CacheHits(Body):
+    """The answer of GET /v1/cache/search; `total` counts those that it leaves out, too."""
+
+    total: int
+    data: list[CacheHit]
+
+
+class Flushed(Body):
+    """The answer of POST /v1/cache/flush."""
+
+    flushed: Literal[True] = True
+
+
+class Tokenized(Body):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: TokenIds
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Body):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Health(Body):
+    """The answer of /health."""
+
+    status: Literal["ok"] = "ok"
+
+
+class ErrorBody(Body):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Body):
+    """The answer to whatever cannot be served."""
+
+    error: ErrorBody

@@ -1,0 +1,293 @@
+"""Bodies of /v1/messages, Anthropic's API, and what they are as chat completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from radixcache.runtime.server.protocol.fields import (
+    NO_MEDIA,
+    Asked,
+    Items,
+    Json,
+    List,
+    OneOf,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+)
+from radixcache.runtime.server.protocol.responses import merge_system
+from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
+from radixcache.runtime.tokens.tokenizer import Message
+
+JSON = dict[str, Any]
+
+MAX_BREAKPOINTS = 4
+_BILLING = "x-anthropic-billing-header"
+"""How a text begins that changes with each request: as part of the prompt, it would let none be
+found in the cache."""
+
+
+class CacheControl(Asked):
+    """The prompt up to here will be sent again within `ttl`."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """`ttl`."""
+        return 3600.0 if self.ttl == "1h" else 300.0
+
+
+class Block(OneOf):
+    """A piece of a message."""
+
+    harmless: ClassVar = frozenset({"citations", "signature", "data", "caller"})
+    refused: ClassVar = NO_MEDIA
+    needs: ClassVar = {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: Text | None = None
+    thinking: Text | None = None
+    id: Text | None = None
+    name: Text | None = None
+    input: Json | None = None
+    tool_use_id: Text | None = None
+    content: Text | List[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block):
+    """A text."""
+
+    type: Literal["text"]
+
+
+class ChatTurn(Asked):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | List[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Its blocks, one at least."""
+        if isinstance(self.content, str):
+            return [Block(type="text", text=self.content)]
+        return self.content or [Block(type="text", text="")]
+
+    def as_messages(self, blocks: list[Block]) -> list[Message]:
+        """The message with these of its blocks: results of tools are messages of their own."""
+        results = [
+            {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": ("Error: " if block.is_error else "") + _join(block.content),
+            }
+            for block in blocks
+            if block.type == "tool_result"
+        ]
+        texts = [block.text for block in blocks if block.text is not None]
+        message: Message = {"role": self.role, "content": "\n".join(texts)}
+        if thoughts := [block.thinking for block in blocks if block.thinking]:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls := [block for block in blocks if block.type == "tool_use"]:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.input)},
+                }
+                for call in calls
+            ]
+        return results if results and not texts else [*results, message]
+
+
+class ClientTool(Asked):
+    """A function that the model may call."""
+
+    harmless: ClassVar = frozenset({"eager_input_streaming"})
+    refused: ClassVar = {
+        "input_examples": Refused("put them into the description", ([],)),
+        "defer_loading": Refused("send the tools that may be called", (False,)),
+        "allowed_callers": Refused("only the model calls tools", (["direct"],)),
+        "function": Refused("send name, description and input_schema beside each other"),
+        "parameters": Refused("send them as input_schema"),
+    }
+
+    type: Literal["custom"] | None = None
+    name: Text
+    description: Text | None = None
+    input_schema: Json
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(Asked):
+    """Which tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Asked):
+    """Whether the model thinks; how much is not limited, but by `max_tokens`."""
+
+    harmless: ClassVar = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputConfig(Asked):
+    """The form of the answer."""
+
+    effort: Text | None = None
+    format: Json | None = None
+
+
+class Diagnostics(Asked):
+    """Why less of the prompt was cached than of an earlier one; null begins with this one."""
+
+    previous_message_id: Text | None = None
+
+
+class CountRequest(Asked):
+    """POST /v1/messages/count_tokens."""
+
+    refused: ClassVar = {
+        "container": Refused("run the tools yourself"),
+        "context_management": Refused("leave out what is old", ({"edits": []},)),
+        "mcp_servers": Refused("call them yourself", ([],)),
+        "thread": Refused("send all messages each time"),
+        **OTHERS_IN_MESSAGES,
+    }
+    harmless: ClassVar = frozenset({"speed"})
+
+    model: Text | None = None
+    messages: SomeItems[ChatTurn]
+    system: Text | Items[TextBlock] | None = None
+    tools: Items[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    cache_salt: Salt | None = None
+
+    @property
+    def system_texts(self) -> list[TextBlock]:
+        """The system prompt, without what changes with each request."""
+        system = self.system or []
+        blocks = [TextBlock(type="text", text=system)] if isinstance(system, str) else system
+        return [block for block in blocks if not (block.text or "").startswith(_BILLING)]
+
+    def breakpoints(self) -> Iterator[tuple[list[Message], CacheControl]]:
+        """What ends where the client says that a prefix does: the messages up to there.
+
+        Templates put the tools beside the system prompt, so both end together.
+        """
+        messages = self._with_system([])
+        controls = [part.cache_control for part in (*(self.tools or ()), *self.system_texts)]
+        if last := next(filter(None, reversed(controls)), None):
+            yield [*messages], last
+        for turn in self.messages:
+            for count, block in enumerate(turn.blocks, 1):
+                if block.cache_control:
+                    yield [*messages, *turn.as_messages(turn.blocks[:count])], block.cache_control
+            messages += turn.as_messages(turn.blocks)
+        if self.cache_control:
+            yield messages, self.cache_control
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        texts = [block.text or "" for block in self.system_texts]
+        system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
+        return merge_system([*system, *messages])
+
+    def as_chat(self) -> JSON:
+        """The body of the same request for a chat completion."""
+        new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
+        asked: JSON = {"messages": self._with_system(new), "cache_salt": self.cache_salt}
+        if self.messages[-1].role == "assistant":
+            asked |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools is not None:
+            asked["tools"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "parameters": tool.input_schema,
+                        **tool.model_dump(include={"description", "strict"}, exclude_none=True),
+                    },
+                }
+                for tool in self.tools
+            ]
+        if choice := self.tool_choice:
+            modes = {
+                "any": "required",
+                "tool": {"type": "function", "function": {"name": choice.name}},
+            }
+            asked["tool_choice"] = modes.get(choice.type, choice.type)
+            asked["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking and self.thinking.type != "adaptive":
+            asked["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
+        if config := self.output_config:
+            asked["reasoning_effort"] = config.effort
+            if config.format:
+                schema = {"name": "answer", "schema": config.format.get("schema")}
+                asked["response_format"] = {
+                    "type": config.format.get("type"),
+                    "json_schema": schema,
+                }
+        return asked
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
+    harmless: ClassVar = frozenset({"metadata", "service_tier", "speed", "inference_geo"})
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: List[Text] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    diagnostics: Diagnostics | None = None
+    explain: bool | None = None
+
+    @model_validator(mode="after")
+    def _few_breakpoints(self) -> MessagesRequest:
+        blocks = [block for turn in self.messages for block in turn.blocks]
+        marked = (self, *(self.tools or ()), *self.system_texts, *blocks)
+        if sum(part.cache_control is not None for part in marked) > MAX_BREAKPOINTS:
+            raise ValueError(f"a cache_control may stand in {MAX_BREAKPOINTS} places at most")
+        return self
+
+    def as_chat(self) -> JSON:
+        """The body of the same request for a chat completion."""
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        asked = {name: getattr(self, name) for name in same}
+        asked = {**super().as_chat(), **asked, "stop": self.stop_sequences}
+        asked["explain"] = self.explain or self.diagnostics is not None
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+def _join(content: str | list[TextBlock] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text or "" for block in content or ())
+
+
+Block.model_rebuild()

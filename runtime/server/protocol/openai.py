@@ -1,0 +1,271 @@
+"""Requests as OpenAI's API has them, with vLLM's names for what it adds.
+
+No field is ignored that would change the answer: what is not supported is refused (see
+`unsupported.py`), and so is what nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, cast
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.server.protocol.fields import (
+    MAX_LOGPROBS,
+    MAX_SHOWN_IDS,
+    MAX_STOPS,
+    Allowed,
+    Asked,
+    List,
+    LogitBias,
+    PrefixName,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+    TokenIds,
+    check_stop,
+)
+from radixcache.runtime.server.protocol.response_format import StructuredFields
+from radixcache.runtime.server.protocol.tools import ChatMessage, ToolFields
+from radixcache.runtime.server.protocol.unsupported import (
+    HARMLESS,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_STREAM_OPTIONS,
+)
+
+
+class StreamOptions(Asked):
+    """What a stream has besides the text."""
+
+    harmless = frozenset({"include_obfuscation"})
+    refused = REFUSED_IN_STREAM_OPTIONS
+
+    include_usage: bool | None = None
+    include_progress: bool | None = Field(
+        None,
+        description="Until the first token, say in chunks without choices how many tokens of the "
+        "prompt are computed.",
+    )
+
+
+_SAMPLING = (
+    *("n", "max_tokens", "temperature", "top_p", "seed", "stop", "top_k", "min_p"),
+    *("stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+)
+"""What fields and `SamplingParams` call alike."""
+
+
+class GenerationRequest(StructuredFields, Asked):
+    """What chat and plain completions have in common. None is the model's own default."""
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS
+
+    model: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[Text | List[Text] | None, AfterValidator(check_stop)] = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: Annotated[List[Text], AfterValidator(check_stop)] | None = None
+    allowed_token_ids: Allowed | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    cache_salt: Salt | None = Field(
+        None, description="Cached prefixes are shared only among requests with the same salt."
+    )
+    prefix: PrefixName | None = Field(
+        None, description="Name of a pinned prefix that the prompt goes on from."
+    )
+
+    explain: bool | None = Field(
+        None, description="Say in `radixcache.explanation` why prompt tokens were not cached."
+    )
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def include_progress(self) -> bool:
+        """Whether a stream tells how far the prompt is computed."""
+        return bool(self.stream_options and self.stream_options.include_progress)
+
+    def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """Sampling as asked for, and else as in `defaults`.
+
+        Raises:
+            InvalidRequest: a value makes no sense.
+        """
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return replace(defaults, structured=self.structured(), **{**given, **more})
+
+    @model_validator(mode="after")
+    def _streams_have_their_own(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are only for streams: set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not streamed: set stream to false")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_COMPLETIONS
+
+    prompt: Text | List[Text] | TokenIds | List[TokenIds]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="False leaves out what the model wants around a text, such as BOS."
+    )
+    best_of: int | None = Field(None, description="Must equal n.")
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        """The prompts, one at least."""
+        match self.prompt:
+            case [str() | list(), *_] as many:
+                return cast(list[str | TokenIds], many)
+            case one:
+                return [cast(str | TokenIds, one)]
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is not supported: ask for n answers and choose")
+        if self.echo and self.prefix is not None:
+            raise ValueError("a prefix cannot be echoed")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("echo with logprobs has the prompt's: leave prompt_logprobs out")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError(
+                "max_tokens must be at least 1, unless there is echo or prompt_logprobs"
+            )
+        return self
+
+
+class ChatRequest(ToolFields, GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
+
+    messages: SomeItems[ChatMessage]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+class PrefixRequest(Asked):
+    """POST /v1/prefixes: either `prompt` or `messages`."""
+
+    name: PrefixName
+    prompt: Text | TokenIds | None = None
+    messages: SomeItems[ChatMessage] | None = None
+    lifetime: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds until it is unpinned by itself; null is never."
+    )
+    cache_salt: Salt | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PrefixRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("a prefix is either a prompt or messages")
+        return self
+
+
+class ExplainRequest(ToolFields, Asked):
+    """POST /v1/explain: either `prompt` or `messages`, and what else the prompt depends on.
+
+    The rest of a chat or a completion may come along, and changes nothing that is cached.
+    """
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS | frozenset(
+        {**ChatRequest.model_fields, **CompletionRequest.model_fields}
+    )
+    refused: ClassVar[Mapping[str, Refused]] = {**REFUSED_IN_COMPLETIONS, **REFUSED_IN_CHAT}
+
+    model: Text | None = None
+    prompt: Text | TokenIds | None = None
+    messages: SomeItems[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    prefix: PrefixName | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ExplainRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either a prompt or messages are explained")
+        return self
+
+    @property
+    def meant(self) -> ChatRequest | CompletionRequest:
+        """The request whose prompt this is; of its fields, those that the prompt depends on."""
+        kind = CompletionRequest if self.messages is None else ChatRequest
+        names = self.model_fields_set & kind.model_fields.keys()
+        return kind.model_construct(**{name: getattr(self, name) for name in names})
+
+
+class TokenizeRequest(Asked):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: SomeItems[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either a prompt or messages are tokenised")
+        return self
+
+
+class DetokenizeRequest(Asked):
+    """POST /detokenize."""
+
+    model: Text | None = None
+    tokens: Annotated[TokenIds, Field(max_length=MAX_SHOWN_IDS)]
+
+
+def as_chat_request(body: dict[str, Any]) -> ChatRequest:
+    """The body of a chat completion that another API asks for; `RequestValidationError` if none."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None

@@ -1,0 +1,110 @@
+"""Fields that ask for an answer of some form: OpenAI's, vLLM's, and the old ones of vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.server.protocol.fields import Body, Json, List, Text
+
+Schema = Json | bool
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+Choices = Annotated[List[Text], Field(min_length=1)]
+
+
+class NamedSchema(Body):
+    """A JSON schema as OpenAI has it; it is always followed strictly."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("the json_schema is missing")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("a json_schema belongs to the type json_schema, and to no other")
+        return self
+
+    def structured(self) -> Structured | None:
+        """None for free text."""
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return Structured.json_object() if schema is None else Structured.json(schema)
+
+
+class StructuredOutputs(Body):
+    """The form of the answer as vLLM has it: exactly one of these."""
+
+    json_: Schema | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_alone(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name not in KINDS and value[name] not in (None, False):
+                raise ValueError(f"{name} is not supported; give one of {', '.join(KINDS)}")
+        return value
+
+    def all(self) -> list[Structured]:
+        """What is asked for."""
+        found = [] if self.json_ is None else [Structured.json(self.json_)]
+        found += [] if self.regex is None else [Structured.regex(self.regex)]
+        found += [] if self.choice is None else [Structured.choice(self.choice)]
+        found += [] if self.grammar is None else [Structured.grammar(self.grammar)]
+        return found + ([Structured.json_object()] if self.json_object else [])
+
+
+class StructuredFields(Body):
+    """What a request may ask of the form of its answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+
+    def structured(self) -> Structured | None:
+        """The form; None for free text."""
+        forms = self._forms()
+        return forms[0] if forms else None
+
+    def _forms(self) -> list[Structured]:
+        old = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        ).all()
+        format_ = self.response_format and self.response_format.structured()
+        new = self.structured_outputs.all() if self.structured_outputs else []
+        return ([format_] if format_ else []) + new + old
+
+    @model_validator(mode="after")
+    def _one_form(self) -> StructuredFields:
+        count = len(self._forms())
+        if count > 1:
+            raise ValueError(
+                f"{count} forms of the answer: response_format, structured_outputs and guided_* "
+                "together may ask for one"
+            )
+        if self.structured_outputs is not None and not self.structured_outputs.all():
+            raise ValueError("structured_outputs: none is given of " + ", ".join(KINDS))
+        return self

@@ -1,0 +1,247 @@
+"""Bodies of /v1/responses, and what they are as chat completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from radixcache.runtime.server.protocol.fields import (
+    NO_MEDIA,
+    Asked,
+    Items,
+    Json,
+    List,
+    Metadata,
+    OneOf,
+    Refused,
+    Salt,
+    SomeItems,
+    Text,
+)
+from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
+from radixcache.runtime.tokens.tokenizer import Message
+
+JSON = dict[str, Any]
+
+
+class ItemText(Asked):
+    """A text within an item: what was said, answered or thought."""
+
+    harmless: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    refused: ClassVar = NO_MEDIA
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: Text
+
+
+class Item(OneOf):
+    """What a conversation consists of; answers may be sent back as they came."""
+
+    harmless: ClassVar = frozenset({"id", "status", "phase", "encrypted_content"})
+    needs: ClassVar = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | List[ItemText] | None = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text | None = None
+    output: Text | List[ItemText] | None = None
+    summary: List[ItemText] | None = None
+
+    def as_message(self) -> Message:
+        """The item as a message, or as a part of an assistant's."""
+        match self.type:
+            case "reasoning":
+                text = _join(self.content) or _join(self.summary)
+                return {"role": "assistant", "reasoning_content": text}
+            case "function_call":
+                function = {"name": self.name, "arguments": self.arguments}
+                call = {"id": self.call_id, "type": "function", "function": function}
+                return {"role": "assistant", "tool_calls": [call]}
+            case "function_call_output":
+                content = _join(self.output)
+                return {"role": "tool", "tool_call_id": self.call_id, "content": content}
+            case _:  # few templates know developers
+                role = "system" if self.role == "developer" else self.role
+                return {"role": role, "content": _join(self.content)}
+
+
+class FunctionTool(Asked):
+    """A function that the model may call."""
+
+    refused: ClassVar = {
+        "function": Refused("send name, description and parameters beside `type`"),
+        "input_schema": Refused("send it as parameters"),
+    }
+
+    type: Literal["function"]
+    name: Text
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Asked):
+    """One function."""
+
+    type: Literal["function"]
+    name: Text
+
+    def as_chat(self) -> JSON:
+        """The same in a chat completion."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Asked):
+    """Some functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: List[NamedTool]
+
+
+class TextOptions(Asked):
+    """How the text is written."""
+
+    refused: ClassVar = {"verbosity": Refused("say it in the instructions", ("medium",))}
+
+    format: Json | None = Field(None, description="As `response_format` of chat, but flat.")
+
+
+class Reasoning(Asked):
+    """How much the model thinks. What it thinks is always shown, and as it is."""
+
+    harmless: ClassVar = frozenset({"summary", "generate_summary"})
+
+    effort: Text | None = None
+
+
+class CacheOptions(Asked):
+    """Everything is cached anyway, and to the token; what is left to ask is why something was not.
+
+    That is said in `prompt_cache_diagnostics` and in `radixcache.explanation`.
+    """
+
+    harmless: ClassVar = frozenset({"mode", "ttl"})
+    refused: ClassVar = {
+        "prewarm": Refused("POST /v1/prefixes computes a prefix and pins it", (False,))
+    }
+
+    comparison_response_id: Text | None = None
+
+
+class ResponsesRequest(Asked):
+    """POST /v1/responses."""
+
+    harmless: ClassVar = frozenset(
+        "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
+        "stream_options max_tool_calls".split()
+    )
+    refused: ClassVar = {
+        "background": Refused("keep the connection open, or stream", (False,)),
+        "conversation": Refused("send previous_response_id, or all items"),
+        "context_management": Refused("leave items out yourself", ([],)),
+        "prompt": Refused("send its text as instructions and input"),
+        "top_logprobs": Refused("/v1/chat/completions has log-probabilities", (0,)),
+        **OTHERS_IN_RESPONSES,
+    }
+
+    input: Text | SomeItems[Item]
+    model: Text | None = None
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Items[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: List[Literal["reasoning.encrypted_content"]] | None = Field(
+        None, description="Changes nothing: reasoning is never encrypted."
+    )
+    truncation: Literal["disabled"] | None = None
+    metadata: Metadata | None = None
+    prompt_cache_options: CacheOptions | None = None
+    cache_salt: Salt | None = None
+    explain: bool | None = None
+
+    @property
+    def compared(self) -> str | None:
+        """The response that this one is to be compared with."""
+        options = self.prompt_cache_options
+        return None if options is None else options.comparison_response_id
+
+    def messages(self) -> list[Message]:
+        """What is new in the conversation."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return merge([item.as_message() for item in self.input])
+
+    def as_chat(self, messages: list[Message]) -> JSON:
+        """The body of the same request for a chat completion."""
+        same = ("temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt")
+        asked: JSON = {name: getattr(self, name) for name in same}
+        asked["explain"] = self.explain or self.compared is not None
+        asked["max_completion_tokens"] = self.max_output_tokens
+        asked["reasoning_effort"] = self.reasoning and self.reasoning.effort
+        if self.instructions:
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        if self.tools is not None:
+            tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
+            asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        match self.tool_choice:
+            case NamedTool() as tool:
+                asked["tool_choice"] = tool.as_chat()
+            case AllowedTools(mode=mode, tools=allowed):
+                chosen = {"mode": mode, "tools": [tool.as_chat() for tool in allowed]}
+                asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": chosen}
+            case mode:
+                asked["tool_choice"] = mode
+        if form := self.text and self.text.format:
+            rest = {name: value for name, value in form.items() if name != "type"}
+            more = {"json_schema": rest} if form.get("type") == "json_schema" else rest
+            asked["response_format"] = {"type": form.get("type"), **more}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        return {**asked, "messages": merge_system(messages)}
+
+
+def merge(parts: list[Message]) -> list[Message]:
+    """Messages, where what one answer consisted of is one message."""
+    messages: list[Message] = []
+    for new in parts:
+        last = messages[-1] if messages else {}
+        goes_on = new["role"] == "assistant" == last.get("role") and (
+            "content" not in new or not {"content", "tool_calls"} & last.keys()
+        )
+        if goes_on and "tool_calls" in new:
+            new = {**new, "tool_calls": [*last.get("tool_calls", ()), *new["tool_calls"]]}
+        messages[len(messages) - goes_on :] = [{**last, **new} if goes_on else new]
+    return [{"content": "", **message} for message in messages]
+
+
+def merge_system(messages: list[Message]) -> list[Message]:
+    """Messages with one system message at the top: few templates take two."""
+    system, others = split_system(messages)
+    text = "\n\n".join(message["content"] for message in system)
+    return [*([{"role": "system", "content": text}] if system else []), *others]
+
+
+def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """System messages at the top, and the others."""
+    count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    return messages[:count], messages[count:]
+
+
+def _join(content: str | list[ItemText] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())

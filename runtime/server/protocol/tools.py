@@ -1,0 +1,196 @@
+"""Messages with calls of tools, and what a request says of tools and templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from radixcache.runtime.server.protocol.fields import (
+    MAX_SCHEMAS,
+    NO_MEDIA,
+    Asked,
+    Body,
+    Items,
+    Json,
+    List,
+    Refused,
+    Text,
+)
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
+
+
+class TextPart(Asked):
+    """A part of a message's content; text is the only kind there is."""
+
+    harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations"})
+    refused: ClassVar[Mapping[str, Refused]] = NO_MEDIA
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """What is called; `arguments` is JSON text."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(Body):
+    """A call that an assistant made."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Asked):
+    """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
+
+    harmless = frozenset({"refusal", "annotations", "provider_specific_fields"})  # LiteLLM's
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "function_call": Refused("send tool_calls"),
+        "audio": Refused("send text"),
+    }
+
+    role: Annotated[Text, Field(min_length=1)]
+    content: Text | List[TextPart] | None = None
+    tool_calls: List[ToolCall] | None = None
+    tool_call_id: Text | None = None
+    name: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it; parts are joined by line breaks."""
+        content = self.content
+        if content is not None and not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        # Few templates know developers, and some leave out whom they do not know.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {"tool_call_id": self.tool_call_id, "name": self.name}
+        if self.role == "assistant":
+            message["content"] = content or ""
+            message["reasoning_content"] = self.reasoning_content or self.reasoning
+        return for_template(message)
+
+    @model_validator(mode="after")
+    def _something_said(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("only an assistant's message may have no content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        self.plain()  # refuses
+        return self
+
+
+class Function(Asked):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Asked):
+    """A tool; functions are the only kind there is."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **dict.fromkeys(Function.model_fields, Refused("it belongs into `function`")),
+        "input_schema": Refused("send it as function.parameters"),
+    }
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Which function."""
+
+    name: Text
+
+
+class NamedTool(Body):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    """Tools of which some must, or may, be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[List[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolChoice(Body):
+    """A choice among fewer tools than the model is told of."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class ToolFields(Body):
+    """What a request says of tools, thoughts and the chat template."""
+
+    tools: Items[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Json | None = Field(
+        None, description="More values for the chat template, such as `enable_thinking`."
+    )
+    reasoning_effort: Text | None = None
+    include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of."""
+        return tuple(
+            Tool(
+                name=tool.function.name,
+                parameters=tool.function.parameters or {"type": "object", "properties": {}},
+                description=tool.function.description,
+                strict=bool(tool.function.strict),
+            )
+            for tool in self.tools or ()
+        )
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Which of them the answer calls."""
+        parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return ToolChoice("required", (function.name,), True, parallel=False)
+            case AllowedToolChoice(allowed_tools=allowed):
+                names = tuple(tool.function.name for tool in allowed.tools)
+                return ToolChoice(allowed.mode, names, parallel=parallel)
+            case mode:
+                return ToolChoice(mode or "auto", parallel=parallel)
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> ToolFields:
+        names = [tool.name for tool in self.offered]
+        if len({*names}) < len(names):
+            raise ValueError("two tools have the same name")
+        schemas = [tool.function.parameters for tool in self.tools or ()]
+        if sum(len(json.dumps(schema)) for schema in schemas) > MAX_SCHEMAS:
+            raise ValueError(f"at most {MAX_SCHEMAS} characters of parameters in all tools")
+        if missing := [name for name in self.choice.names if name not in names]:
+            raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
+        if self.choice.mode == "required" and not names:
+            raise ValueError("tool_choice needs tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt to be false")
+        return self

@@ -1,0 +1,250 @@
+"""What the routes share: the model, its tokenizer and the jobs that it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from fastapi import Depends, Request
+
+from radixcache.base import TokensLike
+from radixcache.errors import PinError
+from radixcache.runtime.engine.named_prefixes import NamedPrefix
+from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.jobs import Job, Jobs
+from radixcache.runtime.server.observe.metrics import Metrics
+from radixcache.runtime.server.protocol.openai import GenerationRequest
+from radixcache.runtime.server.protocol.tools import ChatMessage
+from radixcache.runtime.server.settings import Options
+from radixcache.runtime.tokens.history import TokenisedText
+from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.runtime.tokens.tool_calls import Said
+
+if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.llm import LLM
+    from radixcache.runtime.sampling.grammar import Grammar
+    from radixcache.runtime.server.observe.tracing import Tracing
+
+T = TypeVar("T")
+
+TOKENIZER_THREADS = 4
+"""Clients whose texts are tokenised at the same time."""
+
+MAX_COMPILING = 32
+"""Structures that are compiled or wait for it; half of them may be of one client."""
+
+
+class Wants(Protocol):
+    """What a request wants besides its text, whichever API it came by."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+    @property
+    def explain(self) -> bool | None: ...
+    @property
+    def prefix(self) -> str | None: ...
+
+
+class Backend:
+    """The model behind the routes of one app."""
+
+    def __init__(self, llm: LLM, options: Options) -> None:
+        self.llm = llm
+        self.options = options
+        self.names = list(options.served_model_name) or [llm.model_name]
+        self.created = int(time.time())
+        self.metrics = Metrics(self.names[0])
+        self.tracing: Tracing | None = None
+        if options.traces:
+            from radixcache.runtime.server.observe.tracing import Tracing
+
+            self.tracing = Tracing(options.otlp_endpoint, self.names[0])
+        slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
+        capacity, share = slots + queue, slots + (queue + 1) // 2
+        self.jobs = Jobs(llm.worker, self.metrics, self.tracing, capacity, share)
+        self.max_model_len: int = llm.engine.max_model_len
+        # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
+        limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
+        self.completion_defaults = replace(llm.default_params, **options.sampling)
+        chat_defaults = replace(llm.default_params, max_tokens=limit)
+        self.chat_defaults = replace(chat_defaults, **options.sampling)
+        self.prefix_messages: WeakKeyDictionary[NamedPrefix, list[Message]] = WeakKeyDictionary()
+        """What prefixes that were given as messages consist of."""
+        self._token_texts: dict[int, str] = {}
+        # Not on the event loop, because a long text takes a while; nor one client on all threads.
+        self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
+        self._compiling = ThreadPoolExecutor(MAX_COMPILERS, "compiler")
+        self._grammars: dict[tuple[str, str], tuple[Hashable, asyncio.Future[Grammar]]] = {}
+        """What is compiled or waits for it, and for whom, by kind and value."""
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._remembering: set[asyncio.Future[None]] = set()
+
+    async def close(self) -> None:
+        """End what is running, and the threads."""
+        await self.jobs.close()
+        for pool in (self._tokenizing, self._compiling):
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+    def check_model(self, name: str | None) -> str:
+        """The name under which to answer; 404 for a model that is not served."""
+        if name is not None and name not in self.names:
+            raise ApiError.not_found(
+                f"the model {name!r} is not served here, but {self.names[0]!r} is",
+                "model",
+                "model_not_found",
+            )
+        return name or self.names[0]
+
+    @property
+    def door(self) -> Jobs:
+        """What takes requests in; the same name at the ingress of several replicas."""
+        return self.jobs
+
+    @property
+    def notes(self) -> list[str]:
+        """For whoever starts the server: whose layers run where, and who may listen."""
+        sampling = self.completion_defaults.describe()
+        notes = [*self.llm.notes, f"answers by {sampling}, where a request says nothing else"]
+        if (events := self.llm.kv_events) is not None:
+            places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
+            notes.append(f"KV events at {places}: whoever connects reads all tokens and salts")
+        return notes
+
+    @property
+    def caches(self) -> bool:
+        """Whether what is computed stays for others."""
+        return self.llm.cache.granularity > 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; 400 if it has none."""
+        if self.llm.tokenizer is None:
+            raise ApiError.invalid("this model has no tokenizer: only token ids can be completed")
+        return self.llm.tokenizer
+
+    async def tokenize(self, function: Callable[[Tokenizer], T], client: Hashable = None) -> T:
+        """What `function` makes of the tokenizer, on a thread; one after the other of a client."""
+        tokenizer = self.tokenizer
+        loop = asyncio.get_running_loop()
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        async with turn:
+            return await loop.run_in_executor(self._tokenizing, function, tokenizer)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, as logprobs show it."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self.tokenizer.decode([token], special=True)
+        return text
+
+    def token_name(self, token: int, body: GenerationRequest) -> str:
+        """What logprobs call a token: its text, or its id if that was asked for."""
+        return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
+
+    def now(self) -> int:
+        """Unix time, for `created`."""
+        return int(time.time())
+
+    async def encode_chat(
+        self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any
+    ) -> TokenisedText:
+        """The prompt that asks for the answer to `messages`, in tokens as stable as can be."""
+        if self._remembering:
+            await asyncio.wait([*self._remembering])
+        return await self.tokenize(
+            lambda _: self.llm.turns.encode(messages, cache_salt, **how), client
+        )
+
+    def remember(self, prompt: TokenisedText, generated: list[int], said: Said) -> None:
+        """Let conversations go on from an answer, before any other is tokenised."""
+        loop, remember = asyncio.get_running_loop(), self.llm.turns.remember
+        done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, said)
+        self._remembering.add(done)
+        done.add_done_callback(self._remembering.discard)
+
+    async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
+        """The salt's prefix of that name; 404 if there is none."""
+        try:
+            return await self.jobs.call(lambda: self.llm.prefixes.find(name, cache_salt))
+        except PinError as error:
+            raise ApiError.not_found(str(error), "prefix") from None
+
+    async def find_prefix_for(self, body: GenerationRequest) -> NamedPrefix | None:
+        """The prefix that a request names; 404 if there is none with the request's salt."""
+        if body.prefix is None:
+            return None
+        return await self.find_prefix(body.prefix, body.cache_salt)
+
+    async def submit(
+        self,
+        prompts: Sequence[TokensLike],
+        params: SamplingParams,
+        wants: Wants,
+        client: Hashable,
+    ) -> Job:
+        """Queue prompts as a request wants."""
+        if params.stop_strings:
+            _ = self.tokenizer  # refuses
+        grammar = params.structured and await self._compile(params.structured, client)
+        job = await self.jobs.submit(
+            lambda: self.llm.add_requests(prompts, params, wants.cache_salt, client),
+            len(prompts) * params.n,
+            client=client,
+            stream=bool(wants.stream),
+            timeout=self.options.request_timeout,
+        )
+        del grammar  # held until here, the engine's thread had not to compile it
+        return job
+
+    async def _compile(self, structured: Structured, client: Hashable) -> Grammar:
+        """The grammar of a structure, compiled on a thread if it is new; one by one of a client."""
+        guides, key = self.llm.guides, (structured.kind, structured.value)
+        if (found := guides.find(structured)) is not None:
+            return found
+        if key not in self._grammars:
+            clients = [client for client, _ in self._grammars.values()]
+            if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
+                raise ApiError.unavailable("too many new structures are to be compiled: try again")
+
+            async def compile_in_turn() -> Grammar:
+                async with self._turns.setdefault(("grammar", client), asyncio.Lock()):
+                    loop = asyncio.get_running_loop()
+                    return await loop.run_in_executor(self._compiling, guides.compile, structured)
+
+            task = asyncio.ensure_future(compile_in_turn())
+            self._grammars[key] = client, task
+            task.add_done_callback(lambda _: self._grammars.pop(key))
+        return await asyncio.shield(self._grammars[key][1])
+
+
+def client_of(request: Request, cache_salt: str | None = None) -> Hashable:
+    """Whose request it is when clients share the server: its salt's, else its address's."""
+    if cache_salt is not None:
+        return "salt", cache_salt
+    return "address", request.client and request.client.host
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[Message]:
+    """Messages as chat templates take them."""
+    return [message.plain() for message in messages]
+
+
+def backend_of(request: Request) -> Backend:
+    """The backend of the app that a request came to."""
+    return cast(Backend, request.app.state.backend)
+
+
+BackendDep = Annotated[Backend, Depends(backend_of)]
+"""The backend of the app that a route belongs to."""

@@ -1,0 +1,143 @@
+"""Token-stable turns: what a model wrote stays its tokens, calls of tools included."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from secrets import token_hex
+from threading import Lock
+from typing import Any, NamedTuple
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
+from radixcache.runtime.tokens.tool_calls import Said, for_template, spelling
+from radixcache.runtime.tokens.tool_formats import THINK
+from radixcache.runtime.tokens.tool_parser import AnswerParser
+
+_Message = Mapping[str, Any]
+
+
+class _Turn(NamedTuple):
+    """What a model wrote, and what that means."""
+
+    raw: str
+    said: Said
+    meaning: tuple[Any, ...]
+    """As `raw` is read without schemas, like what a template writes."""
+
+
+class Turns:
+    """Tokenises conversations, so that they go on with the tokens that were generated.
+
+    Content comes back as it was generated, but calls of tools come back taken apart, and a chat
+    template spells them its own way: other spaces, another order of keys. So the text of a turn
+    with calls is kept by their ids. If they come back equal in name and arguments, that text takes
+    the place of what the template makes of this turn, and of nothing else: the template writes the
+    conversation a second time with marks in place of such turns, which tell where they are.
+
+    For any number of threads.
+
+    Args:
+        max_bytes: of the texts of turns with calls, about; the oldest are forgotten.
+    """
+
+    def __init__(self, history: TokenHistory, max_bytes: int = 16 << 20) -> None:
+        self.history = history
+        self.max_bytes = max_bytes
+        self._num_bytes = 0
+        self._lock = Lock()
+        self._turns: OrderedDict[tuple[str | None, str], _Turn] = OrderedDict()
+        """By salt, and by the id of the turn's first call."""
+
+    def encode(
+        self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
+    ) -> TokenisedText:
+        """The prompt that a conversation makes; `how` as in `Tokenizer.render_chat`."""
+        return self.history.encode(self.render(messages, cache_salt, **how), cache_salt)
+
+    def remember(
+        self, prompt: TokenisedText, generated: Sequence[int], said: Said | None = None
+    ) -> None:
+        """Let conversations go on from an answer, which says `said`."""
+        raw = self.history.remember(prompt, generated)
+        if raw and said:
+            self.keep(said, thoughts_of(prompt.text) + raw, prompt.cache_salt)
+
+    def keep(self, said: Said, raw: str, cache_salt: str | None = None) -> None:
+        """Write the turn that says `said` as `raw` from now on, if there are calls in it.
+
+        Not if `raw` says more, because a stop string has cut the answer.
+        """
+        if not said.calls:
+            return
+        read = self._read(raw)
+        names = [[call.name for call in one.calls] for one in (read, said)]
+        if names[0] != names[1] or read[:2] != said[:2]:
+            return
+        with self._lock:
+            self._turns[cache_salt, said.calls[0].id] = _Turn(raw, said, read.meaning)
+            self._num_bytes += 4 * len(raw)  # as itself and taken apart
+            while self._num_bytes > self.max_bytes:
+                _, oldest = self._turns.popitem(last=False)
+                self._num_bytes -= 4 * len(oldest.raw)
+
+    def render(
+        self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
+    ) -> str:
+        """The text of a conversation, with turns as they were generated; `how` as in `encode`."""
+        tokenizer = self.history.tokenizer
+        found = [self._find(message, cache_salt) for message in messages]
+        known = {i: turn for i, turn in enumerate(found) if turn}
+        if not known:
+            return tokenizer.render_chat(messages, **how)
+        mark = token_hex(16)
+        whole, marked = [*messages], [*messages]
+        for i, turn in known.items():
+            if turn.said.reasoning and "reasoning_content" not in messages[i]:
+                whole[i] = {**messages[i], "reasoning_content": turn.said.reasoning}
+            marked[i] = {"role": "assistant", "content": f"{mark}{i}{mark}"}
+        text = tokenizer.render_chat(whole, **how)
+        try:
+            pieces = re.split(f"{mark}([0-9]+){mark}", tokenizer.render_chat(marked, **how))
+        except InvalidRequest:  # results of tools, say, without a call before
+            return text
+        parts, at = [pieces[0]], len(pieces[0])
+        if not text.startswith(pieces[0]) or not text.endswith(pieces[-1]):
+            return text
+        for index, following in zip(pieces[1::2], pieces[2::2], strict=True):
+            last = len(parts) + 2 == len(pieces)
+            end = len(text) - len(following) if last else text.find(following, at)
+            if end < at:
+                return text
+            turn, rendered = known[int(index)], text[at:end]
+            same = self._read(rendered).meaning == turn.meaning
+            parts += [turn.raw if same else rendered, following]
+            at = end + len(following)
+        return "".join(parts)
+
+    def _find(self, message: _Message, cache_salt: str | None) -> _Turn | None:
+        """The turn that a message is, if it is known and nothing in it was changed."""
+        calls = isinstance(message, Mapping) and message.get("tool_calls")
+        if not calls:
+            return None
+        message = for_template(message)
+        with self._lock:
+            turn = self._turns.get((cache_salt, str(message["tool_calls"][0].get("id"))))
+        if turn is None or message["content"] != turn.said.content:
+            return None
+        functions = [call["function"] for call in message["tool_calls"]]
+        named = [(function["name"], spelling(function["arguments"])) for function in functions]
+        return turn if named == turn.said.meaning[-1] else None
+
+    def _read(self, text: str) -> Said:
+        tokenizer = self.history.tokenizer
+        parser = AnswerParser(tokenizer.call_format, tokenizer.reasons)
+        parser.feed(text, ended=True)
+        return parser.said()
+
+
+def thoughts_of(prompt: str) -> str:
+    """The mark with which a prompt ends if its answer begins amid thoughts; else ""."""
+    at = prompt.rfind(THINK)
+    return prompt[at:] if at >= 0 and prompt[at:].strip() == THINK else ""

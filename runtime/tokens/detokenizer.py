@@ -1,0 +1,114 @@
+"""Turns tokens into text as they come, and finds stop strings in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from radixcache.runtime.tokens.stops import StopStrings
+
+
+class _Progress(NamedTuple):
+    """How far the tokens are text; in one piece, so that nothing is cut off half-way."""
+
+    window: int = 0
+    read: int = 0
+    text: str = ""
+    stopped_by: str | None = None
+    stop_state: int = 0
+
+
+class Detokenizer:
+    """The text of one completion.
+
+    A token's text depends on its neighbours (spaces, bytes of one character), so what is new is
+    decoded with a short window before it, and the window without it; the difference is kept. Text
+    that ends inside a character waits for the rest. Without stop strings nothing is decoded before
+    somebody asks for the text.
+
+    Args:
+        decode: token ids to text, special tokens skipped.
+        stop_strings: the text ends before the first of them.
+        min_tokens: those that end within so many tokens are text like any other.
+        include_stop: the text ends after the stop string.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop_strings: StopStrings,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        self._decode = decode
+        self._stop_strings = stop_strings
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._ids: list[int] = []
+        self._progress = _Progress()
+        self._emitted = 0
+        self._unreadable = False
+
+    @property
+    def text(self) -> str:
+        """What is known of the text, up to a stop string."""
+        return self._progress.text
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has come."""
+        return self._progress.stopped_by
+
+    def append(self, token: int, index: int) -> None:
+        """Add the token of that index; the text then holds a stop string, or none (`stopped_by`).
+
+        The same call again changes nothing, so that one that was cut off can be made again.
+        """
+        self._ids[index:] = [token]
+        if self._stop_strings or self._unreadable:
+            self._catch_up()
+
+    def finish(self) -> None:
+        """The last token has come: text that waited for more is taken as it is."""
+        if self.stopped_by is None:
+            self._catch_up(to_the_end=True)
+
+    def _catch_up(self, *, to_the_end: bool = False) -> None:
+        """Decode what is new, up to the last whole character or to the end."""
+        self._unreadable = True  # if `decode` raises
+        window, read, before, stopped_by, state = self._progress
+        known = self._decode(self._ids[window:read])
+        new = self._decode(self._ids[window:])
+        self._unreadable = False
+        if to_the_end or (len(new) > len(known) and not new.endswith("\ufffd")):
+            text = before + new[len(known) :]
+            state, hit = self._stop_strings.read(state, new[len(known) :])
+            if hit is not None and len(self._ids) > self._min_tokens:
+                at, stopped_by = hit
+                end = at + len(stopped_by) if self._include_stop else at
+                text = text[: len(before) + end]
+            self._progress = _Progress(read, len(self._ids), text, stopped_by, state)
+
+    @property
+    def shown(self) -> str:
+        """The text that `take` has given so far."""
+        return self.text[: self._emitted]
+
+    def take(self, finished: bool) -> str:
+        """The text since the last call, less a tail that may be the start of a stop string.
+
+        Where `decode` raises, there is no more text; the next `append` or `finish` raises then.
+        """
+        if (
+            self._progress.read < len(self._ids)
+            and self.stopped_by is None
+            and not self._unreadable
+        ):
+            with suppress(Exception):
+                self._catch_up()
+        end = len(self.text)
+        if not finished and self.stopped_by is None:
+            end -= self._stop_strings.held_back(self._progress.stop_state)
+        new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
+        return new

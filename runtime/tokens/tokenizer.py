@@ -1,0 +1,385 @@
+"""Text to token ids and back, through the model's own tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from math import inf
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
+from radixcache.runtime.files import find_file, find_gguf, split_gguf
+from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.tokens.generic_tools import tell_tools
+from radixcache.runtime.tokens.tool_calls import check_tools, for_template
+from radixcache.runtime.tokens.tool_formats import (
+    THINK,
+    THOUGHT,
+    CallFormat,
+    find_format,
+    knows_tools,
+)
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+"""A chat message: {"role": "user", "content": "..."}."""
+
+_SHORT = 100_000
+"""Characters that are tokenised in any case: spaces may go, unknown characters may be one token."""
+
+_LIGHT = ("llama", "mistral", "qwen2", "qwen3")
+
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
+"""Files of which a tokenizer has one at least, whichever transformers' class reads it."""
+
+_CONFIG = "tokenizer_config.json"
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+_RENDERING = {"conversation", "messages", "tools", "documents", "chat_template", "tokenize"} | {
+    *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    "return_assistant_tokens_mask",
+}
+"""What `apply_chat_template` takes besides a template's own values."""
+
+
+class Tokenizer:
+    """The tokenizer of a model folder or hub id, for any number of threads.
+
+    Args:
+        tokenizer: of transformers.
+        max_tokens: a text of more characters than so many of the longest token have is refused
+            before it is tokenised.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self._max_characters = inf
+        self._one_at_a_time: AbstractContextManager[object] = Lock()
+        if getattr(tokenizer, "is_fast", False):
+            longest = max(map(len, tokenizer.get_vocab()), default=1)
+            self._max_characters = max(_SHORT, longest * max_tokens)
+            self._one_at_a_time = nullcontext()  # the tokenizers library takes any number
+            tokenizer.encode("")  # transformers sets it up at the first call, alone
+        # Called for every generated token: what transformers wraps around it takes three times as
+        # long as decoding.
+        self._backend: Any = None
+        if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+            self._backend = tokenizer.backend_tokenizer
+        self._hidden = self._find_hidden()
+        self._has_told_tools = False
+
+    @classmethod
+    def load(cls, name_or_path: str, max_tokens: float = inf) -> Tokenizer | None:
+        """The model's tokenizer, or None if it comes without one. Never runs code of the model's.
+
+        Raises:
+            ModelError: there is one, and it cannot be loaded.
+        """
+        try:
+            if (path := find_gguf(name_or_path)) is not None:
+                found = _read_gguf(name_or_path, path)
+                return None if found is None else cls(found, max_tokens)
+            if any(find_file(name_or_path, file) for file in _VOCABULARIES):
+                return cls(_read(name_or_path), max_tokens)
+            if not find_file(name_or_path, _CONFIG):  # for some models, transformers makes one up
+                return None
+            reason = "it has a tokenizer_config.json, and no vocabulary beside it"
+        except Exception as error:  # what a foreign file makes of the code that reads it
+            reason = first_sentence(error)
+        raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
+
+    @contextmanager
+    def _reading(self, text: str) -> Iterator[None]:
+        """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair; or that
+        the tokenizer fails on."""
+        if len(text) > self._max_characters:
+            raise ContextExceeded(
+                f"a text of {len(text)} characters is too long for the context of "
+                f"{self.max_tokens} tokens"
+            )
+        try:
+            with self._one_at_a_time:
+                yield
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # the tokenizers library has no class for what it raises
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest("the text has half a surrogate pair: no Unicode") from None
+            reason = first_sentence(error)
+            raise InvalidRequest(f"the model's tokenizer fails on the text: {reason}") from None
+
+    @property
+    def serialised(self) -> str | None:
+        """What the tokenizers library reads; None if it is not that library that tokenises."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        text: str = self._tokenizer.backend_tokenizer.to_str()
+        return text
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
+
+        Raises:
+            InvalidRequest: `text` is no Unicode, or the tokenizer fails on it.
+            ContextExceeded: it is longer than `max_tokens` can be.
+        """
+        with self._reading(text):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode(text, special=False)`, and the characters [start, end) that each token is from.
+
+        Only a tokenizer with `delimiters` can tell.
+        """
+        with self._reading(text):
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return found["input_ids"], found["offset_mapping"]
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `ids`; `special` keeps that of special tokens.
+
+        Those that mark calls and thoughts are always kept: what the model says is not all content.
+        """
+        text: str
+        if self._hidden and not special:
+            ids, special = [index for index in ids if index not in self._hidden], True
+        if self._backend is not None:
+            text = self._backend.decode(ids, skip_special_tokens=not special)
+            return text
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def show(self, ids: Sequence[int]) -> str:
+        """Text of `ids` as a reader of prompts wants it: with what begins and ends messages."""
+        return self.decode(ids, special=True)
+
+    @cached_property
+    def delimiters(self) -> dict[int, str]:
+        """The added tokens at whose start tokenisation starts afresh: id to text.
+
+        If `b` begins with a delimiter, ``encode(a + b)`` is ``encode(a) + encode(b)`` (without
+        `special`): the tokenizers library takes added tokens out of the text before it normalises
+        and splits the pieces between them, each alone. Not delimiters are tokens
+
+        - that are looked for in normalised text, which a normaliser may change at its ends;
+        - that take the spaces before them (`lstrip`), or begin with one that `rstrip` could take;
+        - that overlap with another added token, where the text before decides which one is found.
+
+        There are none if some token must stand alone as a word (`single_word`), if special tokens
+        are split like any text, or if it is not that library that tokenises.
+        """
+        if not getattr(self._tokenizer, "is_fast", False) or self._tokenizer.split_special_tokens:
+            return {}
+        backend = self._tokenizer.backend_tokenizer
+        added = backend.get_added_tokens_decoder()
+        if any(token.single_word for token in added.values()):
+            return {}
+        texts = [token.content for token in added.values()]
+        tails = {text[at:] for text in texts for at in range(1, len(text))}
+        joined = "\0".join(texts)
+
+        def stands_apart(text: str) -> bool:
+            """No other token holds it, and none ends as it begins."""
+            begins = (text[:length] for length in range(1, len(text) + 1))
+            return joined.count(text) == 1 and tails.isdisjoint(begins)
+
+        return {
+            index: token.content
+            for index, token in added.items()
+            if not (token.normalized and backend.normalizer is not None)
+            and not token.lstrip
+            and not token.content[:1].isspace()
+            and stands_apart(token.content)
+        }
+
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """What the added tokens are spelt."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {index: token.content for index, token in added.items()}
+
+    def _find_hidden(self) -> frozenset[int]:
+        """The special tokens that are no text, if some of them are text."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {index: token.content for index, token in added.items() if token.special}
+        shown = {index for index, text in special.items() if text in self.marks}
+        return frozenset(special.keys() - shown) if shown else frozenset()
+
+    def chat_template(self, tools: bool = False) -> str:
+        """The template of conversations, which may be another one for those with tools."""
+        if not self._templates:
+            raise InvalidRequest("the model has no chat template: use generate, not chat")
+        template: str = self._tokenizer.get_chat_template(tools=tools or None)
+        return template
+
+    @property
+    def _templates(self) -> str:
+        """All chat templates; "" if there are none."""
+        templates = getattr(self._tokenizer, "chat_template", None) or ""
+        return templates if isinstance(templates, str) else "\n".join(templates.values())
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls, if that can be told from its chat template."""
+        return find_format(self._templates)
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """What tells calls and thoughts from content."""
+        calls = self.call_format
+        return frozenset((THINK, THOUGHT)) | (calls.marks if calls else frozenset())
+
+    @cached_property
+    def reasons(self) -> bool:
+        """Whether the model thinks before it speaks."""
+        return THOUGHT in self._templates
+
+    @cached_property
+    def _teller(self) -> str:
+        """Whose message tells of tools: "user" if the template refuses or leaves out the system's.
+
+        Both are done (Gemma's and Mistral's first templates), and only a rendering tells.
+        """
+        asked = [{"role": "system", "content": "Brief"}, {"role": "user", "content": "Hello"}]
+        try:
+            text = self._tokenizer.apply_chat_template(asked, tokenize=False)
+        except Exception:  # a template raises what it likes
+            return "user"
+        return "system" if "Brief" in text else "user"
+
+    @cached_property
+    def _added_texts(self) -> tuple[dict[str, int], re.Pattern[str]]:
+        """The added tokens by their texts, and what finds these, the longest first."""
+        added = {text: index for index, text in self.added.items()}
+        marks = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        return added, re.compile(f"({marks})")
+
+    def spell(self, text: str) -> str:
+        """`text` in Lark, for llguidance: what is an added token is that token."""
+        added, marks = self._added_texts
+        parts = [part for part in marks.split(text) if part]
+        return " ".join(
+            f"<[{added[part]}]>" if part in added else json.dumps(part, ensure_ascii=False)
+            for part in parts or [""]
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        ask: bool = True,
+        continue_final: bool = False,
+    ) -> str:
+        """The text of a conversation, by the model's chat template.
+
+        Args:
+            tools: descriptions of functions, as OpenAI has them.
+            template_kwargs: more values that the template takes.
+            ask: end by asking for the assistant's next message.
+            continue_final: end in the last message, which goes on, instead.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses these messages, or takes no such
+                values.
+        """
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequest("a chat message has a 'role' and a 'content'")
+        check_tools(tools)
+        conversation = [for_template(message) for message in messages]
+        template, values = self.chat_template(bool(tools)), dict(template_kwargs or {})
+        if not knows_tools(self._templates):
+            if tools and not self._has_told_tools:
+                self._has_told_tools = True
+                log.warning(
+                    "the chat template of this model knows no tools: they are described in the "
+                    f"{self._teller} message, and calls are read in Hermes' form"
+                )
+            teller = self._teller if tools else "system"
+            conversation, tools = tell_tools(conversation, tools, teller), ()
+        for role in {message.get("role") for message in conversation} - _ROLES:
+            # Some templates leave out whom they do not know, some write whatever comes.
+            if f"'{role}'" not in template and f'"{role}"' not in template:
+                raise InvalidRequest(
+                    f"no role is called {role!r}: say system, user, assistant or tool"
+                )
+        wanted = {"tools": tools, **values}
+        wanted["tool_calls"] = any("tool_calls" in message for message in conversation)
+        for name, value in wanted.items():
+            if (value or name in values) and not re.search(rf"\b{re.escape(name)}\b", template):
+                raise InvalidRequest(f"the chat template of this model takes no {name}")
+        if taken := values.keys() & _RENDERING:
+            raise InvalidRequest(f"{min(taken)} is no value of a chat template")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                conversation,
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=ask and not continue_final,
+                continue_final_message=continue_final,
+                **values,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+        return text
+
+
+def _read_gguf(name_or_path: str, path: str) -> Any:
+    """The tokenizer in a GGUF file, which transformers reads of other families; None if none is."""
+    from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
+
+    file = GGUFFile(path)
+    if file.get("tokenizer.ggml.model", str, "none") in ("none", "no_vocab"):
+        return None
+    if file.get("general.architecture", str) in _LIGHT:
+        return read_tokenizer(file)
+    from transformers import AutoTokenizer
+
+    source, gguf = split_gguf(name_or_path)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
+
+
+def _read(name_or_path: str) -> Any:
+    """What transformers' AutoTokenizer gives.
+
+    AutoTokenizer imports the class of the model's config, and some of them nearly all of
+    transformers, which takes longer than anything else in a start. Of these families it needs to
+    know the name alone; and for two of them a class that says nothing of its own is taken as it is.
+    """
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
+    file, family = find_file(name_or_path, _CONFIG), settings.get("model_type")
+    declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    named = declared.get("tokenizer_class")
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and family in ("llama", "qwen3"):
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path, trust_remote_code=False)
+    from transformers import AutoTokenizer
+
+    read = partial(AutoTokenizer.from_pretrained, name_or_path, trust_remote_code=False)
+    if named is None or "auto_map" in declared or family not in _LIGHT:
+        return read()
+    config: Any = PreTrainedConfig()
+    config.name_or_path, config.model_type = name_or_path, family
+    return read(config=config)

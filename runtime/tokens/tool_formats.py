@@ -1,0 +1,269 @@
+"""How models write their calls: what of a text is a call, and grammars for those that must come."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.tokens.schema_defaults import complete
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, read_json
+
+THINK, THOUGHT = "<think>", "</think>"
+"""Between these, models reason."""
+
+_NAME = r'(?P<name>[^\s"<>{}\[\]]{1,256})'
+_GAP = r"\s{0,64}"
+"""Bounded, as names are: what is read anew with each token must not grow for ever."""
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Shape(NamedTuple):
+    """A piece of a call with any space in it: all of it, and what may yet become it."""
+
+    whole: re.Pattern[str]
+    begun: re.Pattern[str]
+
+
+def shape(text: str, ahead: str = "") -> Shape:
+    """The shape of `text`, in which NAME is any name; `ahead` is a pattern of what follows."""
+    whole, begun, after = ahead, "", ""
+    for unit in reversed(re.findall(r"NAME|\S", text)):
+        gap = "" if unit.isalpha() and after.isalpha() else _GAP
+        pattern = _NAME if unit == "NAME" else re.escape(unit)
+        whole = pattern + (gap if after else "") + whole
+        begun = f"(?:{pattern}{gap}{begun})?"
+        after = unit
+    return Shape(re.compile(_GAP + whole), re.compile(_GAP + begun))
+
+
+PARAMETER, TAG_END = shape("<parameter=NAME>"), "</parameter>"
+"""Before and after a tagged argument."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How one family of models writes calls.
+
+    A message's calls are `open`, the calls with `between` them, and `close`.
+
+    Attributes:
+        signs: what its chat templates hold, all of it.
+        opener: with this, calls begin.
+        call: one call; NAME and VALUE stand for its name and its arguments.
+        bare: a call may also begin a message without the opener, and is the only one.
+        tagged: the arguments are tags, not JSON.
+        short_ids: the template takes no ids of calls but those of 9 letters and digits.
+    """
+
+    signs: tuple[str, ...]
+    opener: str
+    call: str
+    open: str = ""
+    between: str = "\n"
+    close: str = ""
+    bare: bool = False
+    tagged: bool = False
+    short_ids: bool = False
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """What may be special tokens, and must be seen all the same."""
+        return frozenset(re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", self.opener + self.call))
+
+    @cached_property
+    def heads(self) -> tuple[Shape, Shape, Shape]:
+        """Up to the arguments: the first call, a further one, and one that opens a message."""
+        head, _ = self.call.split("VALUE")
+        ahead = "" if self.tagged else _GAP + r"(?=\{)"
+        return (
+            shape((self.opener if self.bare else self.open) + head, ahead),
+            shape(self.between + head, ahead),
+            shape(head, ahead),
+        )
+
+    @cached_property
+    def tail(self) -> Shape:
+        """What follows the arguments."""
+        return shape(self.call.split("VALUE")[1])
+
+    @cached_property
+    def end(self) -> Shape:
+        """What follows the last call."""
+        return shape(self.close)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        spell: Callable[[str], str],
+        answer: str | None = None,
+        thinks: bool = False,
+    ) -> str:
+        """The Lark grammar of the messages that `choice` allows.
+
+        Args:
+            spell: a text as Lark; see `Tokenizer.spell`.
+            answer: the Lark of what may be said instead of calling; None is any text.
+            thinks: the message may begin with thoughts.
+        """
+        head, tail = self.call.split("VALUE")
+        rules, opened = {}, []
+        for index, tool in enumerate(tools):
+            before = head.replace("NAME", tool.name)
+            rest = f"value_{index} {spell(tail)}"
+            rules[f"call_{index}"] = f"{spell(before)} {rest}"
+            opened.append(f"{spell((self.open + before).removeprefix(self.opener))} {rest}")
+            free = choice.mode == "auto" and not tool.strict
+            schema = {"type": "object"} if free else _of_object(tool)
+            rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
+        rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
+        more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
+        opening = "" if self.bare else spell(self.open)
+        rules["calls"] = f"{opening} call {more} {spell(self.close)}"
+        said = "calls"
+        first, but = r"[^{\s]" if self.bare else r"(.|\n)", ""
+        if choice.mode == "auto" and answer is None:
+            said = "ANSWER? | calls" if self.bare else "ANSWER? calls?"
+            if not self.bare and not _is_token(spell(self.opener)):
+                # Plain text: what is said ends where it first comes, and then it is a call.
+                rules[f"opened[suffix={_quote(self.opener)}]"] = r"/(.|\n)*/"
+                said = f"ANSWER? | opened ({' | '.join(opened)}) {more} {spell(self.close)}"
+                but = rf" & ~/(.|\n)*{re.escape(self.opener)}(.|\n)*/"
+        elif choice.mode == "auto":
+            said = "calls | answer"
+        rules["start"] = f"({said})"
+        if thinks and _is_token(spell(THINK)):
+            rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({said})"
+        rules["answer"] = answer or "ANSWER"
+        rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
+        rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
+        return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def _is_token(lark: str) -> bool:
+    return lark.startswith("<[") and " " not in lark
+
+
+def _of_object(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whatever it says."""
+    kind = tool.parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(f"the parameters of {tool.name} must be of type object, not {kind!r}")
+    return {**tool.parameters, "type": "object"}
+
+
+def _tagged(schema: Mapping[str, Any]) -> str:
+    """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required, parts = schema.get("required"), []
+    for name, told in properties(schema).items():
+        value = _json({**told, **shared}) + f" {_quote(chr(10) + TAG_END)}"
+        if told.get("type") == "string":
+            choices = told.get("enum", [told["const"]] if "const" in told else None)
+            value = "tagged_text"
+            if isinstance(choices, list):
+                choices = [choice for choice in choices if isinstance(choice, str)]
+                value = " | ".join(_quote(f"{choice}\n{TAG_END}") for choice in choices)
+            if not value or TAG_END in str(choices):
+                raise InvalidRequest(f"no text can be the argument {name!r}")
+        if not re.fullmatch(_NAME, name):
+            raise InvalidRequest(f"this model cannot write an argument of the name {name!r}")
+        optional = "" if isinstance(required, list) and name in required else "?"
+        parts.append(
+            f"({_quote(f'<parameter={name}>' + chr(10))} ({value}) {_quote(chr(10))}){optional}"
+        )
+    return " ".join(parts) or '""'
+
+
+def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schema of each argument, if it says anything; what it refers to takes its place."""
+    found, all_told = {}, schema.get("properties")
+    for name, told in all_told.items() if isinstance(all_told, dict) else ():
+        *_, path = str(told.get("$ref", "")).partition("#/") if isinstance(told, dict) else [""]
+        there: Any = schema if path else told
+        for key in path.split("/") if path else ():
+            there = there.get(key, {}) if isinstance(there, dict) else {}
+        found[name] = there if isinstance(there, dict) else {}
+    return found
+
+
+def as_rule(kind: str, value: str) -> str | None:
+    """The Lark of a form of answers, as `Structured` has them; None of a grammar."""
+    match kind:
+        case "json_object" | "json":
+            try:
+                schema = read_json(value or '{"type": "object"}')
+            except ValueError as error:
+                raise InvalidRequest(f"the schema is no JSON: {error}") from None
+            return _json(schema if isinstance(schema, dict) else {})
+        case "regex":
+            escaped = {"/": r"\/", "\n": r"\n"}
+            return "/" + re.sub(r"\\.|[/\n]", lambda m: escaped.get(m[0], m[0]), value) + "/"
+        case "choice":
+            return " | ".join(map(_quote, json.loads(value)))
+    return None
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**complete(schema), 'x-guidance': _SPACES})}"
+
+
+_OBJECT = '{"name": "NAME", "arguments": VALUE}'
+_HERMES = CallFormat(  # Hermes, Qwen2.5, Qwen3
+    ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
+)
+_FORMATS = (
+    CallFormat(  # Qwen3-Coder, Qwen3.5
+        ("<tool_call>", "<parameter="),
+        "<tool_call>",
+        "<tool_call>\n<function=NAME>\nVALUE</function>\n</tool_call>",
+        tagged=True,
+    ),
+    _HERMES,
+    CallFormat(  # Mistral from its tokenizer's version 11 on
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]NAME[ARGS]VALUE",
+        between="",
+        short_ids=True,
+    ),
+    CallFormat(  # Mistral before
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        _OBJECT,
+        open="[TOOL_CALLS][",
+        between=", ",
+        close="]",
+        short_ids=True,
+    ),
+    CallFormat(  # Llama 3, whose templates tell the model in words
+        ('{"name": function name, "parameters": ',),
+        "<|python_tag|>",
+        '{"name": "NAME", "parameters": VALUE}',
+        between="; ",
+        bare=True,
+    ),
+)
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template says anything of tools."""
+    return re.search("tool|function", template, re.IGNORECASE) is not None
+
+
+def find_format(template: str) -> CallFormat | None:
+    """The format that a chat template is for; where it knows none, that of `generic_tools`."""
+    if template and not knows_tools(template):
+        return _HERMES
+    if "[CALL_ID]" in template:  # some of Mistral's write one between name and arguments
+        return None
+    return next((known for known in _FORMATS if all(s in template for s in known.signs)), None)

@@ -1,0 +1,200 @@
+"""What a model wrote is taken apart alike however it comes, in each format."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from radixcache.runtime.tokens.tool_calls import Said
+from radixcache.runtime.tokens.tool_formats import CallFormat, find_format
+from radixcache.runtime.tokens.tool_parser import AnswerParser
+
+HERMES = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+CODER = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+MISTRAL_11 = "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}"
+MISTRAL = "{{ '[TOOL_CALLS][' }}"
+LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of arguments}.'
+
+SCHEMAS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "object"}}}}
+TRICKY = {"a": 'He said: "</tool_call>}" \\', "b": {"c": [1, {"d": "\n"}]}}
+
+
+def written(template: str, name: str, arguments: Mapping[str, object]) -> str:
+    """A call as the models of each family write it, from their documentation."""
+    told = json.dumps(arguments)
+    match template:
+        case _ if template == HERMES:
+            return f'<tool_call>\n{{"name": "{name}", "arguments": {told}}}\n</tool_call>'
+        case _ if template == CODER:
+            parts = "".join(
+                f"<parameter={key}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n"
+                for key, v in arguments.items()
+            )
+            return f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
+        case _ if template == MISTRAL_11:
+            return f"[TOOL_CALLS]{name}[ARGS]{told}"
+        case _ if template == MISTRAL:
+            return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {told}}}]'
+        case _:
+            return f'{{"name": "{name}", "parameters": {told}}}'
+
+
+def fmt(template: str) -> CallFormat:
+    found = find_format(template)
+    assert found is not None
+    return found
+
+
+def parse(text: str, template: str, rng: random.Random | None = None, **more: bool) -> AnswerParser:
+    """All at once, or in pieces of up to five characters."""
+    parser = AnswerParser(fmt(template), schemas=SCHEMAS, **more)
+    while rng and text:
+        size = rng.randint(1, 5)
+        parser.feed(text[:size])
+        text = text[size:]
+    parser.feed(text, ended=True)
+    return parser
+
+
+def meaning(said: Said) -> tuple[object, ...]:
+    return said.content, said.reasoning, [(call.name, call.values) for call in said.calls]
+
+
+ALL = pytest.mark.parametrize(
+    "template", [HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA], ids=lambda t: t[:12]
+)
+
+
+@ALL
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_is_found_however_it_comes(template: str, seed: int):
+    arguments = {**TRICKY, "a": "tricky enough"} if template == CODER else TRICKY
+    for given in (arguments, {}, {"a": "x"}):
+        said = parse(written(template, "f", given), template, random.Random(seed)).said()
+        assert meaning(said) == ("", "", [("f", given)])
+        assert said == parse(written(template, "f", given), template).said()._replace(
+            calls=said.calls  # but for the ids
+        )
+
+
+@pytest.mark.parametrize("template", [HERMES, CODER, MISTRAL_11], ids=lambda t: t[:12])
+def test_content_calls_and_thoughts_are_told_apart(template: str):
+    calls = "\n".join(written(template, name, {"a": name}) for name in "fg")
+    text = f"<think>\nLet me see: 1 < 2.\n</think>\n\nI look it up.\n{calls}"
+    expected = ("I look it up.", "Let me see: 1 < 2.", [("f", {"a": "f"}), ("g", {"a": "g"})])
+    for seed in range(3):
+        parser = parse(text, template, random.Random(seed), reasons=True)
+        assert meaning(parser.said()) == expected
+        within = text.removeprefix("<think>\n")
+        assert meaning(parse(within, template, thinking=True).said()) == expected
+    ids = [call.id for call in parser.said().calls]
+    assert len({*ids}) == 2
+    assert all(len(i) == (9 if template == MISTRAL_11 else 29) for i in ids)
+
+
+def test_several_calls_in_one_list():
+    text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]'
+    assert meaning(parse(text, MISTRAL).said()) == ("", "", [("f", {}), ("g", {"a": 1})])
+    text = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
+    assert meaning(parse(text, LLAMA).said()) == ("", "", [("f", {}), ("g", {"a": 1})])
+
+
+@ALL
+def test_what_is_no_call_is_content(template: str):
+    call = written(template, "f", {"a": "x"})
+    for text in (
+        "plain",
+        ' {"name": "Ada"} and so on\n',
+        "a < b, [TOOL_C and <tool_",
+        call[: call.index("f") - 2],
+        call.replace("f", "", 1) if template != CODER else call.replace("f>", ">", 1),
+    ):
+        for rng in (None, random.Random(0)):
+            parser = parse(text, template, rng)
+            assert (parser.said().content, parser.said().calls) == (text, ())
+
+
+@ALL
+def test_a_call_that_is_cut_short_or_no_json_is_content_as_a_whole(template: str):
+    whole = written(template, "f", {"a": "x", "b": {}})
+    first = written(template, "g", {}) + "\n"
+    if template in (MISTRAL, LLAMA):
+        first = ""
+    for cut in (whole[: whole.rindex("x") + 1], whole.replace("{}", "{]", 1) + "?"):
+        said = parse("Well. " * (template != LLAMA) + first + cut, template).said()
+        if template == CODER and "{]" in cut:  # then it is text
+            continue
+        assert [call.name for call in said.calls] == ["g"] * bool(first)
+        expected = "Well. " * (template != LLAMA) + cut
+        assert said.content.replace("Well.\n", "Well.").replace("Well.", "Well. ") == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "1e999", '"\\ud800"', "[" * 100 + "]" * 100, "[" * 5000 + "]" * 5000]
+)
+def test_arguments_that_no_client_could_read_are_content(value: str):
+    """Python reads them all as JSON, and fails when it answers with them, or gives up at once."""
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    said = parse(text, HERMES).said()
+    assert (said.content, said.calls) == (text, ())
+
+
+@pytest.mark.parametrize("template", [HERMES, CODER], ids=lambda t: t[:12])
+def test_what_is_nested_too_deeply_is_no_json(template: str):
+    deep = "[" * 100_000 + "]" * 100_000
+    text = written(template, "f", {"c": 1}).replace("1", deep)
+    said = parse(text, template).said()
+    if template == HERMES:
+        assert (said.content, said.calls) == (text, ())
+    else:  # no JSON is text there
+        assert said.calls[0].values == {"c": deep}
+
+
+@pytest.mark.parametrize("begun", ['<tool_call>{"name": "' + "a" * 300, "<tool_call>" + " " * 300])
+def test_nobody_waits_for_ever_for_a_name(begun: str):
+    """What is held back is read again with each token."""
+    parser = AnswerParser(fmt(HERMES))
+    parser.feed(begun)
+    assert parser.feed("b")[-1].text.endswith("b")
+    assert parser.said().content == begun + "b"
+
+
+def test_arguments_stream_as_they_come():
+    parser = AnswerParser(fmt(HERMES))
+    parser.feed('<tool_call>\n{"name": "f", "argu')
+    head = parser.feed('ments": {"a": "lo')
+    assert [(p.kind, p.text) for p in head] == [("call", "f"), ("arguments", '{"a": "lo')]
+    assert [p.text for p in parser.feed("ng\\")] == ["ng\\"]
+    assert [p.text for p in parser.feed('""}}\n</tool')] == ['""}']
+    assert parser.feed("_call>", ended=True) == []
+
+
+def test_text_streams_as_it_comes_but_for_what_may_be_a_mark():
+    parser = AnswerParser(fmt(HERMES))
+    assert [p.text for p in parser.feed("One ")] == ["One"]
+    assert [p.text for p in parser.feed("two <tool")] == [" two"]
+    assert [p.text for p in parser.feed("s> three")] == [" <tools> three"]
+    assert [p.text for p in parser.feed("\n", ended=True)] == ["\n"]
+
+
+def test_without_tools_and_thoughts_text_passes_untouched():
+    parser = AnswerParser(None)
+    for text in (" \n", "<tool_call>", "<think>", " "):
+        assert [p.text for p in parser.feed(text)] == [text]
+
+
+def test_thoughts_without_an_end_are_thoughts():
+    parser = AnswerParser(None, thinking=True)
+    parser.feed("\nI wonder ")
+    parser.feed("why", ended=True)
+    assert parser.said() == Said("", "I wonder why")
+
+
+def test_templates_of_unknown_formats_are_not_mistaken():
+    assert find_format("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>") is None  # GLM
+    assert find_format("<|tool▁calls▁begin|>") is None
+    assert find_format("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]") is None
+    assert find_format("{{ tools }}") is None

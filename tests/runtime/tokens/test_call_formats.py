@@ -1,0 +1,208 @@
+"""Grammars of calls let through what each family of models writes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
+from radixcache.runtime.tokens.tool_formats import as_rule
+from tests.runtime.tokens.test_answer_parser import (
+    CODER,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_11,
+    fmt,
+    written,
+)
+from tests.scripted import make_tokenizer
+
+ALL = pytest.mark.parametrize(
+    "template", [HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA], ids=lambda t: t[:12]
+)
+F = Tool(
+    "f",
+    {
+        "properties": {"a": {"$ref": "#/$defs/short"}, "n": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"short": {"type": "string", "enum": ["x", "y"]}},
+    },
+    strict=True,
+)
+G = Tool("g", {"properties": {}, "additionalProperties": False})
+THOUGHTS = "<think>\nWell.\n</think>\n\n"
+
+
+class Grammars:
+    """What a grammar lets a tokenizer's tokens say."""
+
+    def __init__(self) -> None:
+        self._tokenizer = make_tokenizer()
+        self._tokenizer.add_tokens(
+            ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"], special_tokens=True
+        )
+        self.spell = Tokenizer(self._tokenizer).spell
+        self._llguidance = LLTokenizer(
+            self._tokenizer.backend_tokenizer.to_str(),
+            n_vocab=len(self._tokenizer),
+            eos_token=[self._tokenizer.eos_token_id],
+        )
+
+    def takes(self, grammar: str, text: str, *, plain: bool = False) -> bool:
+        """Whether `text` may be said; `plain` is a token for each character."""
+        matcher = LLMatcher(self._llguidance, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        assert matcher.get_error() == ""
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        ids = [token for piece in (text if plain else [text]) for token in encode(piece)]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars()
+
+
+def grammar(grammars: Grammars, template: str, choice: ToolChoice, **more: Any) -> str:
+    tools = [tool for tool in (F, G) if not choice.names or tool.name in choice.names]
+    return fmt(template).grammar(tools, choice, grammars.spell, **more)
+
+
+@ALL
+def test_required_calls_follow_their_schemas(grammars: Grammars, template: str):
+    lark = grammar(grammars, template, ToolChoice("required"), thinks=True)
+    for name, arguments, valid in (
+        ("f", {"a": "x"}, True),
+        ("f", {"a": "y", "n": 12}, True),
+        ("g", {}, True),
+        ("f", {"a": "z"}, False),
+        ("f", {"n": 12}, False),
+        ("f", {"a": "x", "n": "twelve"}, False),
+        ("h", {}, False),
+    ):
+        call = written(template, name, arguments)
+        assert grammars.takes(lark, call) == valid, (name, arguments)
+        assert grammars.takes(lark, THOUGHTS + call) == valid, (name, arguments)
+    assert not grammars.takes(lark, "No.")
+    assert not grammars.takes(lark, "")
+    assert not grammars.takes(lark, THOUGHTS)
+
+
+@pytest.mark.parametrize("template", [HERMES, CODER, MISTRAL_11], ids=lambda t: t[:12])
+def test_one_call_or_many(grammars: Grammars, template: str):
+    between = "" if template == MISTRAL_11 else "\n"
+    two = between.join([written(template, "g", {})] * 2)
+    assert grammars.takes(grammar(grammars, template, ToolChoice("required")), two)
+    one = grammar(grammars, template, ToolChoice("required", parallel=False))
+    assert not grammars.takes(one, two)
+    only_f = grammar(grammars, template, ToolChoice("required", ("f",)))
+    assert not grammars.takes(only_f, written(template, "g", {}))
+
+
+@ALL
+def test_calls_that_are_free_to_come_are_as_strict(grammars: Grammars, template: str):
+    lark = grammar(grammars, template, ToolChoice("auto"))
+    assert grammars.takes(lark, "No call.\n")
+    for before in ("", "Well.\n") if template != LLAMA else ("",):
+        assert grammars.takes(lark, before + written(template, "f", {"a": "x"}))
+        assert not grammars.takes(lark, before + written(template, "f", {"a": "z"}))
+
+
+@ALL
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_that_begin_with_plain_text_are_as_strict(
+    grammars: Grammars, template: str, parallel: bool
+):
+    """Where the tokenizer has no token for how they begin."""
+    choice = ToolChoice("auto", parallel=parallel)
+    lark = fmt(template).grammar((F, G), choice, lambda text: json.dumps(text, ensure_ascii=False))
+    opener = fmt(template).opener
+
+    def takes(text: str) -> bool:
+        return grammars.takes(lark, text, plain=True)
+
+    assert takes("") and takes("No call.\n") and takes(f"No {opener[:-1]}-call.")
+    for before in ("", "Well.\n", opener[:-1]) if template != LLAMA else ("",):
+        assert takes(before + written(template, "f", {"a": "x"}))
+        assert takes(before + written(template, "g", {}))
+        assert not takes(before + written(template, "f", {"a": "z"}))
+        assert not takes(before + written(template, "h", {}))
+    if template in (HERMES, CODER, MISTRAL_11):
+        between = "" if template == MISTRAL_11 else "\n"
+        assert takes(between.join([written(template, "f", {"a": "x"})] * 2)) == parallel
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("json", '{"type": "object", "properties": {"b": {"type": "null"}}}', '{"b": null}'),
+        ("json_object", "", '{"b": [1]}'),
+        ("regex", "a/b+", "a/bb"),
+        ("regex", r"a\/b\\/(\n)", "a/b\\/\n"),
+        ("choice", '["one \\"two\\"", "é"]', 'one "two"'),
+    ],
+)
+def test_an_answer_without_calls_may_have_a_form(
+    grammars: Grammars, kind: str, value: str, said: str
+):
+    lark = grammar(grammars, HERMES, ToolChoice("auto"), answer=as_rule(kind, value))
+    assert grammars.takes(lark, said)
+    assert grammars.takes(lark, written(HERMES, "g", {}))
+    assert not grammars.takes(lark, "said")
+
+
+@pytest.mark.parametrize("value", ["{", "[" * 100_000])
+def test_a_form_that_is_no_json_is_refused(value: str):
+    with pytest.raises(InvalidRequest, match="the schema is no JSON"):
+        as_rule("json", value)
+
+
+@ALL
+@pytest.mark.parametrize("kind", ["string", ["array", "null"], 5])
+def test_parameters_that_are_no_object_are_refused(grammars: Grammars, template: str, kind: Any):
+    with pytest.raises(InvalidRequest, match="the parameters of f must be of type object"):
+        fmt(template).grammar([Tool("f", {"type": kind})], ToolChoice("required"), grammars.spell)
+
+
+@pytest.mark.parametrize(
+    ("told", "text", "valid"),
+    [
+        ({"type": "string", "enum": ["x", None, 1]}, "x", True),
+        ({"type": "string", "enum": ["x", None, 1]}, "1", False),
+        ({"type": "string", "enum": None}, "z", True),
+        ({"type": "string"}, "a\n</parameterb>\n", True),
+        ({"type": "string"}, "a</parameter>b", False),  # it would be read as its end
+        ({"type": ["string", "null"]}, '"z"', True),
+    ],
+)
+def test_tagged_arguments_are_what_will_be_read(
+    grammars: Grammars, told: dict[str, Any], text: str, valid: bool
+):
+    tool = Tool("f", {"properties": {"a": told}, "required": 5})
+    lark = fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)
+    assert grammars.takes(lark, written(CODER, "f", {"a": text})) == valid
+    assert grammars.takes(lark, written(CODER, "f", {}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"a>b": {}}, "cannot write an argument of the name 'a>b'"),
+        ({"": {}}, "cannot write an argument of the name ''"),
+        ({"a": {"type": "string", "const": 5}}, "no text can be the argument 'a'"),
+        ({"a": {"type": "string", "enum": ["</parameter>"]}}, "no text can be"),
+    ],
+)
+def test_tags_that_could_not_be_read_are_refused(
+    grammars: Grammars, parameters: dict[str, Any], reason: str
+):
+    tool = Tool("f", {"properties": parameters})
+    with pytest.raises(InvalidRequest, match=reason):
+        fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)

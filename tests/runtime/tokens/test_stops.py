@@ -1,0 +1,66 @@
+"""Stop strings: found as `str.find` finds them, at a cost that their lengths do not change."""
+
+from __future__ import annotations
+
+import random
+
+from radixcache.runtime.tokens.detokenizer import Detokenizer
+from radixcache.runtime.tokens.stops import StopStrings
+
+SEED = random.randrange(1 << 30)
+
+
+def first(stops: list[str], text: str, since: int) -> tuple[int, str] | None:
+    """The stop string that begins first of those that end behind `since`; brute force."""
+    hits = [
+        (start, stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > since
+    ]
+    return min(hits, default=None)
+
+
+def test_stop_strings_are_those_that_brute_force_finds():
+    rng = random.Random(SEED)
+    for _ in range(400):
+        stops = ["".join(rng.choices("ab|", k=rng.randint(1, 6))) for _ in range(rng.randint(0, 6))]
+        automaton, state, text = StopStrings(stops), 0, ""
+        assert bool(automaton) == bool(stops)
+        while len(text) < 30:
+            piece = "".join(rng.choices("ab|c", k=rng.randint(0, 5)))
+            state, hit = automaton.read(state, piece)
+            wanted = first(stops, text + piece, len(text))
+            told = None if hit is None else (len(text) + hit[0], hit[1])
+            assert told == wanted, f"{stops} in {text + piece!r}, seed {SEED}"
+            text += piece
+            if hit is not None:
+                break
+            may_begin = [n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])]
+            assert automaton.held_back(state) == max(may_begin, default=0)
+
+
+class Looked(str):
+    """A string that counts how often somebody looks at it."""
+
+    times = 0
+
+    def __getitem__(self, index):
+        Looked.times += 1
+        return str.__getitem__(self, index)
+
+    def __len__(self):
+        Looked.times += 1
+        return str.__len__(self)
+
+
+def test_a_token_costs_the_same_however_long_the_stop_strings_are():
+    stops = [Looked("x" * 500 + str(i)) for i in range(64)]
+    detokenizer = Detokenizer(lambda ids: "x" * len(ids), StopStrings(stops))
+    Looked.times = 0
+    for index in range(300):
+        detokenizer.append(7, index)
+        assert detokenizer.take(finished=False) == ""
+    assert Looked.times == 0
+    detokenizer.finish()
+    assert detokenizer.take(finished=True) == "x" * 300

@@ -1,0 +1,118 @@
+"""A model's tokenizer is the one that transformers would take."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from radixcache.errors import ContextExceeded, InvalidRequest
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+from tests.models import tiny_model
+from tests.runtime.tokens import tiny_tokenizers as tiny
+from tests.runtime.tokens.tiny_tokenizers import CORPUS
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CLASSES = (
+    "TokenizersBackend",
+    "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer",
+    "LlamaTokenizerFast",
+    None,
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: tiny_model(family, root / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("named", CLASSES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_class_and_tokens_are_those_of_auto_tokenizer(folders, family, named) -> None:
+    folder = folders[family]
+    file = folder / "tokenizer_config.json"
+    declared = json.loads(file.read_text())
+    declared.pop("tokenizer_class", None)
+    file.write_text(json.dumps({**declared, "tokenizer_class": named} if named else declared))
+    expected, found = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
+    assert found is not None
+    assert type(found._tokenizer) is type(expected)
+    message = [{"role": "user", "content": "Grüße"}]
+    assert found.render_chat(message) == expected.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True
+    )
+    for text in CORPUS:
+        assert found.encode(text) == expected.encode(text)
+        ids = expected.encode(text)
+        assert found.decode(ids) == expected.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def test_the_bundled_models_tokenizer_is_that_of_auto_tokenizer() -> None:
+    expected, found = (
+        AutoTokenizer.from_pretrained(BUNDLED_MODEL),
+        Tokenizer.load(str(BUNDLED_MODEL)),
+    )
+    assert found is not None and type(found._tokenizer) is type(expected)
+    assert found._tokenizer.get_vocab() == expected.get_vocab()
+    assert found._tokenizer.chat_template == expected.chat_template
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_without_a_tokenizer_has_none(family, tmp_path) -> None:
+    tiny_model(family, tmp_path, tokenizer=False)
+    assert Tokenizer.load(str(tmp_path)) is None
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path) -> None:
+    vocabulary, unknown = {"a": 0, "b": 1}, "<unk>"
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": unknown}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert tokenizer is not None and tokenizer.encode("ab", special=False) == [0, 1]
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(InvalidRequest, match="fails on the text: Unk token `<unk>` not found"):
+            encode("ac")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
+    fast = PreTrainedTokenizerFast(tokenizer_object=tiny.tabletalk())
+    tokenizer = Tokenizer(fast, max_tokens=4096)
+    texts: list[str] = []
+
+    def count(text: str, *args: object, **options: object) -> dict[str, list[int]]:
+        texts.append(text)
+        return {"input_ids": [], "offset_mapping": []}
+
+    monkeypatch.setattr(type(fast), "__call__", count)
+    monkeypatch.setattr(fast, "encode", count)
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(ContextExceeded, match=r"of 10000000 char.* of 4096 tokens$"):
+            encode("a" * 10_000_000)
+    assert not texts
+    tokenizer.encode("a" * 4096)
+    assert texts
+
+
+def test_tokenizers_have_no_limit_if_none_is_given():
+    assert len(tiny.wrap(tiny.byte_level()).encode("z" * 5000)) > 1000
+    assert Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tiny.unigram()), inf).encode("the")
+
+
+def test_padding_and_truncation_of_a_file_are_off_before_threads_come():
+    """Each is one setting of the backend, which nobody may change while another tokenises."""
+    backend = tiny.byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=9)
+    backend.add_tokens([AddedToken("<x>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    Tokenizer(fast)
+    assert fast.backend_tokenizer.truncation is None and fast.backend_tokenizer.padding is None
