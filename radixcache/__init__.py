@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from radixcache.runtime.engine.outputs import RequestOutput
     from radixcache.runtime.llm import LLM
     from radixcache.runtime.sampling.params import SamplingParams
-    from radixcache.runtime.sampling.structured_outputs import Structured
+    from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _RUNTIME = {
     "Chat": "chat",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "sampling.params",
-    "Structured": "sampling.structured_outputs",
+    "StructuredOutputsParams": "sampling.structured_outputs",
 }
 
 __all__ = [
@@ -80,7 +80,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stored",
-    "Structured",
+    "StructuredOutputsParams",
     "WrongThread",
 ]
 

@@ -168,8 +168,8 @@ class PrefixCache(ABC):
     """Tokens per page."""
     granularity: int
     """Hits are multiples of this many tokens: 1, or a page; 0 if there are never any."""
-    hits_whole_prompts: bool = False
-    """Whether `acquire` obeys `whole`; a cache that does not ignores it."""
+    full_prompt_hits: bool = False
+    """Whether `acquire` obeys `include_last`; a cache that does not ignores it."""
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
@@ -207,12 +207,12 @@ class PrefixCache(ABC):
         namespace: Hashable = None,
         *,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> Lease:
         """Pin the longest cached prefix of `tokens`, at most all but the last; return its lease.
 
-        With `whole`, for who has the logits of the last token: all of `tokens`, if they are cached
-        and written, else the same as without.
+        With `include_last`, for callers that have the logits of the last token: all of `tokens`, if
+        they are cached and written, else the same as without.
 
         Touches neither statistics nor eviction order until the first `publish`.
         """

@@ -186,10 +186,11 @@ class HashBlockCache(PrefixCache):
         namespace: Hashable = None,
         *,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> BlockLease:
-        """Hold the longest cached prefix, as `PrefixCache.acquire` says; `whole` changes nothing:
-        vLLM always computes the last token.
+        """Hold the longest cached prefix, as `PrefixCache.acquire` says.
+
+        `include_last` changes nothing: vLLM always computes the last token.
         """
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         pages = self._find(tokens, namespace, len(tokens) - 1)

@@ -57,7 +57,7 @@ class NoCache(PrefixCache):
         namespace: Hashable = None,
         *,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> Lease:
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         lease = Lease(self.page_size, len(tokens), namespace, resumed)

@@ -72,7 +72,7 @@ class RadixCache(PrefixCache):
     5
     """
 
-    hits_whole_prompts = True
+    full_prompt_hits = True
 
     def __init__(self, pool: PagePool, *, policy: str | EvictionPolicy = "lru") -> None:
         self._boundary: Boundary = any_boundary
@@ -160,12 +160,14 @@ class RadixCache(PrefixCache):
         namespace: Hashable = None,
         *,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> RadixLease:
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         root = self._tree.root(namespace)
-        node, position, written, unusable = self._find(root, 0, tokens if whole else tokens[:-1])
-        if whole and written < len(tokens):
+        node, position, written, unusable = self._find(
+            root, 0, tokens if include_last else tokens[:-1]
+        )
+        if include_last and written < len(tokens):
             node, position, written, unusable = self._find(root, 0, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         lease.next_step_tokens = unusable

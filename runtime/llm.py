@@ -27,7 +27,7 @@ from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer, Explanation
-from radixcache.runtime.engine.logits_cache import KEPT_BYTES
+from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
@@ -43,14 +43,14 @@ from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.system_memory import give_back, resident_bytes
-from radixcache.runtime.sampling.grammar import Grammar, Guides
+from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import format_memory
-from radixcache.runtime.tokens.conversation import Turns, thoughts_of
+from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import check_tools
-from radixcache.runtime.tokens.tool_parser import AnswerParser
+from radixcache.runtime.tokens.tool_parser import MessageParser
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class _Input(NamedTuple):
     text: str | None
     tokens: TokensLike
     params: SamplingParams
-    grammar: Grammar | None
+    grammar: CompiledGrammar | None
     """Compiled: as long as it is held, the engine finds it at once."""
 
 
@@ -164,14 +164,16 @@ class LLM:
             self.default_params = _default_params(paged.generation_config)
             page_bytes = paged.bytes_per_token * page_size
             taken = bytes_beside_pages(paged, page_size, max_num_seqs)
-            taken += KEPT_BYTES * CACHES[cache].hits_whole_prompts
+            taken += PROMPT_LOGITS_BYTES * CACHES[cache].full_prompt_hits
             num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
             if kv_memory is None:  # more than every sequence at full context is never used
                 most = (paged.max_context // page_size + 2) * max_num_seqs * 4
                 num_pages = min(num_pages, most)
             prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
             self.tokenizer = Tokenizer.load(path, paged.max_context)
-            self.guides = Guides(self.tokenizer, paged.vocab_size, paged.eos_token_ids)
+            self.grammar_backend = GrammarBackend(
+                self.tokenizer, paged.vocab_size, paged.eos_token_ids
+            )
             self.engine = Engine(
                 paged,
                 paged.allocate(num_pages, page_size),
@@ -180,7 +182,7 @@ class LLM:
                 self.tokenizer.decode if self.tokenizer else None,
                 seed,
                 partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
-                self.guides,
+                self.grammar_backend,
             )
             self.engine.capture_graphs()
             marks = self.tokenizer.added if self.tokenizer else ()
@@ -191,7 +193,7 @@ class LLM:
             after_step = None if self.kv_events is None else self.kv_events.end_step
             self.worker = Worker(self.engine, self.prefixes, after_step)
             self._close = finalize(self, _close, self.worker, self.kv_events, paged)
-            self._turns = Turns(TokenHistory(self.tokenizer)) if self.tokenizer else None
+            self._turns = Conversations(TokenHistory(self.tokenizer)) if self.tokenizer else None
             give_back()  # what loading took of memory, and no longer needs
             self.load_seconds = time.perf_counter() - start
         except BaseException:
@@ -223,7 +225,7 @@ class LLM:
         return self.turns.history
 
     @property
-    def turns(self) -> Turns:
+    def turns(self) -> Conversations:
         """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
         self._need_tokenizer()
         assert self._turns is not None
@@ -446,7 +448,7 @@ class LLM:
         check_tools(tools)
         functions = [tool["function"] for tool in tools]
         schemas = {told["name"]: told.get("parameters", {}) for told in functions}
-        parser = AnswerParser(tokenizer.call_format, tokenizer.reasons, bool(begun), schemas)
+        parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, bool(begun), schemas)
         parser.feed(completion.text, ended=True)
         said = parser.said()
         self.turns.keep(said, begun + self.history.text_of(completion.token_ids), cache_salt)
@@ -516,7 +518,11 @@ class LLM:
                 check_params(one)
                 if one.stop_strings and self.tokenizer is None:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
-                grammar = None if one.structured is None else self.guides.compile(one.structured)
+                grammar = (
+                    None
+                    if one.structured_outputs is None
+                    else self.grammar_backend.compile(one.structured_outputs)
+                )
                 text = prompt if isinstance(prompt, str) else None
                 inputs.append(_Input(text, self.encode(prompt, special=special), one, grammar))
         return inputs

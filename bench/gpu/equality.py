@@ -27,7 +27,7 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model.transformers_model import StockModel
+from radixcache.runtime.model.transformers_model import TransformersModel
 
 NEAR = 5e-2
 """Two logits closer than this share of their row's range are a tie in bfloat16; a wrong page moves
@@ -158,7 +158,7 @@ def _counting(engine: Engine, seen: dict[str, int]) -> Iterator[None]:
 
 
 def _float32(place: Place, judge: Judge, prompts: list[Tokens]) -> str:
-    paged = StockModel(copy.deepcopy(judge.model), TorchBackend(place.device))
+    paged = TransformersModel(copy.deepcopy(judge.model), TorchBackend(place.device))
     cache = RadixCache(PagePool(1024, 16))
     engine = Engine(paged, paged.allocate(1024, 16), cache, Scheduler(cache, 512, 16))
     return judge(prompts, generated(run_all(engine, prompts, place.sizes.answer)), EXACT)

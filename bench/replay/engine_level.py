@@ -16,7 +16,7 @@ from radixcache.bench.replay.play import Outcome, WallClock, play
 from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.engine import Engine, _Launched
+from radixcache.runtime.engine.engine import Engine, PendingStep
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as RequestSequence
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -59,7 +59,7 @@ class ScriptedEngine(Engine):
         sequences: list[RequestSequence],
         logits: torch.Tensor,
         latest: torch.Tensor | None = None,
-    ) -> _Launched:
+    ) -> PendingStep:
         if sequences:
             script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
             logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN

@@ -87,7 +87,7 @@ class PageAlignedRadixCache(PrefixCache):
         namespace: Hashable = None,
         *,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> PageLease:
         lease = PageLease(self.page_size, len(tokens), namespace, resumed)
         lease.inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)

@@ -19,16 +19,16 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
 from radixcache.kernels.likeliest import choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
-from radixcache.runtime.engine.logits_cache import KeptLogits, prompt_key
-from radixcache.runtime.engine.logits_processors import Editor
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
+from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
-from radixcache.runtime.model.cuda_graphs import DecodeGraphs
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.sampling.grammar import GuideBroken, Guides, mask
+from radixcache.runtime.sampling.grammar import GrammarBackend, GrammarError, mask
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.penalties import NOTHING_LEFT, Edits
+from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.sampling.sampler import sample, top_logprobs
 
@@ -36,7 +36,7 @@ NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtyp
 """Why a sequence fails."""
 
 
-class _Launched(NamedTuple):
+class PendingStep(NamedTuple):
     """A step that is enqueued on the device, and the sequences that get a token from it."""
 
     sequences: list[Sequence]
@@ -85,7 +85,7 @@ class Engine:
             outputs without text.
         encode: text to token ids, without special tokens; None refuses bad words.
         seed: of the noise for requests without a seed of their own.
-        guides: for requests that ask for a structure.
+        grammar_backend: for requests that ask for a structure.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Engine:
         decode: Callable[..., str] | None = None,
         seed: int = 0,
         encode: Callable[[str], list[int]] | None = None,
-        guides: Guides | None = None,
+        grammar_backend: GrammarBackend | None = None,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -105,26 +105,26 @@ class Engine:
         self.scheduler = scheduler
         with on_device(model.device):
             self._graphs = (
-                DecodeGraphs(model, kv_pool, scheduler.max_num_seqs)
+                CudaGraphRunner(model, kv_pool, scheduler.max_num_seqs)
                 if model.attention.max_fixed_rows
                 else None
             )
             self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
         self._encode = encode
-        self._editor = Editor()
-        self._guides = guides or Guides(None, model.vocab_size, ())
+        self._logits_processors = LogitsProcessors()
+        self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())
         self._forces_tokens = True
-        """Tokens that a guide leaves no choice of are computed in one step."""
+        """Tokens that a grammar leaves no choice of are computed in one step."""
         self._generator = torch.Generator(model.device).manual_seed(seed)
         self._scored = ScoredPrompts(model.vocab_size)
-        if cache.hits_whole_prompts:
-            scheduler.kept = KeptLogits(model.vocab_size)
+        if cache.full_prompt_hits:
+            scheduler.kept = PromptLogitsCache(model.vocab_size)
         self.num_generated = 0
         """Tokens, since the engine was made."""
         self._before_flushes = CacheStats()
         self._next_id = 0
-        self._ahead: _Launched | None = None
+        self._ahead: PendingStep | None = None
         self._runs_ahead = model.device.type != "cpu" and model.ranks is None
         self._thread: int | None = None
         self._cut_off = False
@@ -181,7 +181,7 @@ class Engine:
         """Bring everything back to between two steps; may be cut off, and called again."""
         self._cut_off = True
         self._ahead = None
-        self._editor.forget()
+        self._logits_processors.forget()
         self.failed_step = self.scheduler.recover() or self.failed_step
         if self._adding is not None:
             for sequence in self._adding.sequences:
@@ -213,13 +213,13 @@ class Engine:
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params, namespace)
-        edits = Edits(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
+        edits = PenaltyState(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
         request = Request(self._next_id, prompt, tokens, params, namespace, client)
         request.edits = edits if edits.any else None
         request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
-        if params.structured is not None:
+        if params.structured_outputs is not None:
             for sequence in request.sequences:
-                sequence.guide = self._guides.guide(params.structured)
+                sequence.grammar = self._grammar_backend.grammar(params.structured_outputs)
         if params.prompt_logprobs is not None:  # the first sequence scores it for all
             cost = token_cost(self.model.vocab_size, self.scheduler.max_num_batched_tokens)
             scoring = PromptLogprobs(tokens, namespace, self._scored, cost)
@@ -348,7 +348,7 @@ class Engine:
             return self._generator
         return torch.Generator(self.model.device)
 
-    def _launch(self) -> _Launched | None:
+    def _launch(self) -> PendingStep | None:
         """Schedule a step and enqueue it; None if there is nothing to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
@@ -363,10 +363,10 @@ class Engine:
         self.cache.commit()
         logits = self._score(chunks + hits, logits)
         ends = [chunk for chunk in chunks if chunk.is_last]
-        logits = self._with_kept(ends, hits, logits)
+        logits = self._with_cached_logits(ends, hits, logits)
         return self._sample([chunk.sequence for chunk in ends + hits], logits)
 
-    def _launch_ahead(self, step: _Launched) -> _Launched | None:
+    def _launch_ahead(self, step: PendingStep) -> PendingStep | None:
         """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
 
         So the device goes on while the host reads the tokens, ends sequences and makes text (as in
@@ -377,7 +377,7 @@ class Engine:
         if not self._runs_ahead or self.scheduler.may_admit:
             return None
         alive = [s for s in step.sequences if s.finish_reason is None]
-        if any(s.guide is not None for s in alive):  # what may come next depends on the tokens
+        if any(s.grammar is not None for s in alive):  # what may come next depends on the tokens
             return None
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
@@ -468,7 +468,7 @@ class Engine:
                 sequence.scoring = None
         return sampled
 
-    def _with_kept(
+    def _with_cached_logits(
         self, ends: list[Chunk], hits: list[Chunk], logits: torch.Tensor
     ) -> torch.Tensor:
         """`logits`, one row for each of `ends`, and after them the rows kept for `hits`.
@@ -486,7 +486,7 @@ class Engine:
 
     def _sample(
         self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None = None
-    ) -> _Launched:
+    ) -> PendingStep:
         """Choose a token for each row; `latest` [R] are those before, if only the device knows."""
         params = [sequence.request.params for sequence in sequences]
         for sequence, one in zip(sequences, params, strict=True):
@@ -496,28 +496,28 @@ class Engine:
                 noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
                 sequence.generator.manual_seed(noise)
         generators = [sequence.generator for sequence in sequences]
-        edited = self._masked(sequences, self._editor.edit(sequences, logits, latest))
+        edited = self._masked(sequences, self._logits_processors.edit(sequences, logits, latest))
         tokens, highest = sample(edited, params, generators, self._keep_likeliest)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[torch.Tensor, ...] = ()
         if counts:
             rows = send([*counts], logits.device)
             top = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
-        return _Launched(sequences, tokens, [*counts], Fetch(tokens, highest, *top))
+        return PendingStep(sequences, tokens, [*counts], Fetch(tokens, highest, *top))
 
     def _masked(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        """`logits` without what guides forbid: a copy, or itself if no row is guided."""
+        """`logits` without what grammars forbid: a copy, or itself if no row has a grammar."""
         rows, forbidden = [], []
         for row, sequence in enumerate(sequences):
-            guide = sequence.guide
-            matcher = None if guide is None else guide.follow(sequence.generated)
+            grammar = sequence.grammar
+            matcher = None if grammar is None else grammar.follow(sequence.generated)
             if matcher is not None:
                 ignores_eos = sequence.request.params.ignore_eos
                 rows.append((row, matcher))
                 forbidden.append(self.model.eos_token_ids if ignores_eos else ())
         return mask(logits, rows, forbidden) if rows else logits
 
-    def _finish(self, step: _Launched) -> None:
+    def _finish(self, step: PendingStep) -> None:
         """Read the tokens of a step, and note the requests that got one."""
         tokens, highest_logits, *told = step.fetched.read()
         top = dict(zip(step.asking, zip(*told, strict=True), strict=True))
@@ -535,7 +535,7 @@ class Engine:
                 sequence.request.note_end()
                 continue
             if highest == -inf:
-                if sequence.guide is not None and sequence.guide.may_end(sequence.generated):
+                if sequence.grammar is not None and sequence.grammar.may_end(sequence.generated):
                     if sequence.detokenizer is not None:
                         sequence.detokenizer.finish()
                     self.scheduler.finish(sequence, "stop")
@@ -555,12 +555,12 @@ class Engine:
 
     def _append_forced(self, sequence: Sequence) -> None:
         """Append the tokens that must come: the next step computes all of them in one chunk."""
-        guide, request = sequence.guide, sequence.request
-        if guide is None or sequence.finish_reason is not None or not self._forces_tokens:
+        grammar, request = sequence.grammar, sequence.request
+        if grammar is None or sequence.finish_reason is not None or not self._forces_tokens:
             return
         if request.params.logprobs is not None or request.edits is not None:
             return  # logits are asked for, or a token may be forbidden
-        for token in guide.forced(sequence.generated):
+        for token in grammar.forced(sequence.generated):
             sequence.append(token)
             self.num_generated += 1
             self._end_if_done(sequence)
@@ -574,7 +574,7 @@ class Engine:
             reason = self._end_reason(sequence, token)
         except (MemoryError, RecursionError):
             raise
-        except GuideBroken as error:
+        except GrammarError as error:
             self.scheduler.fail(sequence, str(error), invalid=True)
         except Exception as error:  # text that cannot be made ends this sequence, no other
             self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
@@ -585,7 +585,7 @@ class Engine:
 
     def _end_reason(self, sequence: Sequence, token: int) -> str | None:
         params, detokenizer = sequence.request.params, sequence.detokenizer
-        complete = sequence.guide is not None and sequence.guide.is_complete(sequence.generated)
+        complete = sequence.grammar is not None and sequence.grammar.is_complete(sequence.generated)
         reason, is_text = None, True
         if token in (params.stop_token_ids or ()):
             reason, sequence.stop_reason, is_text = "stop", token, False

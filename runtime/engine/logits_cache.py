@@ -17,7 +17,7 @@ from radixcache.base import Tokens
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
 
-KEPT_BYTES = 1 << 26
+PROMPT_LOGITS_BYTES = 1 << 26
 """Of float32 logits on the model's device: 131 prompts with a vocabulary of 128,000 tokens."""
 
 PromptKey = tuple[Hashable, bytes]
@@ -29,7 +29,7 @@ def prompt_key(tokens: Tokens, namespace: Hashable) -> PromptKey:
     return namespace, blake2b(tokens.tobytes(), digest_size=32).digest()
 
 
-class KeptLogits:
+class PromptLogitsCache:
     """The logits at the ends of the prompts used last, the least recently used dropped.
 
     Args:
@@ -37,7 +37,7 @@ class KeptLogits:
         num_bytes: of rows at most.
     """
 
-    def __init__(self, vocab_size: int, num_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, vocab_size: int, num_bytes: int = PROMPT_LOGITS_BYTES) -> None:
         self.num_rows = num_bytes // (4 * vocab_size)
         self.num_used = 0
         """Prompts that began from a row; `clear` lets it be."""

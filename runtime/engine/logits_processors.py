@@ -16,7 +16,7 @@ from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.sampling.params import SamplingParams
 
 
-class Editor:
+class LogitsProcessors:
     """Makes the edits of an engine's requests."""
 
     def __init__(self) -> None:

@@ -15,14 +15,14 @@ from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.logits_cache import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.penalties import Edits
+from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     import torch
 
-    from radixcache.runtime.sampling.grammar import Guide
+    from radixcache.runtime.sampling.grammar import Grammar
     from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 
@@ -62,7 +62,7 @@ class Sequence:
         self.detokenizer: Detokenizer | None = None
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
-        self.guide: Guide | None = None
+        self.grammar: Grammar | None = None
         self._num_taken = 0
         self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
@@ -178,7 +178,7 @@ class Request:
         self.error: str | None = None
         self.error_is_invalid = False
         """Whether the error is due to what was asked for."""
-        self.edits: Edits | None = None
+        self.edits: PenaltyState | None = None
         """What is changed in its logits; None if nothing is."""
         self.arrived = time.perf_counter()
         """This and the next three are of `time.perf_counter`; what has not come is None."""

@@ -1,6 +1,6 @@
 """Decides what the next step computes.
 
-Decodes come first, one token each, or more where a guide leaves no choice; what is left of the
+Decodes come first, one token each, or more where a grammar leaves no choice; what is left of the
 step's token budget goes to prefill chunks, of running sequences before waiting ones. A prefill
 chunk is published while it is being scheduled, so that the next sequence in the same step can
 already use it. One of which another computes most of what it lacks, in a page that cannot be shared
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.runtime.engine.logits_cache import KeptLogits, PromptKey
+from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
 
 Policy = Literal["longest-prefix", "fcfs"]
@@ -113,7 +113,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
-        self.kept: KeptLogits | None = None
+        self.kept: PromptLogitsCache | None = None
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
@@ -155,7 +155,7 @@ class Scheduler:
         if giving_way is not None:
             self._put_back(giving_way)
             self._short_of_pages = self._no_room = False
-        # One token first, then what a guide has forced, then prompts.
+        # One token first, then what a grammar has forced, then prompts.
         rank = lambda s: (len(s.pending) > 1, s.num_computed < s.prefill_end)  # noqa: E731
         for sequence in sorted(self.running, key=rank):
             if budget and sequence.lease is not None:  # else put back a moment ago
@@ -266,14 +266,14 @@ class Scheduler:
         request, end = sequence.request, len(sequence)
         if sequence.scoring is not None:  # what has KV but no scores is computed again
             end = sequence.scoring.recall()
-        whole = (
+        include_last = (
             self.kept is not None
             and sequence.is_fresh
             and end == len(sequence)
             and request.prompt_key in self.kept
         )
         lease = sequence.lease = self.cache.acquire(
-            sequence.tokens, request.namespace, resumed=sequence.resumes, whole=whole
+            sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
         )
         lease.cached_tokens = min(lease.cached_tokens, end)
         return lease

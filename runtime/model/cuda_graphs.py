@@ -33,7 +33,7 @@ _GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot
 Compute = Callable[[], torch.Tensor]
 
 
-class DecodeGraphs:
+class CudaGraphRunner:
     """Runs batches of decodes through graphs, captured by `capture` or when first needed.
 
     Args:

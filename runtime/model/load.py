@@ -36,7 +36,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 
 if TYPE_CHECKING:
-    from radixcache.runtime.model.transformers_model import StockModel
+    from radixcache.runtime.model.transformers_model import TransformersModel
 
 _log = logging.getLogger("radixcache")
 
@@ -203,13 +203,13 @@ def load_stock(
     attention: AttentionBackend | None = None,
     exact: bool = False,
     ranks: int = 1,
-    make: Callable[..., StockModel] | None = None,
+    make: Callable[..., TransformersModel] | None = None,
 ) -> PagedModel:
     """A model with transformers' own layers.
 
     Args:
         ranks: the processes of this group, each of which loads its shard at the same time.
-        make: what to make of transformers' model; None is a `StockModel`.
+        make: what to make of transformers' model; None is a `TransformersModel`.
 
     Raises:
         ModelError: as `load_model`.
@@ -219,7 +219,7 @@ def load_stock(
 
     from radixcache.runtime.model.operations.exact import make_exact
     from radixcache.runtime.model.parallel.row_parallel_linear import take_local
-    from radixcache.runtime.model.transformers_model import StockModel
+    from radixcache.runtime.model.transformers_model import TransformersModel
 
     config = load_config(name_or_path)
     parallel: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def load_stock(
             make_exact(model)
         else:
             pack_linears(model)
-        paged = (make or StockModel)(model, attention, exact)
+        paged = (make or TransformersModel)(model, attention, exact)
         if config.model_type not in VERIFIED:
             report("comparing logits")
             again = partial(load_stock, name_or_path, torch.float32, torch.device("cpu"))
@@ -324,7 +324,7 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
         raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None
 
 
-def check_logits(model: StockModel, again: Callable[[], object] | None = None) -> None:
+def check_logits(model: TransformersModel, again: Callable[[], object] | None = None) -> None:
     """Refuse a model whose logits over pages differ from those of the stock attention.
 
     Two short random sequences run in chunks, together and alone, then token by token.

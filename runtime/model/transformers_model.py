@@ -71,7 +71,7 @@ def _attention(
 AttentionInterface.register(_NAME, _attention)
 
 
-class StockModel(PagedModel):
+class TransformersModel(PagedModel):
     """A causal LM of transformers over KV pages."""
 
     layers_by = "transformers"

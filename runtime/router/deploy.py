@@ -27,7 +27,7 @@ from radixcache.runtime.router.replica import Replica
 from radixcache.runtime.router.scaling import by_queued_tokens
 from radixcache.runtime.server.admin import cache
 from radixcache.runtime.server.http.serve import serve as listen_and_serve
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -47,7 +47,7 @@ _HEALTH_SECONDS = 10.0
 
 def bind(
     engine: Mapping[str, Any],
-    options: Options,
+    options: ServerArgs,
     replicas: tuple[int, int],
     grace: float,
     resources: Mapping[str, float],
@@ -97,7 +97,7 @@ def bind(
 @contextmanager
 def deployed(
     engine: Mapping[str, Any],
-    options: Options,
+    options: ServerArgs,
     replicas: tuple[int, int],
     grace: float,
     key: bytes,
@@ -166,7 +166,7 @@ def _reason(name: str) -> str:
 
 
 def make_app(
-    handle: DeploymentHandle, prompts: Prompts, options: Options, note: str, key: bytes
+    handle: DeploymentHandle, prompts: Prompts, options: ServerArgs, note: str, key: bytes
 ) -> FastAPI:
     """The ingress of running replicas."""
     cache.share_key(key)  # it names salts as they do
@@ -175,7 +175,7 @@ def make_app(
 
 def run(
     engine: Mapping[str, Any],
-    options: Options,
+    options: ServerArgs,
     replicas: tuple[int, int],
     listener: socket.socket,
     grace: float,

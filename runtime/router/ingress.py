@@ -30,7 +30,7 @@ from radixcache.runtime.router.replica import END, STARTED, Computed, Descriptio
 from radixcache.runtime.server.api.generation import event
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ class Ingress:
         draining: nothing is taken any more.
     """
 
-    def __init__(self, calls: Calls, options: Options, prompts: Prompts, note: str = "") -> None:
+    def __init__(self, calls: Calls, options: ServerArgs, prompts: Prompts, note: str = "") -> None:
         self.options = options
         self.notes = [note]
         self.router = Router()

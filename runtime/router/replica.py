@@ -15,7 +15,7 @@ from starlette.types import Message, Scope
 from radixcache.base import Tokens
 from radixcache.errors import EngineStopped
 from radixcache.runtime.router.scaling import LOAD, QUEUED_TOKENS
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 if TYPE_CHECKING:  # it is made from settings where it runs, and imports torch there
     from radixcache.runtime.server.jobs import Job
@@ -64,7 +64,7 @@ class Replica:
         key: by which all replicas name salts.
     """
 
-    async def __init__(self, engine: Mapping[str, Any], options: Options, key: bytes) -> None:  # type: ignore[misc]
+    async def __init__(self, engine: Mapping[str, Any], options: ServerArgs, key: bytes) -> None:  # type: ignore[misc]
         from ray import serve
 
         from radixcache import LLM

@@ -30,7 +30,7 @@ def forced_length(kind: str, text: str) -> float:
     grammar has none, since the ends of its parts may follow each other in any number.
 
     Args:
-        kind: as in `Structured`.
+        kind: as in `StructuredOutputsParams`.
     """
     try:
         match kind:

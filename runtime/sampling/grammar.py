@@ -29,7 +29,7 @@ from radixcache.runtime.sampling.grammar_compiler import (
     first_part,
     try_compile,
 )
-from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # nobody imports it before somebody asks for a structure
@@ -55,7 +55,7 @@ _STACK_SIZE = Lock()
 """The size of a thread's stack is one setting for the whole process."""
 
 
-class GuideBroken(Exception):
+class GrammarError(Exception):
     """A matcher has refused a token, or has met a limit: the sequence cannot go on."""
 
 
@@ -66,7 +66,7 @@ class _State(NamedTuple):
     begun: bool
 
 
-class Guide:
+class Grammar:
     """Where a sequence is in its grammar.
 
     That is a function of its tokens alone: a call that is cut off leaves nothing behind, and the
@@ -101,7 +101,7 @@ class Guide:
         new = said[read:].tolist()
         if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
             reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
-            raise GuideBroken(f"the structure cannot be followed: {reason}")
+            raise GrammarError(f"the structure cannot be followed: {reason}")
         self._state = _State(matcher, len(said), begun)
         return matcher if begun else None
 
@@ -156,7 +156,7 @@ def mask(
     return logits.index_copy(0, where, logits[where].masked_fill_(refusals, -torch.inf))
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled one: the matcher before the first token, to be copied."""
 
     def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
@@ -164,7 +164,7 @@ class Grammar:
         self.num_bytes = num_bytes
 
 
-class Guides:
+class GrammarBackend:
     """Compiles structures for one model; for any number of threads.
 
     Args:
@@ -180,21 +180,21 @@ class Guides:
         self._vocab_size = vocab_size
         self._end_tokens = [*end_tokens]
         self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
-        self._compiled: OrderedDict[tuple[str, str], Grammar | str] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()
         """The sentence for one that does not compile, so that it is tried once."""
-        self._in_use: WeakValueDictionary[tuple[str, str], Grammar] = WeakValueDictionary()
+        self._in_use: WeakValueDictionary[tuple[str, str], CompiledGrammar] = WeakValueDictionary()
         self._making = Lock()
         self._compilers = Semaphore(MAX_COMPILERS)
 
-    def guide(self, structured: Structured) -> Guide:
+    def grammar(self, structured: StructuredOutputsParams) -> Grammar:
         """A guide for one sequence; compiles what is not compiled yet."""
         grammar = self.compile(structured)
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
         decode = partial(tokenizer.decode, special=True)
-        return Guide(grammar.matcher, structured.after, decode)
+        return Grammar(grammar.matcher, structured.after, decode)
 
-    def find(self, structured: Structured) -> Grammar | None:
+    def find(self, structured: StructuredOutputsParams) -> CompiledGrammar | None:
         """What `compile` gives, if it is there already.
 
         Raises:
@@ -209,7 +209,7 @@ class Guides:
             raise InvalidRequest(found)
         return found
 
-    def compile(self, structured: Structured) -> Grammar:
+    def compile(self, structured: StructuredOutputsParams) -> CompiledGrammar:
         """The grammar of a structure; as long as somebody has it, it is found at once.
 
         Raises:
@@ -229,7 +229,7 @@ class Guides:
             try:
                 size = try_compile(vocabulary, kind, text)
                 compiling = partial(compile_grammar, kind, text, tokens, vocabulary.added)
-                grammar = Grammar(_in_deep_stack(compiling), size)
+                grammar = CompiledGrammar(_in_deep_stack(compiling), size)
             except InvalidRequest as error:
                 self._keep(structured, str(error))
                 raise
@@ -238,10 +238,10 @@ class Guides:
         finally:
             self._compilers.release()
 
-    def _keep(self, structured: Structured, result: Grammar | str) -> None:
+    def _keep(self, structured: StructuredOutputsParams, result: CompiledGrammar | str) -> None:
         key = structured.kind, structured.value
         with self._making:
-            if isinstance(result, Grammar):
+            if isinstance(result, CompiledGrammar):
                 result = self._in_use.setdefault(key, result)
             self._compiled[key] = result
             sizes = [len(k[1]) + getattr(g, "num_bytes", 0) for k, g in self._compiled.items()]

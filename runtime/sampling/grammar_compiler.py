@@ -76,7 +76,7 @@ class Vocabulary:
 def compile_grammar(
     kind: str, text: str, tokens: LLTokenizer, added: Mapping[int, str]
 ) -> LLMatcher:
-    """The matcher before the first token, for a `Structured` of this kind and value.
+    """The matcher before the first token, for a `StructuredOutputsParams` of this kind and value.
 
     Raises:
         InvalidRequest: it does not compile, and why.

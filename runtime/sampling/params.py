@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPT_LOGPROBS = 20
 """Likeliest tokens that can be asked for at each position of a prompt."""
@@ -51,7 +51,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "Sequence[str]": (_all(_is_text), _STRINGS),
     "Collection[int]": (_all(_is_int), "token ids"),
     "Mapping[int, float]": (_is_bias, "of token ids and numbers in [-100, 100]"),
-    "Structured": (lambda v: isinstance(v, Structured), "a Structured, as by Structured.json(...)"),
+    "StructuredOutputsParams": (
+        lambda v: isinstance(v, StructuredOutputsParams),
+        "StructuredOutputsParams, as by StructuredOutputsParams.json(...)",
+    ),
 }
 """What a field of `SamplingParams` of each type takes; where the type says so, None besides."""
 
@@ -101,7 +104,7 @@ class SamplingParams:
         min_tokens: so many tokens come before an end token, a stop token or a stop string counts.
         include_stop_str_in_output: the text ends with what stopped it, not before.
         skip_special_tokens: the text is without them.
-        structured: the form that the text must have; None leaves it free.
+        structured_outputs: the form that the text must have; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -125,7 +128,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    structured: Structured | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -18,7 +18,7 @@ NOTHING_LEFT = (
 """Why a sequence fails."""
 
 
-class Edits:
+class PenaltyState:
     """What one request asks for, in the model's token ids.
 
     Args:

@@ -55,7 +55,7 @@ class ScoredPrompts:
 
     def find(self, tokens: Tokens, namespace: Hashable) -> Scores:
         """The scores of the longest known prefix of `tokens`."""
-        lease = self._acquire(tokens, namespace, whole=True)
+        lease = self._acquire(tokens, namespace, include_last=True)
         scores = self._rows[lease.page_table]
         self.tree.release(lease)
         return scores
@@ -70,10 +70,10 @@ class ScoredPrompts:
         self.tree.publish(lease, tokens[known:], written=True)
         self.tree.release(lease)
 
-    def _acquire(self, tokens: Tokens, namespace: Hashable, whole: bool = False) -> Lease:
+    def _acquire(self, tokens: Tokens, namespace: Hashable, include_last: bool = False) -> Lease:
         if not self.tree.idle:  # a call was cut off
             self.tree.recover()
-        return self.tree.acquire(tokens, namespace, whole=whole)
+        return self.tree.acquire(tokens, namespace, include_last=include_last)
 
 
 class PromptLogprobs:

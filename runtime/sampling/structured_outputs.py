@@ -17,7 +17,7 @@ MAX_TEXT = 1 << 16
 
 
 @dataclass(frozen=True)
-class Structured:
+class StructuredOutputsParams:
     """Every token of the answer is chosen among those that can still lead to this form.
 
     Attributes:
@@ -45,14 +45,14 @@ class Structured:
             )
 
     @classmethod
-    def json_object(cls, *, after: str | None = None) -> Structured:
+    def json_object(cls, *, after: str | None = None) -> StructuredOutputsParams:
         """Any JSON object."""
         return cls("json_object", "", after)
 
     @classmethod
     def json(
         cls, schema: dict[str, Any] | str | bool | type, *, after: str | None = None
-    ) -> Structured:
+    ) -> StructuredOutputsParams:
         """JSON of a schema, or of a pydantic model; compact, the keys in the schema's order."""
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -67,18 +67,18 @@ class Structured:
         return cls("json", text, after)
 
     @classmethod
-    def regex(cls, pattern: str, *, after: str | None = None) -> Structured:
+    def regex(cls, pattern: str, *, after: str | None = None) -> StructuredOutputsParams:
         """What a regular expression matches as a whole."""
         return cls("regex", pattern, after)
 
     @classmethod
-    def choice(cls, choices: Sequence[str], *, after: str | None = None) -> Structured:
+    def choice(cls, choices: Sequence[str], *, after: str | None = None) -> StructuredOutputsParams:
         """One of these strings."""
         if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
             raise InvalidRequest("a choice is a list of strings, one at least")
         return cls("choice", json.dumps([*choices]), after)
 
     @classmethod
-    def grammar(cls, text: str, *, after: str | None = None) -> Structured:
+    def grammar(cls, text: str, *, after: str | None = None) -> StructuredOutputsParams:
         """What a context-free grammar derives."""
         return cls("grammar", text, after)

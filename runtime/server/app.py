@@ -18,7 +18,7 @@ from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
-from radixcache.runtime.server.api.response_store import Pasts
+from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.http import errors, guards
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.bodies import BodyRoute
@@ -40,7 +40,7 @@ from radixcache.runtime.server.serving import (
     client_of,
     plain_messages,
 )
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
@@ -49,12 +49,12 @@ UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
 router = APIRouter(route_class=BodyRoute)
 
 
-def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
+def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     """The server of one model; it runs `llm` from the app's start to its end.
 
     `app.state.backend` is the `Backend` of the routes.
     """
-    backend = Backend(llm, options or Options())
+    backend = Backend(llm, options or ServerArgs())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,7 +70,7 @@ def create_app(llm: LLM, options: Options | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend, app.state.pasts = backend, Pasts()
+    app.state.backend, app.state.pasts = backend, ResponseStore()
     app.include_router(router, dependencies=[QUERY])
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])

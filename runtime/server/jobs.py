@@ -141,7 +141,7 @@ jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
 """Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
 
 
-class Jobs:
+class RequestTracker:
     """The jobs that a server has taken on.
 
     Args:

@@ -17,20 +17,20 @@ from radixcache.errors import PinError
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import Job, Jobs
+from radixcache.runtime.server.jobs import Job, RequestTracker
 from radixcache.runtime.server.observe.metrics import Metrics
 from radixcache.runtime.server.protocol.openai import GenerationRequest
 from radixcache.runtime.server.protocol.tools import ChatMessage
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import Said
+from radixcache.runtime.tokens.tool_calls import ParsedMessage
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
-    from radixcache.runtime.sampling.grammar import Grammar
+    from radixcache.runtime.sampling.grammar import CompiledGrammar
     from radixcache.runtime.server.observe.tracing import Tracing
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ MAX_COMPILING = 32
 """Structures that are compiled or wait for it; half of them may be of one client."""
 
 
-class Wants(Protocol):
+class GenerationOptions(Protocol):
     """What a request wants besides its text, whichever API it came by."""
 
     @property
@@ -58,7 +58,7 @@ class Wants(Protocol):
 class Backend:
     """The model behind the routes of one app."""
 
-    def __init__(self, llm: LLM, options: Options) -> None:
+    def __init__(self, llm: LLM, options: ServerArgs) -> None:
         self.llm = llm
         self.options = options
         self.names = list(options.served_model_name) or [llm.model_name]
@@ -71,7 +71,7 @@ class Backend:
             self.tracing = Tracing(options.otlp_endpoint, self.names[0])
         slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
         capacity, share = slots + queue, slots + (queue + 1) // 2
-        self.jobs = Jobs(llm.worker, self.metrics, self.tracing, capacity, share)
+        self.jobs = RequestTracker(llm.worker, self.metrics, self.tracing, capacity, share)
         self.max_model_len: int = llm.engine.max_model_len
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
@@ -84,7 +84,7 @@ class Backend:
         # Not on the event loop, because a long text takes a while; nor one client on all threads.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
         self._compiling = ThreadPoolExecutor(MAX_COMPILERS, "compiler")
-        self._grammars: dict[tuple[str, str], tuple[Hashable, asyncio.Future[Grammar]]] = {}
+        self._grammars: dict[tuple[str, str], tuple[Hashable, asyncio.Future[CompiledGrammar]]] = {}
         """What is compiled or waits for it, and for whom, by kind and value."""
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
         self._remembering: set[asyncio.Future[None]] = set()
@@ -108,7 +108,7 @@ class Backend:
         return name or self.names[0]
 
     @property
-    def door(self) -> Jobs:
+    def door(self) -> RequestTracker:
         """What takes requests in; the same name at the ingress of several replicas."""
         return self.jobs
 
@@ -167,7 +167,7 @@ class Backend:
             lambda _: self.llm.turns.encode(messages, cache_salt, **how), client
         )
 
-    def remember(self, prompt: TokenisedText, generated: list[int], said: Said) -> None:
+    def remember(self, prompt: TokenisedText, generated: list[int], said: ParsedMessage) -> None:
         """Let conversations go on from an answer, before any other is tokenised."""
         loop, remember = asyncio.get_running_loop(), self.llm.turns.remember
         done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, said)
@@ -191,13 +191,15 @@ class Backend:
         self,
         prompts: Sequence[TokensLike],
         params: SamplingParams,
-        wants: Wants,
+        wants: GenerationOptions,
         client: Hashable,
     ) -> Job:
         """Queue prompts as a request wants."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
-        grammar = params.structured and await self._compile(params.structured, client)
+        grammar = params.structured_outputs and await self._compile(
+            params.structured_outputs, client
+        )
         job = await self.jobs.submit(
             lambda: self.llm.add_requests(prompts, params, wants.cache_salt, client),
             len(prompts) * params.n,
@@ -208,20 +210,24 @@ class Backend:
         del grammar  # held until here, the engine's thread had not to compile it
         return job
 
-    async def _compile(self, structured: Structured, client: Hashable) -> Grammar:
+    async def _compile(
+        self, structured: StructuredOutputsParams, client: Hashable
+    ) -> CompiledGrammar:
         """The grammar of a structure, compiled on a thread if it is new; one by one of a client."""
-        guides, key = self.llm.guides, (structured.kind, structured.value)
-        if (found := guides.find(structured)) is not None:
+        grammar_backend, key = self.llm.grammar_backend, (structured.kind, structured.value)
+        if (found := grammar_backend.find(structured)) is not None:
             return found
         if key not in self._grammars:
             clients = [client for client, _ in self._grammars.values()]
             if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
                 raise ApiError.unavailable("too many new structures are to be compiled: try again")
 
-            async def compile_in_turn() -> Grammar:
+            async def compile_in_turn() -> CompiledGrammar:
                 async with self._turns.setdefault(("grammar", client), asyncio.Lock()):
                     loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(self._compiling, guides.compile, structured)
+                    return await loop.run_in_executor(
+                        self._compiling, grammar_backend.compile, structured
+                    )
 
             task = asyncio.ensure_future(compile_in_turn())
             self._grammars[key] = client, task

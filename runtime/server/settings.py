@@ -40,7 +40,7 @@ _TRACING = tuple(
 
 
 @dataclass(frozen=True)
-class Options:
+class ServerArgs:
     """What an app may be told.
 
     Attributes:
@@ -206,9 +206,9 @@ class Settings(BaseSettings):
     replicas: _Replicas | None = None
     shutdown_timeout: Annotated[float, Field(ge=0)] = 30.0
 
-    def options(self) -> Options:
+    def options(self) -> ServerArgs:
         """What the app is told; `InvalidRequest` if there is something wrong with a key."""
-        given = {field.name: getattr(self, field.name, None) for field in fields(Options)}
+        given = {field.name: getattr(self, field.name, None) for field in fields(ServerArgs)}
         given |= {
             "served_model_name": self.served_model_name
             or ([_name(self.model)] if self.model else ()),
@@ -220,7 +220,7 @@ class Settings(BaseSettings):
                 name: value for name in SAMPLING if (value := getattr(self, name)) is not None
             },
         }
-        return Options(**{name: value for name, value in given.items() if value is not None})
+        return ServerArgs(**{name: value for name, value in given.items() if value is not None})
 
 
 def read_settings(flags: Mapping[str, Any]) -> Settings:

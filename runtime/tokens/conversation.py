@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
-from radixcache.runtime.tokens.tool_calls import Said, for_template, spelling
+from radixcache.runtime.tokens.tool_calls import ParsedMessage, for_template, spelling
 from radixcache.runtime.tokens.tool_formats import THINK
-from radixcache.runtime.tokens.tool_parser import AnswerParser
+from radixcache.runtime.tokens.tool_parser import MessageParser
 
 _Message = Mapping[str, Any]
 
@@ -22,12 +22,12 @@ class _Turn(NamedTuple):
     """What a model wrote, and what that means."""
 
     raw: str
-    said: Said
+    said: ParsedMessage
     meaning: tuple[Any, ...]
     """As `raw` is read without schemas, like what a template writes."""
 
 
-class Turns:
+class Conversations:
     """Tokenises conversations, so that they go on with the tokens that were generated.
 
     Content comes back as it was generated, but calls of tools come back taken apart, and a chat
@@ -57,14 +57,14 @@ class Turns:
         return self.history.encode(self.render(messages, cache_salt, **how), cache_salt)
 
     def remember(
-        self, prompt: TokenisedText, generated: Sequence[int], said: Said | None = None
+        self, prompt: TokenisedText, generated: Sequence[int], said: ParsedMessage | None = None
     ) -> None:
         """Let conversations go on from an answer, which says `said`."""
         raw = self.history.remember(prompt, generated)
         if raw and said:
             self.keep(said, thoughts_of(prompt.text) + raw, prompt.cache_salt)
 
-    def keep(self, said: Said, raw: str, cache_salt: str | None = None) -> None:
+    def keep(self, said: ParsedMessage, raw: str, cache_salt: str | None = None) -> None:
         """Write the turn that says `said` as `raw` from now on, if there are calls in it.
 
         Not if `raw` says more, because a stop string has cut the answer.
@@ -130,9 +130,9 @@ class Turns:
         named = [(function["name"], spelling(function["arguments"])) for function in functions]
         return turn if named == turn.said.meaning[-1] else None
 
-    def _read(self, text: str) -> Said:
+    def _read(self, text: str) -> ParsedMessage:
         tokenizer = self.history.tokenizer
-        parser = AnswerParser(tokenizer.call_format, tokenizer.reasons)
+        parser = MessageParser(tokenizer.tool_format, tokenizer.reasons)
         parser.feed(text, ended=True)
         return parser.said()
 

@@ -21,7 +21,7 @@ from radixcache.runtime.tokens.tool_calls import check_tools, for_template
 from radixcache.runtime.tokens.tool_formats import (
     THINK,
     THOUGHT,
-    CallFormat,
+    ToolFormat,
     find_format,
     knows_tools,
 )
@@ -239,14 +239,14 @@ class Tokenizer:
         return templates if isinstance(templates, str) else "\n".join(templates.values())
 
     @cached_property
-    def call_format(self) -> CallFormat | None:
+    def tool_format(self) -> ToolFormat | None:
         """How the model writes calls, if that can be told from its chat template."""
         return find_format(self._templates)
 
     @cached_property
     def marks(self) -> frozenset[str]:
         """What tells calls and thoughts from content."""
-        calls = self.call_format
+        calls = self.tool_format
         return frozenset((THINK, THOUGHT)) | (calls.marks if calls else frozenset())
 
     @cached_property

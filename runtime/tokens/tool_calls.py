@@ -80,7 +80,7 @@ class Call(NamedTuple):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Piece(NamedTuple):
+class ParsedDelta(NamedTuple):
     """What an answer gained.
 
     Attributes:
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
     call_id: str = ""
 
 
-class Said(NamedTuple):
+class ParsedMessage(NamedTuple):
     """What an answer says as a whole; "" for nothing."""
 
     content: str = ""

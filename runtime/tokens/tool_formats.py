@@ -46,7 +46,7 @@ PARAMETER, TAG_END = shape("<parameter=NAME>"), "</parameter>"
 
 
 @dataclass(frozen=True)
-class CallFormat:
+class ToolFormat:
     """How one family of models writes calls.
 
     A message's calls are `open`, the calls with `between` them, and `close`.
@@ -193,7 +193,7 @@ def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def as_rule(kind: str, value: str) -> str | None:
-    """The Lark of a form of answers, as `Structured` has them; None of a grammar."""
+    """The Lark of a form of answers, as `StructuredOutputsParams` has them; None of a grammar."""
     match kind:
         case "json_object" | "json":
             try:
@@ -218,25 +218,25 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'
-_HERMES = CallFormat(  # Hermes, Qwen2.5, Qwen3
+_HERMES = ToolFormat(  # Hermes, Qwen2.5, Qwen3
     ("<tool_call>", '"arguments": '), "<tool_call>", f"<tool_call>\n{_OBJECT}\n</tool_call>"
 )
 _FORMATS = (
-    CallFormat(  # Qwen3-Coder, Qwen3.5
+    ToolFormat(  # Qwen3-Coder, Qwen3.5
         ("<tool_call>", "<parameter="),
         "<tool_call>",
         "<tool_call>\n<function=NAME>\nVALUE</function>\n</tool_call>",
         tagged=True,
     ),
     _HERMES,
-    CallFormat(  # Mistral from its tokenizer's version 11 on
+    ToolFormat(  # Mistral from its tokenizer's version 11 on
         ("[TOOL_CALLS]", "[ARGS]"),
         "[TOOL_CALLS]",
         "[TOOL_CALLS]NAME[ARGS]VALUE",
         between="",
         short_ids=True,
     ),
-    CallFormat(  # Mistral before
+    ToolFormat(  # Mistral before
         ("[TOOL_CALLS]",),
         "[TOOL_CALLS]",
         _OBJECT,
@@ -245,7 +245,7 @@ _FORMATS = (
         close="]",
         short_ids=True,
     ),
-    CallFormat(  # Llama 3, whose templates tell the model in words
+    ToolFormat(  # Llama 3, whose templates tell the model in words
         ('{"name": function name, "parameters": ',),
         "<|python_tag|>",
         '{"name": "NAME", "parameters": VALUE}',
@@ -260,7 +260,7 @@ def knows_tools(template: str) -> bool:
     return re.search("tool|function", template, re.IGNORECASE) is not None
 
 
-def find_format(template: str) -> CallFormat | None:
+def find_format(template: str) -> ToolFormat | None:
     """The format that a chat template is for; where it knows none, that of `generic_tools`."""
     if template and not knows_tools(template):
         return _HERMES

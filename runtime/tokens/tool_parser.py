@@ -8,14 +8,14 @@ from collections.abc import Generator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
-from radixcache.runtime.tokens.tool_calls import Call, Piece, Said, read_json
+from radixcache.runtime.tokens.tool_calls import Call, ParsedDelta, ParsedMessage, read_json
 from radixcache.runtime.tokens.tool_formats import (
     PARAMETER,
     TAG_END,
     THINK,
     THOUGHT,
-    CallFormat,
     Shape,
+    ToolFormat,
     properties,
     shape,
 )
@@ -25,7 +25,7 @@ _Reading = Generator[None, None, Any]
 _THINK = shape(THINK)
 
 
-class AnswerParser:
+class MessageParser:
     """One answer.
 
     What is no call in the format, cut short of its name for instance, is content.
@@ -39,7 +39,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        calls: CallFormat | None,
+        calls: ToolFormat | None,
         reasons: bool = False,
         thinking: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
@@ -50,15 +50,15 @@ class AnswerParser:
         self._schemas = schemas or {}
         self._text = ""
         self._held = ""
-        self._pieces: list[Piece] = []
-        self._said: list[Piece] = []
+        self._pieces: list[ParsedDelta] = []
+        self._said: list[ParsedDelta] = []
         self._starts: list[int] = []
         """The character at which each call begins."""
         self._after_mark = False
         self._ended = False
         self._reading = self._read()
 
-    def feed(self, text: str, ended: bool = False) -> list[Piece]:
+    def feed(self, text: str, ended: bool = False) -> list[ParsedDelta]:
         """What has come with `text`; when it has ended, with all that was held back."""
         self._text += text
         self._held += text
@@ -68,7 +68,7 @@ class AnswerParser:
         self._said += self._pieces
         return self._pieces
 
-    def said(self) -> Said:
+    def said(self) -> ParsedMessage:
         """All that has come; from a call on whose arguments are no JSON object, all is content."""
         content, reasoning, names, arguments = "", "", [], []
         for piece in self._said:
@@ -91,7 +91,7 @@ class AnswerParser:
                 content = before + self._text[start:]
                 break
             calls.append(call)
-        return Said(content, reasoning, tuple(calls))
+        return ParsedMessage(content, reasoning, tuple(calls))
 
     # ---------------------------------------------------------------------------------- reading
 
@@ -114,7 +114,7 @@ class AnswerParser:
             if not (yield from self._calls(calls, calls.heads[0])):
                 self._give("content", self._take(len(calls.opener)))
 
-    def _calls(self, calls: CallFormat, head: Shape) -> _Reading:
+    def _calls(self, calls: ToolFormat, head: Shape) -> _Reading:
         """Calls one after the other; whether there was one."""
         first = head
         while found := (yield from self._match(head)):
@@ -217,13 +217,13 @@ class AnswerParser:
         if not text:
             return
         if kind in ("content", "reasoning"):
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append(ParsedDelta(kind, text))
             return
         call_id = ""
         if kind == "call":
             name = uuid.uuid4().hex
             call_id = name[:9] if self._format and self._format.short_ids else f"call_{name[:24]}"
-        self._pieces.append(Piece(kind, text, len(self._starts) - 1, call_id))
+        self._pieces.append(ParsedDelta(kind, text, len(self._starts) - 1, call_id))
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -136,18 +136,23 @@ class Machine:
         tokens: Sequence[int],
         namespace: Hashable = None,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> Request:
         """A lease on exactly the longest shareable prefix; nothing else changes."""
         self.counts["acquire"] += 1
         expected = self.match(tokens, namespace)
-        if whole and self.reference.written_length(chain_of(namespace, tokens)) == len(tokens):
+        if include_last and self.reference.written_length(chain_of(namespace, tokens)) == len(
+            tokens
+        ):
             expected = len(tokens)
             self.counts["whole hits"] += 1
             self.counts["whole hits in mid-page"] += bool(expected % self.page_size)
         free = self.pool.num_free
         lease = self.cache.acquire(
-            np.asarray(tokens, dtype=np.int32), namespace, resumed=resumed, whole=whole
+            np.asarray(tokens, dtype=np.int32),
+            namespace,
+            resumed=resumed,
+            include_last=include_last,
         )
         assert lease.num_tokens == lease.cached_tokens == expected, "acquire differs from match"
         longest = self.reference.cached_length(chain_of(namespace, tokens[:-1]))

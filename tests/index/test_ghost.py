@@ -64,7 +64,7 @@ def test_it_knows_what_a_cache_knows_that_computed_the_same(seed: int) -> None:
     for _ in range(300):
         text, salt = rng.choices(range(3), k=rng.randrange(1, 30)), rng.choice([None, "a"])
         ghost.remember(text, salt)
-        lease = cache.acquire(text, salt, whole=True)
+        lease = cache.acquire(text, salt, include_last=True)
         cache.reserve(lease, len(text))
         cache.publish(lease, text[lease.num_tokens :], written=True)
         cache.release(lease)

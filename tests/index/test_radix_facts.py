@@ -83,14 +83,14 @@ def test_who_has_the_logits_of_the_last_token_hits_that_one_too(page_size: int) 
     cache = a_cache(page_size)
     put(cache, [*SYSTEM, 11])
     assert cache.match(SYSTEM) == 9
-    for whole, hit in ((False, 9), (True, 10)):
-        lease = cache.acquire(SYSTEM, whole=whole)
+    for include_last, hit in ((False, 9), (True, 10)):
+        lease = cache.acquire(SYSTEM, include_last=include_last)
         assert lease.num_tokens == lease.cached_tokens == lease.capacity == hit
         cache.release(lease)
-    lease = cache.acquire([*SYSTEM, 12], whole=True)  # not all of it is cached
+    lease = cache.acquire([*SYSTEM, 12], include_last=True)  # not all of it is cached
     assert lease.num_tokens == 10
     cache.release(lease)
-    lease = cache.acquire(SYSTEM, "another's", whole=True)
+    lease = cache.acquire(SYSTEM, "another's", include_last=True)
     assert lease.num_tokens == 0
     cache.release(lease)
     cache.check()
@@ -99,12 +99,12 @@ def test_who_has_the_logits_of_the_last_token_hits_that_one_too(page_size: int) 
 def test_what_is_in_flight_is_no_hit_of_the_whole() -> None:
     cache = a_cache(page_size=5)
     lease = begin(cache, SYSTEM)
-    early = cache.acquire(SYSTEM, whole=True)
+    early = cache.acquire(SYSTEM, include_last=True)
     assert (early.num_tokens, early.next_step_tokens) == (5, 4)
     with pytest.raises(LeaseError):
         cache.publish(early, [], written=True)
     cache.commit()
-    late = cache.acquire(SYSTEM, whole=True)
+    late = cache.acquire(SYSTEM, include_last=True)
     assert (late.num_tokens, late.next_step_tokens) == (10, 0)
     cache.check()
     for one in (lease, early, late):
@@ -115,7 +115,7 @@ def test_what_is_in_flight_is_no_hit_of_the_whole() -> None:
 def test_what_follows_a_hit_of_the_whole_goes_into_a_copy_of_the_page_in_which_it_ends() -> None:
     cache = a_cache()
     put(cache, [*SYSTEM, 11])
-    lease = cache.acquire(SYSTEM, whole=True)
+    lease = cache.acquire(SYSTEM, include_last=True)
     last = lease.page_table.tolist()[-1]
     copies = append(cache, lease, [12])
     assert copies == [PageCopy(last, lease.page_table.tolist()[-1], 2)]
@@ -129,7 +129,7 @@ def test_a_hit_of_the_whole_counts_and_is_used_once_nothing_is_published() -> No
     put(cache, SYSTEM)
     put(cache, [20, 21, 22])
     before = (cache.stats.requests, cache.stats.query_tokens, cache.stats.hit_tokens)
-    lease = cache.acquire(SYSTEM, whole=True)
+    lease = cache.acquire(SYSTEM, include_last=True)
     cache.publish(lease, [], written=True)
     cache.publish(lease, [], written=True)
     after = (cache.stats.requests, cache.stats.query_tokens, cache.stats.hit_tokens)
@@ -146,8 +146,8 @@ def test_the_other_caches_leave_the_last_token_to_be_computed(
 ) -> None:
     cache = kind(PagePool(16, 4))
     put(cache, SYSTEM[:8])
-    lease = cache.acquire(SYSTEM[:8], whole=True)
-    assert not kind.hits_whole_prompts
+    lease = cache.acquire(SYSTEM[:8], include_last=True)
+    assert not kind.full_prompt_hits
     assert lease.num_tokens == (4 if kind is HashBlockCache else 0)
     cache.release(lease)
     cache.check()

@@ -53,7 +53,7 @@ class CacheUnderRules(RuleBasedStateMachine):
         more=TOKENS,
         namespace=NAMESPACE,
         resumed=st.booleans(),
-        whole=st.booleans(),
+        include_last=st.booleans(),
     )
     def acquire(
         self,
@@ -62,12 +62,12 @@ class CacheUnderRules(RuleBasedStateMachine):
         more: list[int],
         namespace: str | None,
         resumed: bool,
-        whole: bool,
+        include_last: bool,
     ) -> None:
         known = self.past[start % len(self.past)]
         prompt = known[: cut % (len(known) + 1)] + more
         self.past.append(prompt)
-        self.machine.acquire(prompt, namespace, resumed, whole)
+        self.machine.acquire(prompt, namespace, resumed, include_last)
 
     @precondition(leased)
     @rule(index=INDEX)

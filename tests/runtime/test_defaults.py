@@ -14,7 +14,7 @@ from radixcache.runtime.cli import main
 from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
 from radixcache.runtime.files import split_gguf
 from radixcache.runtime.server.serving import Backend
-from radixcache.runtime.server.settings import Options, read_settings
+from radixcache.runtime.server.settings import ServerArgs, read_settings
 from tests.models import tiny_model
 from tests.runtime.server.live import live
 
@@ -69,7 +69,7 @@ def test_a_servers_own_sampling_stands_between_the_request_and_the_model() -> No
             answer = server.post("/v1/completions", {**body, "max_tokens": 2}).json()
             assert answer["usage"]["completion_tokens"] == 2
     with pytest.raises(ValueError, match="temperature must be at least 0"):
-        Options(sampling={"temperature": -1})
+        ServerArgs(sampling={"temperature": -1})
 
 
 def test_how_answers_are_sampled_is_told_in_a_few_words() -> None:

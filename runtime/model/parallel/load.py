@@ -31,10 +31,10 @@ from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_config, load_stock, resolve_device, resolve_dtype
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
-from radixcache.runtime.model.transformers_model import StockModel
+from radixcache.runtime.model.transformers_model import TransformersModel
 
 
-class LeadingModel(StockModel):
+class LeadingModel(TransformersModel):
     """Rank 0's part of a model; until it has `ranks`, each process runs what it likes."""
 
     def __init__(self, *args: Any) -> None:

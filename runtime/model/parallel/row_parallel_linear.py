@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-class SummedLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """A row-wise layer: the ranks' products of their own inputs, added up."""
 
     def __init__(self, local: nn.Linear) -> None:
@@ -41,4 +41,4 @@ def take_local(model: PreTrainedModel) -> None:
             assert isinstance(given, DTensor)
             setattr(local, part, nn.Parameter(given.to_local(), requires_grad=False))
         local.out_features, local.in_features = local.weight.shape
-        model.set_submodule(name, SummedLinear(local) if style == "rowwise" else local)
+        model.set_submodule(name, RowParallelLinear(local) if style == "rowwise" else local)

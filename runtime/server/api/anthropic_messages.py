@@ -19,14 +19,19 @@ from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
 from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
 from radixcache.runtime.server.api.openai_chat import turn_of
-from radixcache.runtime.server.api.response_store import Past, Pasts, PastsDep, compare
+from radixcache.runtime.server.api.response_store import (
+    PastsDep,
+    ResponseStore,
+    StoredResponse,
+    compare,
+)
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
 from radixcache.runtime.server.protocol.openai import ChatRequest, as_chat_request
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
-from radixcache.runtime.tokens.conversation import Turns
+from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import Call, for_template
@@ -82,7 +87,9 @@ def _as_chat(body: CountRequest) -> ChatRequest:
     return as_chat_request(body.as_chat())
 
 
-def _length(turns: Turns, turn: Turn, messages: list[Message], prompt: TokenisedText) -> int:
+def _length(
+    turns: Conversations, turn: Turn, messages: list[Message], prompt: TokenisedText
+) -> int:
     """How many tokens of a prompt its first messages are; 0 if the template does not take them."""
     try:
         how = {**turn.rendering, "ask": False, "continue_final": False}
@@ -107,7 +114,7 @@ class _Exchange:
 
     body: MessagesRequest
     backend: Backend
-    pasts: Pasts
+    pasts: ResponseStore
     model: str
     answers: Answers
     prefixes: list[tuple[int, float]]
@@ -156,7 +163,7 @@ class _Exchange:
             with suppress(EngineStopped):
                 self.backend.llm.worker.call(lambda: self._prefer(tokens, salt))
         if self.body.diagnostics is not None:
-            self.pasts.keep(self.name, Past(self.answers.turn, tokens))
+            self.pasts.keep(self.name, StoredResponse(self.answers.turn, tokens))
         return message
 
     def _prefer(self, tokens: Tokens, cache_salt: str | None) -> None:

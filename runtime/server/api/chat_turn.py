@@ -11,7 +11,7 @@ from fastapi import Request
 
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.api.generation import finish
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -20,9 +20,9 @@ from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import Call, Piece, Tool, ToolChoice
+from radixcache.runtime.tokens.tool_calls import Call, ParsedDelta, Tool, ToolChoice
 from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
-from radixcache.runtime.tokens.tool_parser import AnswerParser
+from radixcache.runtime.tokens.tool_parser import MessageParser
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     """
     prompt = await encode(backend, turn, client)
     params = turn.params
-    if turn.tools or params.structured:  # whose schemas may be long
+    if turn.tools or params.structured_outputs:  # whose schemas may be long
         params = await on_thread(_guided, turn, backend.tokenizer, prompt.text)
     job = await backend.submit([prompt.tokens], params, turn, client)
     return Answers(backend, turn, prompt, job)
@@ -126,14 +126,14 @@ def _check_results(messages: list[Message]) -> None:
 
 def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
     """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
-    tools, choice, wanted = turn.tools, turn.choice, turn.params.structured
+    tools, choice, wanted = turn.tools, turn.choice, turn.params.structured_outputs
     after = THOUGHT if thoughts_of(prompt) else None
     if wanted and after and not wanted.after:
         wanted = replace(wanted, after=after)
-    params = replace(turn.params, structured=wanted)
+    params = replace(turn.params, structured_outputs=wanted)
     if not tools or choice.mode == "none":
         return params
-    calls = tokenizer.call_format
+    calls = tokenizer.tool_format
     if calls is None:
         raise ApiError.invalid("this model writes calls in a form that is not known here", "tools")
     free = choice.mode == "auto" and choice.parallel and not choice.names and not wanted
@@ -145,7 +145,7 @@ def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
     thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
     named = [tool for tool in tools if not choice.names or tool.name in choice.names]
     grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)
-    return replace(params, structured=Structured.grammar(grammar, after=after))
+    return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
 
 
 class Answers:
@@ -161,14 +161,14 @@ class Answers:
         self.prompt = prompt
         self.job = job
         self._backend = backend
-        self._parsers: defaultdict[int, AnswerParser] = defaultdict(self._make_parser)
+        self._parsers: defaultdict[int, MessageParser] = defaultdict(self._make_parser)
         """By the completion's index."""
 
-    def _make_parser(self) -> AnswerParser:
+    def _make_parser(self) -> MessageParser:
         tokenizer, turn = self._backend.tokenizer, self.turn
         calls = bool(turn.tools) and turn.choice.mode != "none"
-        return AnswerParser(
-            tokenizer.call_format if calls else None,
+        return MessageParser(
+            tokenizer.tool_format if calls else None,
             tokenizer.reasons,
             bool(thoughts_of(self.prompt.text)),
             {tool.name: tool.parameters for tool in turn.tools},
@@ -179,7 +179,7 @@ class Answers:
         """What the engine knows of the request: tokens and times."""
         return self.job.requests[0].output()
 
-    def pieces(self, news: PromptDelta) -> list[Piece]:
+    def pieces(self, news: PromptDelta) -> list[ParsedDelta]:
         """What the message `news.delta.index` gained; with its end, all that was held back."""
         delta = news.delta
         return self._parsers[delta.index].feed(delta.text, delta.finish_reason is not None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from radixcache.runtime.server.api.chat_turn import Reply
-from radixcache.runtime.tokens.tool_calls import Piece
+from radixcache.runtime.tokens.tool_calls import ParsedDelta
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Parts:
         whole.parts += [Part("call", call.arguments, call.name, call.id) for call in reply.calls]
         return whole
 
-    def add(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+    def add(self, pieces: Iterable[ParsedDelta]) -> Iterator[Step]:
         """What changes by these pieces."""
         for piece in pieces:
             kind = "call" if piece.kind == "arguments" else piece.kind

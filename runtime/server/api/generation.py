@@ -25,7 +25,7 @@ from radixcache.runtime.server.protocol.answers import (
     Usage,
 )
 from radixcache.runtime.server.protocol.openai import GenerationRequest
-from radixcache.runtime.server.serving import Backend, Wants
+from radixcache.runtime.server.serving import Backend, GenerationOptions
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def last_chunk(
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, wants: Wants) -> Extension:
+def extension(backend: Backend, job: Job, wants: GenerationOptions) -> Extension:
     """What the engine has to say about a job that is finished."""
     first = job.requests[0]
     explanation = None

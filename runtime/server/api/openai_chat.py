@@ -37,7 +37,7 @@ from radixcache.runtime.server.protocol.answers import (
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.protocol.tools import ToolFields
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
-from radixcache.runtime.tokens.tool_calls import Piece
+from radixcache.runtime.tokens.tool_calls import ParsedDelta
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -161,7 +161,7 @@ class _Chunks:
         pieces = self._answers.pieces(news)
         if self._body.include_reasoning is False:
             pieces = [piece for piece in pieces if piece.kind != "reasoning"]
-        for piece in pieces or [Piece("content", "")] * bool(shown):
+        for piece in pieces or [ParsedDelta("content", "")] * bool(shown):
             yield self._chunk(delta.index, _delta(piece), **shown)
             shown = {}  # all tokens are in the first
         if delta.finish_reason:
@@ -181,7 +181,7 @@ class _Chunks:
         return {**self.head, "choices": [choice], **self._usage}
 
 
-def _delta(piece: Piece) -> JSON:
+def _delta(piece: ParsedDelta) -> JSON:
     """What a message gains by a piece."""
     match piece.kind:
         case "content":

@@ -15,7 +15,12 @@ from radixcache.runtime.server.api.chat_turn import Answers, begin
 from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
 from radixcache.runtime.server.api.openai_chat import turn_of
-from radixcache.runtime.server.api.response_store import Past, Pasts, PastsDep, compare
+from radixcache.runtime.server.api.response_store import (
+    PastsDep,
+    ResponseStore,
+    StoredResponse,
+    compare,
+)
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import PromptDelta
@@ -65,7 +70,7 @@ async def delete_response(response_id: str, pasts: PastsDep, cache_salt: CacheSa
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _find(pasts: Pasts, response_id: str, cache_salt: str | None) -> Past:
+def _find(pasts: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
     past = pasts.find(response_id, cache_salt)
     if past is None or past.response is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
@@ -113,7 +118,7 @@ class _Exchange:
 
     body: ResponsesRequest
     backend: Backend
-    pasts: Pasts
+    pasts: ResponseStore
     response: JSON
     conversation: list[Message]
     answers: Answers
@@ -161,7 +166,7 @@ class _Exchange:
         if response["store"]:
             said = merge([Item(**item).as_message() for item in response["output"]])
             conversation = [*self.conversation, *said]
-            past = Past(answers.turn, answers.prompt.tokens, conversation, response)
+            past = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
             self.pasts.keep(response["id"], past)
         return response
 
@@ -226,7 +231,7 @@ class _Exchange:
             "total_tokens": prompt + answer,
         }
 
-    def _diagnose(self, past: Past | None, output: RequestOutput) -> JSON:
+    def _diagnose(self, past: StoredResponse | None, output: RequestOutput) -> JSON:
         """Why the prompt was not cached as far as an earlier response would have it."""
         if past is None:
             return {"type": "comparison_response_not_found"}

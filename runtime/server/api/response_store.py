@@ -23,7 +23,7 @@ _OBJECTS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class StoredResponse:
     """A turn that is over.
 
     Attributes:
@@ -38,7 +38,7 @@ class Past:
     response: dict[str, Any] | None = None
 
 
-class Pasts:
+class ResponseStore:
     """The last turns, by salt and id: nobody finds those of another salt.
 
     If there are too many, the oldest of the salt that has most is forgotten first.
@@ -46,12 +46,12 @@ class Pasts:
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self.max_bytes = max_bytes
-        self._pasts: defaultdict[str | None, OrderedDict[str, tuple[Past, int]]]
+        self._pasts: defaultdict[str | None, OrderedDict[str, tuple[StoredResponse, int]]]
         self._pasts = defaultdict(OrderedDict)
         self._num_bytes: Counter[str | None] = Counter()
         self.num_bytes = 0
 
-    def keep(self, name: str, past: Past) -> None:
+    def keep(self, name: str, past: StoredResponse) -> None:
         """Remember a turn under an id that cannot be guessed. O(its text)."""
         texts = (past.turn.messages, past.conversation, past.response, past.turn.tools)
         salt = past.turn.cache_salt
@@ -63,7 +63,7 @@ class Pasts:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._pasts[most])), most)
 
-    def find(self, name: str | None, salt: str | None) -> Past | None:
+    def find(self, name: str | None, salt: str | None) -> StoredResponse | None:
         """The salt's turn with this id, if it is remembered."""
         kept = self._pasts[salt].get(name or "") if salt in self._pasts else None
         return kept and kept[0]
@@ -77,16 +77,16 @@ class Pasts:
             del self._pasts[salt], self._num_bytes[salt]
 
 
-def _pasts_of(request: Request) -> Pasts:
-    return cast(Pasts, request.app.state.pasts)
+def _pasts_of(request: Request) -> ResponseStore:
+    return cast(ResponseStore, request.app.state.pasts)
 
 
-PastsDep = Annotated[Pasts, Depends(_pasts_of)]
+PastsDep = Annotated[ResponseStore, Depends(_pasts_of)]
 """The turns that the app of a route remembers."""
 
 
 def compare(
-    past: Past, turn: Turn, prompt: Tokens, cached: int, granularity: int
+    past: StoredResponse, turn: Turn, prompt: Tokens, cached: int, granularity: int
 ) -> tuple[Change | Literal["nothing", "unknown"], int]:
     """What a client changed since an earlier turn, so that less of its prompt was cached.
 

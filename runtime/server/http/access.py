@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.serving import backend_of
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 OPEN_PATHS = {"/health", *static.FILES}
 """What needs no key, and may be asked for by any name of the server."""
@@ -29,16 +29,16 @@ class Access:
     A browser may be made to send requests by any page that it shows. Two things give them away:
 
     - Their `Origin` is that of the page. It has to be where the request goes, a name in
-      `Options.allowed_hosts`, or one of `Options.allowed_origins`.
+      `ServerArgs.allowed_hosts`, or one of `ServerArgs.allowed_origins`.
     - Their `Host` is the page's, if its name was made to lead here (DNS rebinding). So who sends no
       key must use a name of the server: `localhost`, an address, since addresses lead nowhere else,
-      or one in `Options.allowed_hosts`. A page cannot know a key.
+      or one in `ServerArgs.allowed_hosts`. A page cannot know a key.
 
     To administrate takes the admin key. A server without any key lets this machine do so, but no
     page of another origin, which somebody on this machine may have been led to.
     """
 
-    def __init__(self, app: ASGIApp, options: Options) -> None:
+    def __init__(self, app: ASGIApp, options: ServerArgs) -> None:
         self._app = app
         self._options = options
         names = filter(None, options.allowed_hosts)

@@ -8,10 +8,10 @@ from starlette.middleware.cors import CORSMiddleware
 from radixcache.runtime.server.http.access import Access
 from radixcache.runtime.server.http.deadline import BodyDeadline
 from radixcache.runtime.server.observe.request_log import REQUEST_ID, RequestLog
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 
-def install(app: Starlette, options: Options) -> None:
+def install(app: Starlette, options: ServerArgs) -> None:
     """Put them in front of `app`, the last one outermost."""
     app.add_middleware(BodyDeadline)
     app.add_middleware(Access, options=options)

@@ -18,7 +18,7 @@ from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.http import guards
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.http.serve import Server, announce, configure
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 
 class Loading:
@@ -28,7 +28,9 @@ class Loading:
     server. Until there is an app the page's files are served, and all else is 503.
     """
 
-    def __init__(self, options: Options, listener: socket.socket, shutdown_timeout: float) -> None:
+    def __init__(
+        self, options: ServerArgs, listener: socket.socket, shutdown_timeout: float
+    ) -> None:
         self._app = FastAPI(lifespan=self._live, docs_url=None, redoc_url=None, openapi_url=None)
         self._app.include_router(static.files)
         self._app.add_exception_handler(HTTPException, self._refuse)

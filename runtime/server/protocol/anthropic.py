@@ -10,15 +10,15 @@ from pydantic import Field, model_validator
 
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
-    Asked,
     Items,
     Json,
     List,
     OneOf,
-    Refused,
     Salt,
     SomeItems,
+    StrictModel,
     Text,
+    UnsupportedField,
 )
 from radixcache.runtime.server.protocol.responses import merge_system
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
@@ -32,7 +32,7 @@ _BILLING = "x-anthropic-billing-header"
 found in the cache."""
 
 
-class CacheControl(Asked):
+class CacheControl(StrictModel):
     """The prompt up to here will be sent again within `ttl`."""
 
     type: Literal["ephemeral"]
@@ -75,7 +75,7 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-class ChatTurn(Asked):
+class ChatTurn(StrictModel):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -115,16 +115,16 @@ class ChatTurn(Asked):
         return results if results and not texts else [*results, message]
 
 
-class ClientTool(Asked):
+class ClientTool(StrictModel):
     """A function that the model may call."""
 
     harmless: ClassVar = frozenset({"eager_input_streaming"})
     refused: ClassVar = {
-        "input_examples": Refused("put them into the description", ([],)),
-        "defer_loading": Refused("send the tools that may be called", (False,)),
-        "allowed_callers": Refused("only the model calls tools", (["direct"],)),
-        "function": Refused("send name, description and input_schema beside each other"),
-        "parameters": Refused("send them as input_schema"),
+        "input_examples": UnsupportedField("put them into the description", ([],)),
+        "defer_loading": UnsupportedField("send the tools that may be called", (False,)),
+        "allowed_callers": UnsupportedField("only the model calls tools", (["direct"],)),
+        "function": UnsupportedField("send name, description and input_schema beside each other"),
+        "parameters": UnsupportedField("send them as input_schema"),
     }
 
     type: Literal["custom"] | None = None
@@ -135,7 +135,7 @@ class ClientTool(Asked):
     cache_control: CacheControl | None = None
 
 
-class ToolChoice(Asked):
+class ToolChoice(StrictModel):
     """Which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -143,7 +143,7 @@ class ToolChoice(Asked):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Asked):
+class Thinking(StrictModel):
     """Whether the model thinks; how much is not limited, but by `max_tokens`."""
 
     harmless: ClassVar = frozenset({"budget_tokens", "display"})
@@ -151,27 +151,27 @@ class Thinking(Asked):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputConfig(Asked):
+class OutputConfig(StrictModel):
     """The form of the answer."""
 
     effort: Text | None = None
     format: Json | None = None
 
 
-class Diagnostics(Asked):
+class Diagnostics(StrictModel):
     """Why less of the prompt was cached than of an earlier one; null begins with this one."""
 
     previous_message_id: Text | None = None
 
 
-class CountRequest(Asked):
+class CountRequest(StrictModel):
     """POST /v1/messages/count_tokens."""
 
     refused: ClassVar = {
-        "container": Refused("run the tools yourself"),
-        "context_management": Refused("leave out what is old", ({"edits": []},)),
-        "mcp_servers": Refused("call them yourself", ([],)),
-        "thread": Refused("send all messages each time"),
+        "container": UnsupportedField("run the tools yourself"),
+        "context_management": UnsupportedField("leave out what is old", ({"edits": []},)),
+        "mcp_servers": UnsupportedField("call them yourself", ([],)),
+        "thread": UnsupportedField("send all messages each time"),
         **OTHERS_IN_MESSAGES,
     }
     harmless: ClassVar = frozenset({"speed"})

@@ -134,7 +134,7 @@ _REFUSAL = TypeAdapter(dict[str, Annotated[str, AfterValidator(_refuse)]])
 """Given {field: problem}, raises the error that a field of that name would raise."""
 
 
-class Refused(NamedTuple):
+class UnsupportedField(NamedTuple):
     """A field that is not supported: what to do instead, and values that ask for nothing."""
 
     instead: str
@@ -144,12 +144,12 @@ class Refused(NamedTuple):
 NO_MEDIA = dict.fromkeys(
     "image_url input_audio audio_url video_url file source detail file_id file_data "
     "file_url".split(),
-    Refused("models here read and write text"),
+    UnsupportedField("models here read and write text"),
 )
 """What parts of a message have that are no text, in whichever API."""
 
 
-class Asked(Body):
+class StrictModel(Body):
     """What a client asks for, of which no field is ignored that would change the answer.
 
     Attributes:
@@ -158,7 +158,7 @@ class Asked(Body):
     """
 
     harmless: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, Refused]] = {}
+    refused: ClassVar[Mapping[str, UnsupportedField]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -179,7 +179,7 @@ class Asked(Body):
         return data
 
 
-class OneOf(Asked):
+class OneOf(StrictModel):
     """A body whose `type` says which of its other fields there are."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -19,15 +19,15 @@ from radixcache.runtime.server.protocol.fields import (
     MAX_SHOWN_IDS,
     MAX_STOPS,
     Allowed,
-    Asked,
     List,
     LogitBias,
     PrefixName,
-    Refused,
     Salt,
     SomeItems,
+    StrictModel,
     Text,
     TokenIds,
+    UnsupportedField,
     check_stop,
 )
 from radixcache.runtime.server.protocol.response_format import StructuredFields
@@ -40,7 +40,7 @@ from radixcache.runtime.server.protocol.unsupported import (
 )
 
 
-class StreamOptions(Asked):
+class StreamOptions(StrictModel):
     """What a stream has besides the text."""
 
     harmless = frozenset({"include_obfuscation"})
@@ -63,7 +63,7 @@ _SAMPLING = (
 """What fields and `SamplingParams` call alike."""
 
 
-class GenerationRequest(StructuredFields, Asked):
+class GenerationRequest(StructuredFields, StrictModel):
     """What chat and plain completions have in common. None is the model's own default."""
 
     harmless: ClassVar[frozenset[str]] = HARMLESS
@@ -124,7 +124,7 @@ class GenerationRequest(StructuredFields, Asked):
             InvalidRequest: a value makes no sense.
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return replace(defaults, structured=self.structured(), **{**given, **more})
+        return replace(defaults, structured_outputs=self.structured(), **{**given, **more})
 
     @model_validator(mode="after")
     def _streams_have_their_own(self) -> GenerationRequest:
@@ -138,7 +138,7 @@ class GenerationRequest(StructuredFields, Asked):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_COMPLETIONS
+    refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_COMPLETIONS
 
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -175,7 +175,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
-    refused: ClassVar[Mapping[str, Refused]] = REFUSED_IN_CHAT
+    refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -190,7 +190,7 @@ class ChatRequest(ToolFields, GenerationRequest):
         return self
 
 
-class PrefixRequest(Asked):
+class PrefixRequest(StrictModel):
     """POST /v1/prefixes: either `prompt` or `messages`."""
 
     name: PrefixName
@@ -208,7 +208,7 @@ class PrefixRequest(Asked):
         return self
 
 
-class ExplainRequest(ToolFields, Asked):
+class ExplainRequest(ToolFields, StrictModel):
     """POST /v1/explain: either `prompt` or `messages`, and what else the prompt depends on.
 
     The rest of a chat or a completion may come along, and changes nothing that is cached.
@@ -217,7 +217,10 @@ class ExplainRequest(ToolFields, Asked):
     harmless: ClassVar[frozenset[str]] = HARMLESS | frozenset(
         {**ChatRequest.model_fields, **CompletionRequest.model_fields}
     )
-    refused: ClassVar[Mapping[str, Refused]] = {**REFUSED_IN_COMPLETIONS, **REFUSED_IN_CHAT}
+    refused: ClassVar[Mapping[str, UnsupportedField]] = {
+        **REFUSED_IN_COMPLETIONS,
+        **REFUSED_IN_CHAT,
+    }
 
     model: Text | None = None
     prompt: Text | TokenIds | None = None
@@ -240,7 +243,7 @@ class ExplainRequest(ToolFields, Asked):
         return kind.model_construct(**{name: getattr(self, name) for name in names})
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(StrictModel):
     """POST /tokenize: either `prompt` or `messages`."""
 
     model: Text | None = None
@@ -256,7 +259,7 @@ class TokenizeRequest(Asked):
         return self
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: Text | None = None

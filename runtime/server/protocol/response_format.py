@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.sampling.structured_outputs import Structured
+from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.protocol.fields import Body, Json, List, Text
 
 Schema = Json | bool
@@ -37,12 +37,16 @@ class ResponseFormat(Body):
             raise ValueError("a json_schema belongs to the type json_schema, and to no other")
         return self
 
-    def structured(self) -> Structured | None:
+    def structured(self) -> StructuredOutputsParams | None:
         """None for free text."""
         if self.type == "text":
             return None
         schema = None if self.json_schema is None else self.json_schema.schema_
-        return Structured.json_object() if schema is None else Structured.json(schema)
+        return (
+            StructuredOutputsParams.json_object()
+            if schema is None
+            else StructuredOutputsParams.json(schema)
+        )
 
 
 class StructuredOutputs(Body):
@@ -62,13 +66,13 @@ class StructuredOutputs(Body):
                 raise ValueError(f"{name} is not supported; give one of {', '.join(KINDS)}")
         return value
 
-    def all(self) -> list[Structured]:
+    def all(self) -> list[StructuredOutputsParams]:
         """What is asked for."""
-        found = [] if self.json_ is None else [Structured.json(self.json_)]
-        found += [] if self.regex is None else [Structured.regex(self.regex)]
-        found += [] if self.choice is None else [Structured.choice(self.choice)]
-        found += [] if self.grammar is None else [Structured.grammar(self.grammar)]
-        return found + ([Structured.json_object()] if self.json_object else [])
+        found = [] if self.json_ is None else [StructuredOutputsParams.json(self.json_)]
+        found += [] if self.regex is None else [StructuredOutputsParams.regex(self.regex)]
+        found += [] if self.choice is None else [StructuredOutputsParams.choice(self.choice)]
+        found += [] if self.grammar is None else [StructuredOutputsParams.grammar(self.grammar)]
+        return found + ([StructuredOutputsParams.json_object()] if self.json_object else [])
 
 
 class StructuredFields(Body):
@@ -81,12 +85,12 @@ class StructuredFields(Body):
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
 
-    def structured(self) -> Structured | None:
+    def structured(self) -> StructuredOutputsParams | None:
         """The form; None for free text."""
         forms = self._forms()
         return forms[0] if forms else None
 
-    def _forms(self) -> list[Structured]:
+    def _forms(self) -> list[StructuredOutputsParams]:
         old = StructuredOutputs(
             json=self.guided_json,
             regex=self.guided_regex,

@@ -8,16 +8,16 @@ from pydantic import Field
 
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
-    Asked,
     Items,
     Json,
     List,
     Metadata,
     OneOf,
-    Refused,
     Salt,
     SomeItems,
+    StrictModel,
     Text,
+    UnsupportedField,
 )
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
@@ -25,7 +25,7 @@ from radixcache.runtime.tokens.tokenizer import Message
 JSON = dict[str, Any]
 
 
-class ItemText(Asked):
+class ItemText(StrictModel):
     """A text within an item: what was said, answered or thought."""
 
     harmless: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
@@ -73,12 +73,12 @@ class Item(OneOf):
                 return {"role": role, "content": _join(self.content)}
 
 
-class FunctionTool(Asked):
+class FunctionTool(StrictModel):
     """A function that the model may call."""
 
     refused: ClassVar = {
-        "function": Refused("send name, description and parameters beside `type`"),
-        "input_schema": Refused("send it as parameters"),
+        "function": UnsupportedField("send name, description and parameters beside `type`"),
+        "input_schema": UnsupportedField("send it as parameters"),
     }
 
     type: Literal["function"]
@@ -88,7 +88,7 @@ class FunctionTool(Asked):
     strict: bool | None = None
 
 
-class NamedTool(Asked):
+class NamedTool(StrictModel):
     """One function."""
 
     type: Literal["function"]
@@ -99,7 +99,7 @@ class NamedTool(Asked):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(Asked):
+class AllowedTools(StrictModel):
     """Some functions."""
 
     type: Literal["allowed_tools"]
@@ -107,15 +107,15 @@ class AllowedTools(Asked):
     tools: List[NamedTool]
 
 
-class TextOptions(Asked):
+class TextOptions(StrictModel):
     """How the text is written."""
 
-    refused: ClassVar = {"verbosity": Refused("say it in the instructions", ("medium",))}
+    refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
 
     format: Json | None = Field(None, description="As `response_format` of chat, but flat.")
 
 
-class Reasoning(Asked):
+class Reasoning(StrictModel):
     """How much the model thinks. What it thinks is always shown, and as it is."""
 
     harmless: ClassVar = frozenset({"summary", "generate_summary"})
@@ -123,7 +123,7 @@ class Reasoning(Asked):
     effort: Text | None = None
 
 
-class CacheOptions(Asked):
+class CacheOptions(StrictModel):
     """Everything is cached anyway, and to the token; what is left to ask is why something was not.
 
     That is said in `prompt_cache_diagnostics` and in `radixcache.explanation`.
@@ -131,13 +131,13 @@ class CacheOptions(Asked):
 
     harmless: ClassVar = frozenset({"mode", "ttl"})
     refused: ClassVar = {
-        "prewarm": Refused("POST /v1/prefixes computes a prefix and pins it", (False,))
+        "prewarm": UnsupportedField("POST /v1/prefixes computes a prefix and pins it", (False,))
     }
 
     comparison_response_id: Text | None = None
 
 
-class ResponsesRequest(Asked):
+class ResponsesRequest(StrictModel):
     """POST /v1/responses."""
 
     harmless: ClassVar = frozenset(
@@ -145,11 +145,11 @@ class ResponsesRequest(Asked):
         "stream_options max_tool_calls".split()
     )
     refused: ClassVar = {
-        "background": Refused("keep the connection open, or stream", (False,)),
-        "conversation": Refused("send previous_response_id, or all items"),
-        "context_management": Refused("leave items out yourself", ([],)),
-        "prompt": Refused("send its text as instructions and input"),
-        "top_logprobs": Refused("/v1/chat/completions has log-probabilities", (0,)),
+        "background": UnsupportedField("keep the connection open, or stream", (False,)),
+        "conversation": UnsupportedField("send previous_response_id, or all items"),
+        "context_management": UnsupportedField("leave items out yourself", ([],)),
+        "prompt": UnsupportedField("send its text as instructions and input"),
+        "top_logprobs": UnsupportedField("/v1/chat/completions has log-probabilities", (0,)),
         **OTHERS_IN_RESPONSES,
     }
 

@@ -11,22 +11,22 @@ from pydantic import Field, model_validator
 from radixcache.runtime.server.protocol.fields import (
     MAX_SCHEMAS,
     NO_MEDIA,
-    Asked,
     Body,
     Items,
     Json,
     List,
-    Refused,
+    StrictModel,
     Text,
+    UnsupportedField,
 )
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
-class TextPart(Asked):
+class TextPart(StrictModel):
     """A part of a message's content; text is the only kind there is."""
 
     harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations"})
-    refused: ClassVar[Mapping[str, Refused]] = NO_MEDIA
+    refused: ClassVar[Mapping[str, UnsupportedField]] = NO_MEDIA
 
     type: Literal["text"]
     text: Text
@@ -47,13 +47,13 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class ChatMessage(Asked):
+class ChatMessage(StrictModel):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
     harmless = frozenset({"refusal", "annotations", "provider_specific_fields"})  # LiteLLM's
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "function_call": Refused("send tool_calls"),
-        "audio": Refused("send text"),
+    refused: ClassVar[Mapping[str, UnsupportedField]] = {
+        "function_call": UnsupportedField("send tool_calls"),
+        "audio": UnsupportedField("send text"),
     }
 
     role: Annotated[Text, Field(min_length=1)]
@@ -91,7 +91,7 @@ class ChatMessage(Asked):
         return self
 
 
-class Function(Asked):
+class Function(StrictModel):
     """A function that the model may call; `parameters` is a JSON schema of an object."""
 
     name: Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
@@ -100,12 +100,12 @@ class Function(Asked):
     strict: bool | None = None
 
 
-class FunctionTool(Asked):
+class FunctionTool(StrictModel):
     """A tool; functions are the only kind there is."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        **dict.fromkeys(Function.model_fields, Refused("it belongs into `function`")),
-        "input_schema": Refused("send it as function.parameters"),
+    refused: ClassVar[Mapping[str, UnsupportedField]] = {
+        **dict.fromkeys(Function.model_fields, UnsupportedField("it belongs into `function`")),
+        "input_schema": UnsupportedField("send it as function.parameters"),
     }
 
     type: Literal["function"]

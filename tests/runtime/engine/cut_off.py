@@ -28,13 +28,13 @@ from radixcache import (
     PrefixCache,
     RadixCache,
     SamplingParams,
-    Structured,
+    StructuredOutputsParams,
 )
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.sampling.grammar import Guides
+from radixcache.runtime.sampling.grammar import GrammarBackend
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import VOCAB, HashModel, HashPool, greedy
 
@@ -46,9 +46,9 @@ CACHES: tuple[type[RadixCache] | type[HashBlockCache] | type[NoCache], ...] = (
 ERRORS = (MemoryError, KeyboardInterrupt)
 TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
 STRUCTURES = (
-    Structured.regex("[a-e]{2,5}(forced stretch|fan)[xyz]*"),
-    Structured.regex("(so it is|soon)+", after="e"),
-    Structured.choice(["a choice of words", "a chance", "b"]),
+    StructuredOutputsParams.regex("[a-e]{2,5}(forced stretch|fan)[xyz]*"),
+    StructuredOutputsParams.regex("(so it is|soon)+", after="e"),
+    StructuredOutputsParams.choice(["a choice of words", "a chance", "b"]),
 )
 
 
@@ -68,7 +68,7 @@ class Letters:
         return "".join(TEXTS[i] for i in ids)
 
 
-GUIDES = Guides(Letters(), VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
+GUIDES = GrammarBackend(Letters(), VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
 for one_of in STRUCTURES:  # outside of what is cut off
     GUIDES.compile(one_of)
 
@@ -124,7 +124,7 @@ class Run:
         model: Any = self.model
         pool: Any = self.pool
         decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
-        self.engine = Engine(model, pool, cache, scheduler, decode, guides=GUIDES)
+        self.engine = Engine(model, pool, cache, scheduler, decode, grammar_backend=GUIDES)
         explainer = Explainer(cache, 400)
         scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])
         stem = [rng.randrange(VOCAB - 1) for _ in range(30)]
@@ -198,7 +198,12 @@ def answers(run: Run, requests: list[Request]) -> list[Any]:
         assert request.error is None, request.error
         output = request.output()
         tokens = [o.token_ids for o in output.outputs]
-        if not leaves and params.temperature == 0 and not params.stop and not params.structured:
+        if (
+            not leaves
+            and params.temperature == 0
+            and not params.stop
+            and not params.structured_outputs
+        ):
             assert tokens == [greedy(prompt, params.max_tokens or 0)], "a wrong token"
         text = [(o.text, o.finish_reason, o.logprobs and len(o.logprobs)) for o in output.outputs]
         scored = output.prompt_logprobs

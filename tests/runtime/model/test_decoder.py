@@ -25,7 +25,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import base as operations
 from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct, join
 from radixcache.runtime.model.operations.native import NativeOperations
-from radixcache.runtime.model.transformers_model import StockModel
+from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.models import EOS, NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
@@ -144,7 +144,7 @@ def test_transformers_layers_run_what_the_loop_does_not_know(
 ) -> None:
     caplog.set_level("INFO", "radixcache")
     folder = tiny_model(family, tmp_path, tokenizer=False, **options)
-    assert isinstance(load_model(folder, device="cpu"), StockModel)
+    assert isinstance(load_model(folder, device="cpu"), TransformersModel)
     assert reason in caplog.text
 
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_with_more_weights_is_not_for_the_loop(qwen, tmp_path, capl
     weights = load_file(qwen / "model.safetensors")
     weights["model.layers.0.self_attn.sinks"] = torch.zeros(4)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert isinstance(load_model(tmp_path, device="cpu"), StockModel)
+    assert isinstance(load_model(tmp_path, device="cpu"), TransformersModel)
     assert "other weights" in caplog.text
 
 
@@ -256,7 +256,7 @@ def refuses_wrong_scale(
         return scaled(right(*args, **options), scale)
 
     monkeypatch.setattr(owner, operation, wrong)
-    assert isinstance(load(), StockModel) and "come out wrong" in caplog.text and calls
+    assert isinstance(load(), TransformersModel) and "come out wrong" in caplog.text and calls
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def refuses_fault(folder: Path, fault: Any, scale: float, dtype: str, patch: Any
 
     log.set_level("INFO", "radixcache")
     patch.setattr(NativeOperations, "loaded", wrong)
-    assert isinstance(load_model(folder, device="cpu", dtype=dtype), StockModel)
+    assert isinstance(load_model(folder, device="cpu", dtype=dtype), TransformersModel)
     assert "come out wrong" in log.text
 
 
@@ -344,7 +344,7 @@ def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
     assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), Decoder)
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_ROUNDINGS", 0)
-        assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), StockModel)
+        assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), TransformersModel)
     refuses_fault(deep, scale_norm, 2, "bfloat16", monkeypatch, caplog)
 
 

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.model.cuda_graphs import DecodeGraphs
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.transformers_model import StockModel
+from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.kernels.stand_in import Gpu, pretend_gpu
 from tests.models import tiny_model
 from tests.runtime.model.test_paged_model import (
@@ -87,7 +87,7 @@ def test_a_layer_is_few_kernels(folders, gpu, family, most, graph) -> None:
     for count in (2, 3):
         model = load(folders[family, count])
         pool = model.allocate(16, 4)
-        graphs = DecodeGraphs(model, pool, 2)
+        graphs = CudaGraphRunner(model, pool, 2)
         gpu.device.ops.clear()
         if graph:
             assert graphs.run(np.array([5, 6], np.int32), batch(9, 4)) is not None
@@ -128,7 +128,7 @@ def test_a_wrong_scale_in_any_kernel_is_refused_at_load(
 
     monkeypatch.setattr(gpu.flashinfer, kernel, wrong)
     caplog.set_level("INFO", "radixcache")
-    assert isinstance(load(folders["qwen3", 2]), StockModel)
+    assert isinstance(load(folders["qwen3", 2]), TransformersModel)
     assert "come out wrong" in caplog.text
 
 

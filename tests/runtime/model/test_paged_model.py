@@ -21,7 +21,7 @@ from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.transformers_model import StockModel
+from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.cover import covering_of
 from tests.models import (
     BYTES_PER_TOKEN,
@@ -48,10 +48,10 @@ def llama(tmp_path_factory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def stock_model(folder: Path) -> StockModel:
+def stock_model(folder: Path) -> TransformersModel:
     """With transformers' own layers."""
     model = load.load_stock(folder, torch.float32, torch.device("cpu"))
-    assert isinstance(model, StockModel)
+    assert isinstance(model, TransformersModel)
     return model
 
 
@@ -128,7 +128,7 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
     cpu = torch.device("cpu")
     if layers == "stock":
         model = load.load_stock(folder, dtype, cpu)
-        assert isinstance(model, StockModel)
+        assert isinstance(model, TransformersModel)
         return model
     attention = TorchBackend(cpu) if layers == "torch" else None
     model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
@@ -205,7 +205,7 @@ def test_an_unlisted_family_passes_through_conformance(
 ) -> None:
     checked, check = [], load.check_logits
 
-    def check_and_note(model: StockModel, again: Callable[[], object] | None) -> None:
+    def check_and_note(model: TransformersModel, again: Callable[[], object] | None) -> None:
         check(model, again)
         checked.append(model)
 
@@ -221,14 +221,14 @@ def test_an_unlisted_family_passes_through_conformance(
 def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch) -> None:
     checked, check = [], load.check_logits
 
-    def note(model: StockModel, again: Callable[[], object] | None) -> None:
+    def note(model: TransformersModel, again: Callable[[], object] | None) -> None:
         checked.append(model.dtype)
         check(model, again)
 
     monkeypatch.setattr(load, "check_logits", note)
     folder = tiny_model("nemotron", tmp_path, tokenizer=False, num_hidden_layers=16)
     model = load_model(folder, device="cpu", dtype="bfloat16")
-    assert isinstance(model, StockModel)
+    assert isinstance(model, TransformersModel)
     with pytest.raises(ModelError, match="float32 tells if it is rounding"):
         check(model)
     assert checked == [torch.bfloat16, torch.float32] and model.dtype == torch.bfloat16

@@ -34,7 +34,7 @@ from radixcache.runtime.model.parallel import load as parallel
 from radixcache.runtime.model.parallel import row_parallel_linear as local_linear
 from radixcache.runtime.model.parallel import workers as ranks
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
-from radixcache.runtime.model.transformers_model import StockModel
+from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
 
@@ -236,7 +236,7 @@ def test_big_layers_of_a_rank_are_packed(tmp_path: Path, monkeypatch: pytest.Mon
     path = tiny_model("llama", tmp_path, **sizes)
     with LLM(path, **SETTINGS) as alone, LLM(path, tensor_parallel=2, **SETTINGS) as llm:
         model = llm.engine.model
-        assert isinstance(model, StockModel)
+        assert isinstance(model, TransformersModel)
         assert any(isinstance(layer, NativeLinear) for layer in model._model.modules())
         check_equal(llm, alone, 20, seed=1, monkeypatch=monkeypatch)
 

@@ -18,7 +18,7 @@ from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.router.replica import Description, Replica
 from radixcache.runtime.server.app import create_app as create_replica
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 
 
 @dataclass
@@ -52,7 +52,7 @@ class World:
         before: awaited before a call; may kill replicas.
     """
 
-    options: Options
+    options: ServerArgs
     ingress: Ingress = field(init=False)
     app: Any = field(init=False)
     replicas: dict[str, Replica] = field(default_factory=dict)
@@ -180,7 +180,7 @@ def _empty(llm: LLM) -> None:
 @asynccontextmanager
 async def world(llms: Mapping[str, LLM], **options: Any) -> AsyncIterator[World]:
     """An ingress in front of these models, each with an empty cache."""
-    made = World(Options(**options))
+    made = World(ServerArgs(**options))
     tokenizer = next(iter(llms.values())).tokenizer
     made.ingress = Ingress(made, made.options, Prompts(tokenizer))
     made.app = create_app(made.ingress)

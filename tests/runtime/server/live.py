@@ -17,7 +17,7 @@ from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.http.serve import configure
 from radixcache.runtime.server.serving import Backend
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from tests.runtime.server import http
 
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class LiveServer:
 
 @contextmanager
 def live(llm: LLM, **options: Any) -> Iterator[LiveServer]:
-    """A server of `llm` with these `Options`."""
-    app = create_app(llm, Options(**options))
+    """A server of `llm` with these `ServerArgs`."""
+    app = create_app(llm, ServerArgs(**options))
     uvicorn_server = uvicorn.Server(configure(app, "critical"))
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]

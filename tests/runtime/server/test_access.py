@@ -16,7 +16,7 @@ from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.http import access, serve
 from radixcache.runtime.server.http.access import Access
 from radixcache.runtime.server.http.listener import listen
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -55,7 +55,7 @@ def llm() -> LLM:
 
 
 def comes_in(
-    options: Options, path: str = "/v1/models", client: str = "127.0.0.1", **headers: str
+    options: ServerArgs, path: str = "/v1/models", client: str = "127.0.0.1", **headers: str
 ) -> int | str:
     """The status with which a request is refused, or what it comes in as."""
     sent: dict[str, Any] = {"host": "127.0.0.1:8000", **headers}
@@ -97,9 +97,9 @@ def comes_in(
 )
 def test_what_a_key_opens(key: str | None, with_api_key: Any, with_admin_key: Any, with_both: Any):
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    assert comes_in(Options(api_key="user"), **headers) == with_api_key
-    assert comes_in(Options(admin_key="boss"), **headers) == with_admin_key
-    assert comes_in(Options(api_key="user", admin_key="boss"), **headers) == with_both
+    assert comes_in(ServerArgs(api_key="user"), **headers) == with_api_key
+    assert comes_in(ServerArgs(admin_key="boss"), **headers) == with_admin_key
+    assert comes_in(ServerArgs(api_key="user", admin_key="boss"), **headers) == with_both
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,17 @@ def test_what_a_key_opens(key: str | None, with_api_key: Any, with_admin_key: An
 def test_a_server_without_keys_is_administrated_from_its_own_machine(
     client: str, headers: dict[str, str], comes_as: str
 ):
-    options = Options(allowed_hosts=["llm.example.org"])
+    options = ServerArgs(allowed_hosts=["llm.example.org"])
     assert comes_in(options, client=client, **headers) == comes_as
-    for with_a_key in (Options(api_key="user"), Options(admin_key="boss")):
+    for with_a_key in (ServerArgs(api_key="user"), ServerArgs(admin_key="boss")):
         assert comes_in(with_a_key, client=client, authorization="Bearer user") == "client"
 
 
 def test_keys_that_would_protect_nothing_are_refused():
     with pytest.raises(InvalidRequest, match="the admin key is empty"):
-        Options(admin_key=" ")
+        ServerArgs(admin_key=" ")
     with pytest.raises(InvalidRequest, match="the admin key must not be the API key"):
-        Options(api_key="same", admin_key="same")
+        ServerArgs(api_key="same", admin_key="same")
 
 
 def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
@@ -192,11 +192,11 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
     ],
 )
 def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bool):
-    options = Options(allowed_hosts=["", "127.0.0.1", "LLM.example.org"], admin_key="boss")
+    options = ServerArgs(allowed_hosts=["", "127.0.0.1", "LLM.example.org"], admin_key="boss")
     assert comes_in(options, host=host) == ("client" if is_known else 403)
     assert comes_in(options, host=host, authorization="Bearer none") in ("client", 403)
     assert comes_in(options, host=host, authorization="Bearer boss") == "administrator"
-    with_key = Options(api_key="user")
+    with_key = ServerArgs(api_key="user")
     assert comes_in(with_key, host=host) == 401
     assert comes_in(with_key, host=host, authorization="Bearer user") == "client"
     for path in ("/health", "/"):
@@ -220,11 +220,13 @@ def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bo
     ],
 )
 def test_other_web_pages_may_do_nothing(origin: str, is_own: bool):
-    options = Options(allowed_hosts=["", "127.0.0.1", "llm.example.org"], admin_key="boss")
+    options = ServerArgs(allowed_hosts=["", "127.0.0.1", "llm.example.org"], admin_key="boss")
     for key in ("none", "boss"):
         seen = comes_in(options, origin=origin, authorization=f"Bearer {key}")
         assert (seen == 403) != is_own
-    nowhere = comes_in(Options(api_key="user"), host="", origin=origin, authorization="Bearer user")
+    nowhere = comes_in(
+        ServerArgs(api_key="user"), host="", origin=origin, authorization="Bearer user"
+    )
     assert nowhere == 403
 
 
@@ -249,9 +251,9 @@ def test_host_and_allowed_hosts_are_names_of_the_server(
 ):
     from radixcache.runtime import cli
 
-    seen: list[Options] = []
+    seen: list[ServerArgs] = []
 
-    def created(_: Any, options: Options) -> Any:
+    def created(_: Any, options: ServerArgs) -> Any:
         seen.append(options)
         raise InvalidRequest("enough")
 
@@ -284,7 +286,7 @@ def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
         assert not self.config.proxy_headers  # else a header could say that it is this machine
 
     monkeypatch.setattr(serve.Server, "run", run)
-    app = create_app(llm, Options(api_key=api_key, admin_key="boss"))
+    app = create_app(llm, ServerArgs(api_key=api_key, admin_key="boss"))
     with listen(host, 0) as listener:
         serve.serve(app, listener, 0)
     lines = capsys.readouterr().err.splitlines()

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from radixcache import LLM, Structured
+from radixcache import LLM, StructuredOutputsParams
 from radixcache.errors import Busy
 from radixcache.runtime.server.http import bodies
 from radixcache.runtime.server.http.errors import ApiError
@@ -148,14 +148,14 @@ def test_two_ways_to_tell_a_bodys_end_close_the_connection(server: LiveServer) -
 def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guides, go_on = server.backend.llm.guides, threading.Event()
-    compile_one = guides.compile
+    grammar_backend, go_on = server.backend.llm.grammar_backend, threading.Event()
+    compile_one = grammar_backend.compile
 
-    def slowly(structured: Structured) -> Any:
+    def slowly(structured: StructuredOutputsParams) -> Any:
         assert go_on.wait(30)
         return compile_one(structured)
 
-    monkeypatch.setattr(guides, "compile", slowly)
+    monkeypatch.setattr(grammar_backend, "compile", slowly)
     waiting = [
         threading.Thread(
             target=server.post,
@@ -183,11 +183,11 @@ def test_too_many_new_structures_are_told_to_come_again(monkeypatch: pytest.Monk
         answer = server.post("/v1/completions", body)
         assert "try again" in refusal(answer, 503) and answer.headers["Retry-After"] == "1"
 
-        def busy(_: Structured) -> Any:
+        def busy(_: StructuredOutputsParams) -> Any:
             raise Busy("other structures take long to compile: try again")
 
         monkeypatch.setattr(backend, "MAX_COMPILING", 8)
-        monkeypatch.setattr(llm.guides, "compile", busy)
+        monkeypatch.setattr(llm.grammar_backend, "compile", busy)
         answer = server.post("/v1/completions", body)
         assert "try again" in refusal(answer, 503) and answer.headers["Retry-After"] == "1"
 
@@ -195,14 +195,14 @@ def test_too_many_new_structures_are_told_to_come_again(monkeypatch: pytest.Monk
 def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from radixcache.runtime.sampling import grammar as guides
+    from radixcache.runtime.sampling import grammar as grammar_backend
 
     def broken(*_: Any) -> None:
-        raise guides.GuideBroken("the structure cannot be followed: too many items")
+        raise grammar_backend.GrammarError("the structure cannot be followed: too many items")
 
     body = {"prompt": "a", "structured_outputs": {"regex": "[ab]{9}"}}
     assert server.post("/v1/completions", body).status_code == 200
-    monkeypatch.setattr(guides.Guide, "is_complete", broken)
+    monkeypatch.setattr(grammar_backend.Grammar, "is_complete", broken)
     assert "cannot be followed" in refusal(server.post("/v1/completions", body))
 
 

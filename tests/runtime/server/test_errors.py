@@ -16,7 +16,7 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 
@@ -323,7 +323,7 @@ def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
 def test_a_timeout_of_no_time_is_refused():
     for seconds in (0, -1, float("nan")):
         with pytest.raises(InvalidRequest, match="request_timeout must be above 0 seconds"):
-            Options(request_timeout=seconds)
+            ServerArgs(request_timeout=seconds)
 
 
 @pytest.mark.parametrize(

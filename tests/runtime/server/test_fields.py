@@ -14,7 +14,7 @@ from openai.resources.completions import Completions as CompletionResource
 from openai.types.chat import ChatCompletionStreamOptionsParam
 
 from radixcache import SamplingParams
-from radixcache.runtime.server.protocol.fields import Asked
+from radixcache.runtime.server.protocol.fields import StrictModel
 from radixcache.runtime.server.protocol.openai import ChatRequest, CompletionRequest, StreamOptions
 from radixcache.runtime.server.protocol.unsupported import HARMLESS
 from tests.runtime.server.live import LiveServer, ask
@@ -22,7 +22,7 @@ from tests.runtime.server.test_errors import assert_error
 from tests.runtime.server.test_openai_client import ANSWER, PROMPT, QUESTION
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-REQUESTS: dict[str, type[Asked]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
+REQUESTS: dict[str, type[StrictModel]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 RESOURCES: dict[str, Any] = {CHAT: ChatResource, COMPLETIONS: CompletionResource}
 OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 
@@ -101,7 +101,7 @@ def _token(server: LiveServer, text: str) -> int:
 
 
 def _changes_as_embedded(server: LiveServer, path: str, **more: Any) -> None:
-    """Another answer than without, and that of the embedded runtime; `test_edits` says which."""
+    """Another answer than without, and that of the embedded runtime."""
     llm = server.backend.llm
     params = SamplingParams(temperature=0, max_tokens=60, min_tokens=60, **more)
     (wanted,) = llm.chat(ask(QUESTION), params) if path == CHAT else llm.generate(PROMPT, params)

@@ -22,7 +22,7 @@ from radixcache import LLM
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live
@@ -163,7 +163,7 @@ def test_with_an_api_key_only_health_is_open(llm: LLM):
 def test_an_empty_api_key_is_refused():
     """It would let in whoever sends "Bearer", or nobody."""
     with pytest.raises(InvalidRequest, match="the API key is empty"):
-        Options(api_key="")
+        ServerArgs(api_key="")
 
 
 # Failures.

@@ -24,7 +24,7 @@ from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.http.listener import address_of, listen
 from radixcache.runtime.server.http.loading import Loading
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain
 from tests.runtime.server.browser import INSTALLED, browser
@@ -44,7 +44,7 @@ def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
     """A server whose model loads, and its address."""
     with (
         listen("127.0.0.1", 0) as listener,
-        Loading(Options(**options), listener, 1) as server,
+        Loading(ServerArgs(**options), listener, 1) as server,
     ):
         yield server, address_of(listener)
 
@@ -52,7 +52,7 @@ def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
 @contextmanager
 def served(server: Loading, llm: LLM, **options: Any) -> Iterator[None]:
     """Its model has come; the command's main thread is this one of ours."""
-    app = create_app(llm, Options(**options))
+    app = create_app(llm, ServerArgs(**options))
     serving = threading.Thread(target=server.serve, args=(app,))
     serving.start()
     try:

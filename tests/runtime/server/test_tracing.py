@@ -17,7 +17,7 @@ from radixcache import LLM
 from radixcache.errors import MissingDependency
 from radixcache.runtime.cli import main
 from radixcache.runtime.server import settings
-from radixcache.runtime.server.settings import Options
+from radixcache.runtime.server.settings import ServerArgs
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import ENDLESS, streaming
@@ -248,9 +248,9 @@ def test_what_is_missing_or_wrong_is_one_sentence(
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(settings, "version", none)
-    Options()
+    ServerArgs()
     with pytest.raises(
         MissingDependency, match="traces need opentelemetry-sdk: in a checkout, pip"
     ):
-        Options(otlp_endpoint="http://127.0.0.1:4318")
+        ServerArgs(otlp_endpoint="http://127.0.0.1:4318")
     assert main(["serve", "--otlp-endpoint", "http://127.0.0.1:4318"]) == 2

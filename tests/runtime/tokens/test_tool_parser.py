@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from radixcache.runtime.tokens.tool_calls import Said
-from radixcache.runtime.tokens.tool_formats import CallFormat, find_format
-from radixcache.runtime.tokens.tool_parser import AnswerParser
+from radixcache.runtime.tokens.tool_calls import ParsedMessage
+from radixcache.runtime.tokens.tool_formats import ToolFormat, find_format
+from radixcache.runtime.tokens.tool_parser import MessageParser
 
 HERMES = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 CODER = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
@@ -42,15 +42,17 @@ def written(template: str, name: str, arguments: Mapping[str, object]) -> str:
             return f'{{"name": "{name}", "parameters": {told}}}'
 
 
-def fmt(template: str) -> CallFormat:
+def fmt(template: str) -> ToolFormat:
     found = find_format(template)
     assert found is not None
     return found
 
 
-def parse(text: str, template: str, rng: random.Random | None = None, **more: bool) -> AnswerParser:
+def parse(
+    text: str, template: str, rng: random.Random | None = None, **more: bool
+) -> MessageParser:
     """All at once, or in pieces of up to five characters."""
-    parser = AnswerParser(fmt(template), schemas=SCHEMAS, **more)
+    parser = MessageParser(fmt(template), schemas=SCHEMAS, **more)
     while rng and text:
         size = rng.randint(1, 5)
         parser.feed(text[:size])
@@ -59,7 +61,7 @@ def parse(text: str, template: str, rng: random.Random | None = None, **more: bo
     return parser
 
 
-def meaning(said: Said) -> tuple[object, ...]:
+def meaning(said: ParsedMessage) -> tuple[object, ...]:
     return said.content, said.reasoning, [(call.name, call.values) for call in said.calls]
 
 
@@ -156,14 +158,14 @@ def test_what_is_nested_too_deeply_is_no_json(template: str):
 @pytest.mark.parametrize("begun", ['<tool_call>{"name": "' + "a" * 300, "<tool_call>" + " " * 300])
 def test_nobody_waits_for_ever_for_a_name(begun: str):
     """What is held back is read again with each token."""
-    parser = AnswerParser(fmt(HERMES))
+    parser = MessageParser(fmt(HERMES))
     parser.feed(begun)
     assert parser.feed("b")[-1].text.endswith("b")
     assert parser.said().content == begun + "b"
 
 
 def test_arguments_stream_as_they_come():
-    parser = AnswerParser(fmt(HERMES))
+    parser = MessageParser(fmt(HERMES))
     parser.feed('<tool_call>\n{"name": "f", "argu')
     head = parser.feed('ments": {"a": "lo')
     assert [(p.kind, p.text) for p in head] == [("call", "f"), ("arguments", '{"a": "lo')]
@@ -173,7 +175,7 @@ def test_arguments_stream_as_they_come():
 
 
 def test_text_streams_as_it_comes_but_for_what_may_be_a_mark():
-    parser = AnswerParser(fmt(HERMES))
+    parser = MessageParser(fmt(HERMES))
     assert [p.text for p in parser.feed("One ")] == ["One"]
     assert [p.text for p in parser.feed("two <tool")] == [" two"]
     assert [p.text for p in parser.feed("s> three")] == [" <tools> three"]
@@ -181,16 +183,16 @@ def test_text_streams_as_it_comes_but_for_what_may_be_a_mark():
 
 
 def test_without_tools_and_thoughts_text_passes_untouched():
-    parser = AnswerParser(None)
+    parser = MessageParser(None)
     for text in (" \n", "<tool_call>", "<think>", " "):
         assert [p.text for p in parser.feed(text)] == [text]
 
 
 def test_thoughts_without_an_end_are_thoughts():
-    parser = AnswerParser(None, thinking=True)
+    parser = MessageParser(None, thinking=True)
     parser.feed("\nI wonder ")
     parser.feed("why", ended=True)
-    assert parser.said() == Said("", "I wonder why")
+    assert parser.said() == ParsedMessage("", "I wonder why")
 
 
 def test_templates_of_unknown_formats_are_not_mistaken():

@@ -20,7 +20,7 @@ from radixcache.runtime.engine import engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model import cuda_graphs as decode_graphs
 from radixcache.runtime.model import kv_pool
-from radixcache.runtime.model.cuda_graphs import DecodeGraphs, batch_sizes, pad
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, batch_sizes, pad
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines
@@ -154,7 +154,7 @@ def test_completions_of_one_prompt_share_it(folders, monkeypatch) -> None:
 def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> None:
     model = load(folders["llama"])
     pool = model.allocate(64, 4)
-    graphs = DecodeGraphs(model, pool, 4)
+    graphs = CudaGraphRunner(model, pool, 4)
     one = PagedBatch(
         np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
         np.array([2], np.int32), 4,
@@ -168,7 +168,7 @@ def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> N
     )  # fmt: skip
     assert graphs.run(np.arange(5, dtype=np.int32), five) is None  # too many rows
     monkeypatch.setattr(decode_graphs, "MAX_INDICES", 3)
-    narrow = DecodeGraphs(load(folders["llama"]), pool, 4)
+    narrow = CudaGraphRunner(load(folders["llama"]), pool, 4)
     three = PagedBatch(
         np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(3, dtype=np.int32),
         np.ones(3, np.int32), 4,
@@ -187,14 +187,14 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
         raise RuntimeError("out of memory\nmore lines")
 
     main = torch.cuda.current_stream()
-    computes, plans = DecodeGraphs._compute, gpu.backend.FlashInferBackend.plan_fixed
+    computes, plans = CudaGraphRunner._compute, gpu.backend.FlashInferBackend.plan_fixed
     planned: list[int] = []
 
     def plan(self, *args):
         planned.append(1)
         return plans(self, *args)
 
-    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    monkeypatch.setattr(CudaGraphRunner, "_compute", fail)
     monkeypatch.setattr(gpu.backend.FlashInferBackend, "plan_fixed", plan)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -267,14 +267,14 @@ def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
 
 
 def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch, caplog) -> None:
-    computes = DecodeGraphs._compute
+    computes = CudaGraphRunner._compute
 
     def fail(self, *inputs):
         if gpu.device.capturing is not None and len(inputs[0]) > 2:
             raise RuntimeError("out of memory")
         return computes(self, *inputs)
 
-    monkeypatch.setattr(DecodeGraphs, "_compute", fail)
+    monkeypatch.setattr(CudaGraphRunner, "_compute", fail)
     made = engines.make_engine(folders["llama"], max_num_seqs=8)
     made.capture_graphs()
     assert graphs_of(made) == {(2, False), (1, False)}
@@ -288,7 +288,7 @@ def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch
 
 def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
     model = load_model(folders["llama"], device="cuda", dtype="bfloat16")
-    graphs = DecodeGraphs(model, model.allocate(8, 4), 1)
+    graphs = CudaGraphRunner(model, model.allocate(8, 4), 1)
     batch = PagedBatch(
         np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
         np.array([2], np.int32), 4,
@@ -302,7 +302,7 @@ def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
 
 
 def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:
-    main, computes = torch.cuda.current_stream(), DecodeGraphs._compute
+    main, computes = torch.cuda.current_stream(), CudaGraphRunner._compute
     interrupts = [KeyboardInterrupt()]
 
     def interrupted(self, *inputs):
@@ -310,7 +310,7 @@ def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, mon
             raise interrupts.pop()
         return computes(self, *inputs)
 
-    monkeypatch.setattr(DecodeGraphs, "_compute", interrupted)
+    monkeypatch.setattr(CudaGraphRunner, "_compute", interrupted)
     made = engines.make_engine(folders["llama"])
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     request = made.add_request([1, 2, 3, 4], params)
@@ -338,7 +338,7 @@ def test_two_engines_may_take_turns_on_one_model(folders) -> None:
                 e.step()
     assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
     with pytest.raises(ValueError, match="room was made for fewer"):
-        DecodeGraphs(model, model.allocate(1000, 1), 64)
+        CudaGraphRunner(model, model.allocate(1000, 1), 64)
 
 
 def test_inference_mode_around_some_calls_does_not_matter(folders, monkeypatch) -> None:

@@ -17,7 +17,11 @@ import torch
 
 from radixcache import LLM, HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.logits_cache import KEPT_BYTES, KeptLogits, prompt_key
+from radixcache.runtime.engine.logits_cache import (
+    PROMPT_LOGITS_BYTES,
+    PromptLogitsCache,
+    prompt_key,
+)
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.cover import seeds
@@ -61,7 +65,7 @@ class Counting(Engine):
         model.forward = counted
 
     @property
-    def kept(self) -> KeptLogits:
+    def kept(self) -> PromptLogitsCache:
         assert self.scheduler.kept is not None
         return self.scheduler.kept
 
@@ -408,8 +412,8 @@ def test_an_llm_says_that_nothing_is_computed(path: Path) -> None:
 
 
 def test_the_budget_holds_as_many_rows_as_it_says() -> None:
-    assert KeptLogits(128_000).num_rows == KEPT_BYTES // (4 * 128_000) == 131
-    kept, row = KeptLogits(4, num_bytes=32), torch.arange(4.0)
+    assert PromptLogitsCache(128_000).num_rows == PROMPT_LOGITS_BYTES // (4 * 128_000) == 131
+    kept, row = PromptLogitsCache(4, num_bytes=32), torch.arange(4.0)
     for name in (b"a", b"b", b"a", b"c"):
         kept.keep((None, name), row)
         row += 1  # a row is a copy

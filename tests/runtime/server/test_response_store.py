@@ -9,18 +9,18 @@ import numpy as np
 
 from radixcache import SamplingParams
 from radixcache.runtime.server.api.chat_turn import Turn
-from radixcache.runtime.server.api.response_store import Past, Pasts, compare
+from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse, compare
 from radixcache.runtime.tokens.tool_calls import Tool
 
 
-def make(*texts: str, salt: str | None = None, prompt: str = "", **more: object) -> Past:
+def make(*texts: str, salt: str | None = None, prompt: str = "", **more: object) -> StoredResponse:
     messages = [{"role": "user", "content": text} for text in texts]
     turn = Turn(messages, SamplingParams(), cache_salt=salt, **more)  # type: ignore[arg-type]
-    return Past(turn, np.frombuffer(prompt.encode(), np.uint8).astype(np.int32))
+    return StoredResponse(turn, np.frombuffer(prompt.encode(), np.uint8).astype(np.int32))
 
 
 def test_who_has_most_loses_the_oldest():
-    pasts = Pasts(max_bytes=50_000)
+    pasts = ResponseStore(max_bytes=50_000)
     pasts.keep("small", make("x" * 500, salt="a"))
     for i in range(20):
         pasts.keep(f"{i}", make("y" * 1000, salt="b"))
@@ -38,13 +38,13 @@ def test_who_has_most_loses_the_oldest():
 
 
 def test_short_turns_are_counted_with_all_that_they_take():
-    pasts = Pasts()
+    pasts = ResponseStore()
     tracemalloc.start()
     try:
         for i in range(300):
             params = SamplingParams(max_tokens=1000 + i)
             turn = Turn([{"role": "user", "content": f"{i}"}], params, cache_salt=f"{i}" * 100)
-            pasts.keep(uuid.uuid4().hex, Past(turn, np.arange(8, dtype=np.int32)))
+            pasts.keep(uuid.uuid4().hex, StoredResponse(turn, np.arange(8, dtype=np.int32)))
         assert tracemalloc.get_traced_memory()[0] < pasts.num_bytes
     finally:
         tracemalloc.stop()

@@ -16,9 +16,9 @@ from radixcache import InvalidRequest, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.engine import NOT_A_NUMBER, Engine
-from radixcache.runtime.engine.logits_processors import Editor
+from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.sampling.penalties import NOTHING_LEFT, Edits
+from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from tests import engines
 from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
@@ -98,7 +98,7 @@ def make_sequence(
     prompt: list[int], params: SamplingParams, vocab: int, ends: set[int]
 ) -> Sequence:
     request = Request(0, None, as_tokens(prompt), params)
-    edits = Edits(params, vocab, ends, encode)
+    edits = PenaltyState(params, vocab, ends, encode)
     request.edits = edits if edits.any else None
     request.add_sequences(24, None, lambda index: torch.Generator())
     sequence = request.sequences[0]
@@ -120,7 +120,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
     sequences = [
         make_sequence(prompt, one, vocab, ends) for prompt, one in zip(prompts, params, strict=True)
     ]
-    editor, before = Editor(), list[Sequence]()
+    editor, before = LogitsProcessors(), list[Sequence]()
     with pretend_gpu() as gpu:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
@@ -156,7 +156,7 @@ def test_without_edits_the_logits_are_passed_on_as_they_are() -> None:
     sequence = make_sequence([1, 2], SamplingParams(stop_token_ids=[3], logit_bias={}), 9, {1})
     logits = torch.randn(1, 9)
     assert sequence.request.edits is None
-    assert Editor().edit([sequence], logits, None) is logits
+    assert LogitsProcessors().edit([sequence], logits, None) is logits
 
 
 def test_transformers_processors_agree() -> None:
@@ -182,7 +182,7 @@ def test_transformers_processors_agree() -> None:
         for token in said:
             sequence.append(token)
         sequence.num_computed = len(sequence)
-        edited = Editor().edit([sequence], logits, None)
+        edited = LogitsProcessors().edit([sequence], logits, None)
         wanted = processor(torch.tensor([seen]), logits.clone())
         assert (wanted != logits).any()
         torch.testing.assert_close(edited, wanted)

@@ -17,7 +17,14 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from pydantic import BaseModel
 
-from radixcache import Busy, InvalidRequest, PagePool, RadixCache, SamplingParams, Structured
+from radixcache import (
+    Busy,
+    InvalidRequest,
+    PagePool,
+    RadixCache,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
@@ -27,7 +34,7 @@ from radixcache.runtime.model.system_memory import resident_bytes
 from radixcache.runtime.sampling import grammar as guides_module
 from radixcache.runtime.sampling import grammar_compiler
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
-from radixcache.runtime.sampling.grammar import Guides
+from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import HashModel, HashPool, logits_after
@@ -46,11 +53,11 @@ PERSON: dict[str, Any] = {
 }
 ADDRESS = 'root ::= street " " [0-9]+ "!"\nstreet ::= ("High" | "Low") " Street"'
 STRUCTURES = {
-    "json": Structured.json(PERSON),
-    "regex": Structured.regex("(ab|b+)c{2,3}[0-9]{3} (the end|an end)"),
-    "choice": Structured.choice(["yes, of course", "no", 'ein "é" 😀\n']),
-    "grammar": Structured.grammar(ADDRESS),
-    "json_object": Structured.json_object(),
+    "json": StructuredOutputsParams.json(PERSON),
+    "regex": StructuredOutputsParams.regex("(ab|b+)c{2,3}[0-9]{3} (the end|an end)"),
+    "choice": StructuredOutputsParams.choice(["yes, of course", "no", 'ein "é" 😀\n']),
+    "grammar": StructuredOutputsParams.grammar(ADDRESS),
+    "json_object": StructuredOutputsParams.json_object(),
 }
 
 
@@ -62,8 +69,8 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def guides() -> Guides:
-    return Guides(tokenizer(), VOCAB, [EOS])
+def grammar_backend() -> GrammarBackend:
+    return GrammarBackend(tokenizer(), VOCAB, [EOS])
 
 
 def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200) -> Engine:
@@ -77,7 +84,7 @@ def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200
     text = tokenizer()
     engine = Engine(
         model, pool, index, scheduler, text.decode,  # type: ignore[arg-type]
-        encode=lambda word: text.encode(word, special=False), guides=guides(),
+        encode=lambda word: text.encode(word, special=False), grammar_backend=grammar_backend(),
     )  # fmt: skip
     engine._forces_tokens = forces
     return engine
@@ -100,7 +107,7 @@ def vocabulary() -> LLTokenizer:
     return LLTokenizer(str(BUNDLED_MODEL / "tokenizer.json"), VOCAB, [EOS])
 
 
-def plain(prompt: list[int], structured: Structured, max_tokens: int) -> list[int]:
+def plain(prompt: list[int], structured: StructuredOutputsParams, max_tokens: int) -> list[int]:
     """The likeliest token of those that the matcher takes, tried one by one; then the next."""
     if structured.kind in ("json", "json_object"):
         schema = structured.value or '{"type": "object"}'
@@ -127,7 +134,7 @@ def test_greedy_tokens_are_the_likeliest_that_the_grammar_takes(kind: str) -> No
     for forces in (False, True):
         engine = make_engine(forces=forces)
         request = engine.add_request(
-            prompt, SamplingParams(temperature=0, max_tokens=24, structured=structured)
+            prompt, SamplingParams(temperature=0, max_tokens=24, structured_outputs=structured)
         )
         steps.append(finish(engine))
         (sequence,) = request.sequences
@@ -147,7 +154,7 @@ def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     for i in range(18):
         structured = rng.choice([*STRUCTURES.values(), None])
         if structured is not None and rng.random() < 0.2:
-            structured = Structured(structured.kind, structured.value, after="e")
+            structured = StructuredOutputsParams(structured.kind, structured.value, after="e")
         options: dict[str, Any] = {
             "temperature": rng.choice([0, 1.0]),
             "seed": i,
@@ -206,7 +213,7 @@ def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(num_pages: int, t
 
 def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
     engine = make_engine()
-    params = SamplingParams(temperature=0, max_tokens=40, structured=STRUCTURES["json"])
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=STRUCTURES["json"])
     request = engine.add_request([5, 6, 7, 8], params)
     (sequence,) = request.sequences
     lengths = [4]
@@ -219,9 +226,9 @@ def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
 
 
 def test_forced_tokens_have_their_pages_when_there_are_few() -> None:
-    forced = Structured.regex("[ab]" + "the whole of a long way " * 3 + "[cd]" * 9)
+    forced = StructuredOutputsParams.regex("[ab]" + "the whole of a long way " * 3 + "[cd]" * 9)
     asked = [
-        ([9 + i] * 5, SamplingParams(temperature=0, max_tokens=60, structured=forced))
+        ([9 + i] * 5, SamplingParams(temperature=0, max_tokens=60, structured_outputs=forced))
         for i in range(4)
     ]
     alone = []
@@ -241,17 +248,17 @@ def test_forced_tokens_have_their_pages_when_there_are_few() -> None:
 @pytest.mark.parametrize(
     "structured",
     [
-        Structured.json({"enum": ["<|end|>"]}),
-        Structured.choice(["<|end|>x"]),
-        Structured.regex(r"a<\|end\|>[bc]"),
-        Structured.grammar('root ::= "<|end|>" [a-c]'),
-        Structured.grammar('start: "a\\u003c|end|>" /[a-c]/'),
+        StructuredOutputsParams.json({"enum": ["<|end|>"]}),
+        StructuredOutputsParams.choice(["<|end|>x"]),
+        StructuredOutputsParams.regex(r"a<\|end\|>[bc]"),
+        StructuredOutputsParams.grammar('root ::= "<|end|>" [a-c]'),
+        StructuredOutputsParams.grammar('start: "a\\u003c|end|>" /[a-c]/'),
     ],
 )
-def test_the_text_of_a_special_token_is_text(structured: Structured) -> None:
+def test_the_text_of_a_special_token_is_text(structured: StructuredOutputsParams) -> None:
     for options in ({"temperature": 0}, {"temperature": 0, "logprobs": 0}, {"seed": 3}):
         engine = make_engine()
-        params = SamplingParams(max_tokens=20, structured=structured, **options)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=20, structured_outputs=structured, **options)  # type: ignore[arg-type]
         (answer,) = engine.add_request([5], params).sequences
         finish(engine)
         assert answer.finish_reason == "stop" and "<|end|>" in answer.output().text
@@ -260,12 +267,12 @@ def test_the_text_of_a_special_token_is_text(structured: Structured) -> None:
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_an_end_within_forced_tokens_is_the_end(max_tokens: int) -> None:
-    structured = Structured.regex("[ab] quite a long way to the end")
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured=structured)
+    structured = StructuredOutputsParams.regex("[ab] quite a long way to the end")
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=structured)
     engine = make_engine()
     cut = engine.add_request([9], params)
     stopped = engine.add_request(
-        [9], SamplingParams(temperature=0, max_tokens=40, structured=structured, stop="way")
+        [9], SamplingParams(temperature=0, max_tokens=40, structured_outputs=structured, stop="way")
     )
     finish(engine)
     assert told(cut)[0][:2] == (plain([9], structured, max_tokens), "length")
@@ -280,7 +287,10 @@ def schemas_hold(count: int, seed: int) -> None:
     for index in range(count):
         schema = random_schema(rng)
         params = SamplingParams(
-            temperature=index % 2, seed=index, max_tokens=300, structured=Structured.json(schema)
+            temperature=index % 2,
+            seed=index,
+            max_tokens=300,
+            structured_outputs=StructuredOutputsParams.json(schema),
         )
         asked.append((schema, engine.add_request([10 + index], params)))
     finish(engine)
@@ -311,7 +321,7 @@ def test_answers_to_a_thousand_random_schemas_are_valid() -> None:
 def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:
     engine = make_engine()
     params = SamplingParams(
-        temperature=0, max_tokens=30, logprobs=3, structured=STRUCTURES["choice"]
+        temperature=0, max_tokens=30, logprobs=3, structured_outputs=STRUCTURES["choice"]
     )
     request = engine.add_request([4, 4], params)
     finish(engine)
@@ -327,10 +337,10 @@ def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:
 
 def test_a_guide_begins_behind_the_text_that_is_named() -> None:
     engine = make_engine()
-    structured = Structured.choice(["first", "second"], after="e")
+    structured = StructuredOutputsParams.choice(["first", "second"], after="e")
     requests = [
         engine.add_request(
-            [i], SamplingParams(temperature=0, max_tokens=400, structured=structured)
+            [i], SamplingParams(temperature=0, max_tokens=400, structured_outputs=structured)
         )
         for i in range(10, 16)
     ]
@@ -351,7 +361,9 @@ def test_a_guide_begins_behind_the_text_that_is_named() -> None:
 def test_a_token_that_the_grammar_refuses_fails_its_request_alone(monkeypatch) -> None:
     engine = make_engine()
     monkeypatch.setattr(engine_module, "mask", lambda logits, *_: logits.clone())
-    params = SamplingParams(temperature=0, max_tokens=9, structured=Structured.regex("q{5}"))
+    params = SamplingParams(
+        temperature=0, max_tokens=9, structured_outputs=StructuredOutputsParams.regex("q{5}")
+    )
     wrong = engine.add_request([5], params)
     free = engine.add_request([6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     finish(engine)
@@ -368,7 +380,7 @@ def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:
     whole = engine.add_request(
         [5],
         SamplingParams(
-            structured=Structured.regex("a{3}(x[0-9])?"),
+            structured_outputs=StructuredOutputsParams.regex("a{3}(x[0-9])?"),
             allowed_token_ids=[letters["a"]],
             **options,
         ),
@@ -376,7 +388,9 @@ def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:
     half = engine.add_request(
         [5],
         SamplingParams(
-            structured=Structured.regex("a{3}b"), allowed_token_ids=[letters["a"]], **options
+            structured_outputs=StructuredOutputsParams.regex("a{3}b"),
+            allowed_token_ids=[letters["a"]],
+            **options,
         ),
     )
     finish(engine)
@@ -388,7 +402,9 @@ def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
     engine = make_engine()
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 50, "ignore_eos": True}
     endless, ending = (
-        engine.add_request([7], SamplingParams(structured=Structured.regex(regex), **options))
+        engine.add_request(
+            [7], SamplingParams(structured_outputs=StructuredOutputsParams.regex(regex), **options)
+        )
         for regex in ("a(a|b)*", "a(a|b){0,9}")
     )
     finish(engine)
@@ -399,25 +415,28 @@ def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
 @pytest.mark.parametrize(
     ("structured", "reason"),
     [
-        (Structured.json({"not": {}}), 'Unimplemented keys: ["not"]'),
-        (Structured.json("{"), "json does not compile: EOF while parsing"),
-        (Structured.json({"type": "text"}), "Invalid type: text"),
-        (Structured.json({"not": {}, "x-guidance": {"lenient": True}}), "Unimplemented keys"),
-        (Structured.json({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
-        (Structured("choice", "5"), "not iterable"),
-        (Structured.regex("(a"), "regex does not compile: at 1(8): invalid regex"),
-        (Structured.regex("(?=a)b"), "look-around"),
-        (Structured.regex("\ud800"), "surrogates not allowed"),
-        (Structured.grammar("start: x"), 'unknown name: "x"'),
-        (Structured.grammar("root ::= ("), "Failed to convert"),
+        (StructuredOutputsParams.json({"not": {}}), 'Unimplemented keys: ["not"]'),
+        (StructuredOutputsParams.json("{"), "json does not compile: EOF while parsing"),
+        (StructuredOutputsParams.json({"type": "text"}), "Invalid type: text"),
+        (
+            StructuredOutputsParams.json({"not": {}, "x-guidance": {"lenient": True}}),
+            "Unimplemented keys",
+        ),
+        (StructuredOutputsParams.json({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
+        (StructuredOutputsParams("choice", "5"), "not iterable"),
+        (StructuredOutputsParams.regex("(a"), "regex does not compile: at 1(8): invalid regex"),
+        (StructuredOutputsParams.regex("(?=a)b"), "look-around"),
+        (StructuredOutputsParams.regex("\ud800"), "surrogates not allowed"),
+        (StructuredOutputsParams.grammar("start: x"), 'unknown name: "x"'),
+        (StructuredOutputsParams.grammar("root ::= ("), "Failed to convert"),
     ],
 )
 def test_what_does_not_compile_is_refused_with_the_reason(
-    structured: Structured, reason: str
+    structured: StructuredOutputsParams, reason: str
 ) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest) as refused:
-        engine.add_request([5], SamplingParams(structured=structured))
+        engine.add_request([5], SamplingParams(structured_outputs=structured))
     assert reason in str(refused.value) and "\n" not in str(refused.value)
     assert not engine.has_work
 
@@ -425,15 +444,21 @@ def test_what_does_not_compile_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Structured.json(False), "no JSON is of the schema false"),
-        (lambda: Structured.json({"x": {1, 2}}), "the schema is no JSON"),
-        (lambda: Structured.choice([]), "a choice is a list of strings, one at least"),
-        (lambda: Structured.choice("yes"), "a choice is a list of strings"),
-        (lambda: Structured("xml", ""), "the kind of a structure must be one of"),  # type: ignore[arg-type]
-        (lambda: Structured.regex(7), "text is wanted, not int"),  # type: ignore[arg-type]
-        (lambda: Structured.regex("a", after=""), "None is at once"),
-        (lambda: Structured.regex("a" * (1 << 17)), "regex of 131072 characters: 65536 at most"),
-        (lambda: SamplingParams(structured={"json": {}}), "structured must be a Structured"),  # type: ignore[arg-type]
+        (lambda: StructuredOutputsParams.json(False), "no JSON is of the schema false"),
+        (lambda: StructuredOutputsParams.json({"x": {1, 2}}), "the schema is no JSON"),
+        (lambda: StructuredOutputsParams.choice([]), "a choice is a list of strings, one at least"),
+        (lambda: StructuredOutputsParams.choice("yes"), "a choice is a list of strings"),
+        (lambda: StructuredOutputsParams("xml", ""), "the kind of a structure must be one of"),  # type: ignore[arg-type]
+        (lambda: StructuredOutputsParams.regex(7), "text is wanted, not int"),  # type: ignore[arg-type]
+        (lambda: StructuredOutputsParams.regex("a", after=""), "None is at once"),
+        (
+            lambda: StructuredOutputsParams.regex("a" * (1 << 17)),
+            "regex of 131072 characters: 65536 at most",
+        ),
+        (
+            lambda: SamplingParams(structured_outputs={"json": {}}),  # type: ignore[arg-type]
+            "structured_outputs must be StructuredOutputsParams",
+        ),
     ],
 )
 def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -> None:
@@ -443,51 +468,53 @@ def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -
 
 def test_a_model_without_a_fast_tokenizer_says_so() -> None:
     with pytest.raises(InvalidRequest, match="tokenizers library, and this model has none"):
-        Guides(None, VOCAB, [EOS]).compile(STRUCTURES["json"])
+        GrammarBackend(None, VOCAB, [EOS]).compile(STRUCTURES["json"])
 
 
 def test_rules_that_lead_through_thousands_of_others_compile() -> None:
     """On a stack of 8 MiB, as other threads have, the library ends the process."""
     rules = {f"r{i}": {"items": {"$ref": f"#/$defs/r{i + 1}"}} for i in range(1500)}
     schema = {"$ref": "#/$defs/r0", "$defs": {**rules, "r1500": {"type": "null"}}}
-    guides().compile(Structured.json(json.dumps(schema, separators=(",", ":"))))
+    grammar_backend().compile(
+        StructuredOutputsParams.json(json.dumps(schema, separators=(",", ":")))
+    )
 
 
 PATTERNS = [
     {"type": "string", "pattern": f".*{letter}.{{10}}"} for letter in "abcdefghijklmnopqrst"
 ]
 ENDLESS = {
-    "memory": Structured.json({"allOf": PATTERNS}),
-    "time": Structured.json({"type": "integer", "multipleOf": 99_999_999}),
+    "memory": StructuredOutputsParams.json({"allOf": PATTERNS}),
+    "time": StructuredOutputsParams.json({"type": "integer", "multipleOf": 99_999_999}),
 }
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_grammar_that_compiles_for_ever_is_refused_and_leaves_nothing(monkeypatch, kind) -> None:
-    own = Guides(tokenizer(), VOCAB, [EOS])
-    own.compile(Structured.regex("first"))
+    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
+    own.compile(StructuredOutputsParams.regex("first"))
     monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", 1)
     before = resident_bytes()
     with pytest.raises(InvalidRequest, match="too complex: it takes more than 1 seconds or 128"):
         own.compile(ENDLESS[kind])
     assert resident_bytes() < before + (20 << 20)
-    assert own.compile(Structured.regex("second")).num_bytes < 20 << 20
+    assert own.compile(StructuredOutputsParams.regex("second")).num_bytes < 20 << 20
     monkeypatch.setattr(guides_module, "try_compile", None)  # it is not tried again
     with pytest.raises(InvalidRequest, match="too complex"):
         own.compile(ENDLESS[kind])
 
 
 def test_a_process_that_compiles_may_end_and_is_begun_anew() -> None:
-    own = Guides(tokenizer(), VOCAB, [EOS])
-    own.compile(Structured.regex("one"))
+    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
+    own.compile(StructuredOutputsParams.regex("one"))
     for process in grammar_compiler._idle:
         process._process.kill()
         process._process.wait()
-    assert own.compile(Structured.regex("two")).matcher.get_error() == ""
+    assert own.compile(StructuredOutputsParams.regex("two")).matcher.get_error() == ""
 
 
 def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
-    own, go_on = Guides(tokenizer(), VOCAB, [EOS]), Event()
+    own, go_on = GrammarBackend(tokenizer(), VOCAB, [EOS]), Event()
     done = own.compile(STRUCTURES["json"])
 
     def take_long(*_: object) -> int:
@@ -497,31 +524,35 @@ def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
     monkeypatch.setattr(guides_module, "try_compile", take_long)
     monkeypatch.setattr(guides_module, "PATIENCE", 0.05)
     with ThreadPoolExecutor(2) as pool:
-        slow = [pool.submit(own.compile, Structured.regex(f"slow{i}")) for i in range(2)]
+        slow = [
+            pool.submit(own.compile, StructuredOutputsParams.regex(f"slow{i}")) for i in range(2)
+        ]
         while own._compilers._value:
             sleep(0.01)
         with pytest.raises(Busy, match="try again"):
-            own.compile(Structured.regex("another"))
+            own.compile(StructuredOutputsParams.regex("another"))
         assert own.compile(STRUCTURES["json"]) is done
         go_on.set()
         assert all(one.result().matcher.get_error() == "" for one in slow)
 
 
 def test_what_is_kept_is_bounded_by_memory_and_what_is_in_use_is_found(monkeypatch) -> None:
-    own = Guides(tokenizer(), VOCAB, [EOS])
+    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
     held = own.compile(STRUCTURES["json"])
     monkeypatch.setattr(guides_module, "MAX_KEPT_BYTES", 0)
-    own.compile(Structured.regex("z"))
+    own.compile(StructuredOutputsParams.regex("z"))
     assert not own._compiled and own.compile(STRUCTURES["json"]) is held
 
 
 LONG = {
-    "items": Structured.json({"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}),
-    "regex": Structured.regex("(a{1000}){1000}"),
-    "rules": Structured.grammar(
+    "items": StructuredOutputsParams.json(
+        {"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}
+    ),
+    "regex": StructuredOutputsParams.regex("(a{1000}){1000}"),
+    "rules": StructuredOutputsParams.grammar(
         "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(20)) + '\nr20: "x"'
     ),
-    "references": Structured.json(
+    "references": StructuredOutputsParams.json(
         {
             "$ref": "#/$defs/a0",
             "$defs": {
@@ -553,29 +584,29 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "a length": {"type": "string", "pattern": "^a*$", "minLength": 9000},
 }  # fmt: skip
-LONG |= {name: Structured.json(schema) for name, schema in _SCHEMAS.items()}
+LONG |= {name: StructuredOutputsParams.json(schema) for name, schema in _SCHEMAS.items()}
 
 
 @pytest.mark.parametrize("kind", LONG)
 def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: str) -> None:
-    guide = guides().guide(LONG[kind])
-    assert not guide.forced(np.empty(0, np.int32))
+    grammar = grammar_backend().grammar(LONG[kind])
+    assert not grammar.forced(np.empty(0, np.int32))
     engine = make_engine()
-    request = engine.add_request([5], SamplingParams(structured=LONG[kind], max_tokens=4))
+    request = engine.add_request([5], SamplingParams(structured_outputs=LONG[kind], max_tokens=4))
     while engine.has_work:
         engine.step()
     assert len(request.output().outputs[0].token_ids) == 4 and request.error is None
 
 
 def test_no_more_tokens_are_forced_in_one_step_than_may_be(monkeypatch) -> None:
-    structured = Structured.regex("x" * 100)
-    tokens = guides().guide(structured).forced(np.empty(0, np.int32))
+    structured = StructuredOutputsParams.regex("x" * 100)
+    tokens = grammar_backend().grammar(structured).forced(np.empty(0, np.int32))
     assert len(tokens) > 3
     monkeypatch.setattr(guides_module, "MAX_FORCED_TOKENS", 3)
-    assert guides().guide(structured).forced(np.empty(0, np.int32)) == tokens[:3]
+    assert grammar_backend().grammar(structured).forced(np.empty(0, np.int32)) == tokens[:3]
 
 
-def bounded_text(structured: Structured, seed: int) -> None:
+def bounded_text(structured: StructuredOutputsParams, seed: int) -> None:
     """Along a random answer, the library forces no more than `forced_length` says."""
     bound = forced_length(structured.kind, structured.value)
     text = structured.value or '{"type": "object"}'
@@ -597,7 +628,7 @@ def bounded_text(structured: Structured, seed: int) -> None:
 def test_forced_texts_are_no_longer_than_their_bound() -> None:
     choose, finite = random.Random(SEED), 0
     structures = [*STRUCTURES.values()] + [
-        Structured.json(random_schema(choose)) for _ in range(60)
+        StructuredOutputsParams.json(random_schema(choose)) for _ in range(60)
     ]
     for seed, structured in enumerate(structures):
         finite += forced_length(structured.kind, structured.value) <= MAX_FORCED_BYTES
@@ -606,14 +637,14 @@ def test_forced_texts_are_no_longer_than_their_bound() -> None:
 
 
 def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatch) -> None:
-    own = Guides(tokenizer(), VOCAB, [EOS])
-    many = [Structured.regex(f"a{{{i}}}") for i in range(1, 9)]
+    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
+    many = [StructuredOutputsParams.regex(f"a{{{i}}}") for i in range(1, 9)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(own.compile, many * 4))
     assert all(own.compile(one) is matcher for one, matcher in zip(many, found[-8:], strict=True))
     monkeypatch.setattr(guides_module, "MAX_GRAMMARS", 4)
     own.compile(many[0])
-    own.compile(Structured.regex("z"))
+    own.compile(StructuredOutputsParams.regex("z"))
     assert own.compile(many[0]) is found[-8]
     assert ("regex", "a{2}") not in own._compiled and len(own._compiled) == 4
     assert own.compile(many[1]) is found[-7]  # which is in use, in this test
@@ -624,4 +655,6 @@ def test_a_pydantic_model_is_its_schema():
         name: str
         age: int
 
-    assert Structured.json(Person) == Structured.json(Person.model_json_schema())
+    assert StructuredOutputsParams.json(Person) == StructuredOutputsParams.json(
+        Person.model_json_schema()
+    )

@@ -13,7 +13,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
 from radixcache.runtime.tokens.tool_formats import as_rule
-from tests.runtime.tokens.test_answer_parser import (
+from tests.runtime.tokens.test_tool_parser import (
     CODER,
     HERMES,
     LLAMA,

@@ -8,10 +8,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.tokens.conversation import Turns, thoughts_of
+from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from radixcache.runtime.tokens.tool_parser import AnswerParser
+from radixcache.runtime.tokens.tool_parser import MessageParser
 from tests.scripted import make_tokenizer
 
 # Qwen3's way with thoughts: those since the last question are kept, others are dropped.
@@ -44,20 +44,20 @@ ANSWER = (
 )
 
 
-def make(template: str = QWEN3) -> tuple[Turns, PreTrainedTokenizerFast]:
+def make(template: str = QWEN3) -> tuple[Conversations, PreTrainedTokenizerFast]:
     plain = make_tokenizer()
     plain.chat_template = template
-    return Turns(TokenHistory(Tokenizer(plain))), plain
+    return Conversations(TokenHistory(Tokenizer(plain))), plain
 
 
 def answer(
-    turns: Turns, plain: PreTrainedTokenizerFast, text: str, **values: Any
+    turns: Conversations, plain: PreTrainedTokenizerFast, text: str, **values: Any
 ) -> tuple[dict[str, Any], str]:
     """The message of an answer to the question, and the text of prompt and answer."""
     prompt = turns.encode([QUESTION], template_kwargs=values)
     tokenizer = turns.history.tokenizer
     begun = bool(thoughts_of(prompt.text))
-    parser = AnswerParser(tokenizer.call_format, tokenizer.reasons, begun)
+    parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, begun)
     parser.feed(text, ended=True)
     said = parser.said()
     turns.remember(prompt, plain.encode(text + "<|im_end|>", add_special_tokens=False), said)
@@ -111,7 +111,7 @@ def test_whatever_comes_back_otherwise_is_the_templates(change: dict[str, Any]):
 def test_an_answer_that_was_cut_comes_back_as_it_was_read():
     turns, plain = make()
     prompt = turns.encode([QUESTION])
-    parser = AnswerParser(turns.history.tokenizer.call_format)
+    parser = MessageParser(turns.history.tokenizer.tool_format)
     parser.feed(ANSWER.split("\n\n")[1], ended=True)
     said = parser.said()
     more = ANSWER.split("\n\n")[1] + '\n<tool_call>{"name":"g","arguments":{}}</tool_call>'
