@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant(
         "salt: scores for all",
         "runtime/sampling/prompt_logprobs.py",
-        "return self.tree.acquire(tokens, namespace, whole=whole)",
-        "return self.tree.acquire(tokens, None, whole=whole)",
+        "return self.tree.acquire(tokens, namespace, include_last=include_last)",
+        "return self.tree.acquire(tokens, None, include_last=include_last)",
         f"{ENGINE}/test_prompt_logprobs.py",
     ),
     Mutant(
@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "a hit of the whole prompt in flight",
         "radixcache/radix.py",
-        "if whole and written < len(tokens):",
-        "if whole and position < len(tokens):",
+        "if include_last and written < len(tokens):",
+        "if include_last and position < len(tokens):",
         INDEX,
     ),
     Mutant(

@@ -62,7 +62,7 @@ class BruteForce:
         namespace: Hashable = None,
         *,
         resumed: bool = False,
-        whole: bool = False,
+        include_last: bool = False,
     ) -> Hold:
         lease = self.hold()
         self.leases.append(lease)

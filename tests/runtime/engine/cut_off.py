@@ -144,7 +144,7 @@ class Run:
             if rng.random() < 0.2:
                 settings["prompt_logprobs"] = 1
             if rng.random() < 0.4:
-                settings["structured"] = rng.choice(STRUCTURES)
+                settings["structured_outputs"] = rng.choice(STRUCTURES)
                 settings["max_tokens"] += 10
             self.jobs.append((prompt, SamplingParams(**settings), rng.random() < 0.15))
         self.clients = [rng.choice("aab") for _ in self.jobs]

@@ -158,7 +158,7 @@ def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
         options: dict[str, Any] = {
             "temperature": rng.choice([0, 1.0]),
             "seed": i,
-            "structured": structured,
+            "structured_outputs": structured,
             "max_tokens": rng.choice([1, 3, 20, 40]),
             "n": rng.choice([1, 1, 2]),
             "ignore_eos": rng.random() < 0.3,
