@@ -26,8 +26,8 @@ from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import parse_memory
 
 _PREFIX = "RADIXCACHE_"
-_OTHER_VARIABLES = {"data"}
-"""Variables of that prefix that are for other commands."""
+_OTHER_VARIABLES = {"data", "march"}
+"""Variables of that prefix that are for the benchmarks, and for compiling the kernels."""
 
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty")

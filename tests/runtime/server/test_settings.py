@@ -104,8 +104,9 @@ def test_a_variable_that_makes_no_sense_is_named(name, value, sentence, monkeypa
     assert sentence in refusal("")
 
 
-def test_the_variable_of_the_benchmarks_is_no_typo(monkeypatch):
+def test_the_variables_of_the_benchmarks_and_of_the_kernels_are_no_typos(monkeypatch):
     monkeypatch.setenv("RADIXCACHE_DATA", "/data")
+    monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64-v3")
     assert read_settings({}).port == 8000
 
 
