@@ -41,7 +41,7 @@ _ENGINE = (
     "kv_memory",
     "dtype",
     "device",
-    "tensor_parallel",
+    "tensor_parallel_size",
     "exact",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -582,7 +582,6 @@ def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -
             "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
         )
         group.add_argument(  # the demo, which has two models, cannot
-            "--tensor-parallel",
             "--tensor-parallel-size",
             type=int,
             metavar="N",

@@ -98,11 +98,10 @@ class LLM:
         cache: "radix" (token-exact radix tree), "hash-block" (vLLM's prefix caching, whole blocks
             only) or "none".
         page_size: tokens per KV page.
-        block_size: the same by the name it has in hash-block caching; it stands if both are given.
         dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
         device: "auto" takes a GPU if there is one.
-        tensor_parallel: devices of this machine that the model is shared out among, a process for
-            each; this process is the first (docs/runtime.md). One such `LLM` at a time.
+        tensor_parallel_size: devices of this machine that the model is shared out among, a process
+            for each; this process is the first (docs/runtime.md). One such `LLM` at a time.
         exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
             uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
         kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
@@ -128,10 +127,9 @@ class LLM:
         *,
         cache: Literal["radix", "hash-block", "none"] = "radix",
         page_size: int = 16,
-        block_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
-        tensor_parallel: int = 1,
+        tensor_parallel_size: int = 1,
         exact: bool = False,
         kv_memory: int | str | None = None,
         max_num_batched_tokens: int = 2048,
@@ -144,21 +142,20 @@ class LLM:
         _check_choice("exact", exact, (True, False))
         _check_choice("cache", cache, tuple(CACHES))
         _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
-        page_size = page_size if block_size is None else block_size
         for name, value in (
             ("page_size", page_size),
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_num_seqs", max_num_seqs),
-            ("tensor_parallel", tensor_parallel),
+            ("tensor_parallel_size", tensor_parallel_size),
         ):
             if not isinstance(value, int | np.integer) or value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
         events = KVEventsConfig.asked(kv_events_config, page_size, caches=cache != "none")
         path = str(model if model is not None else BUNDLED_MODEL)
         self.model_name = Path(path).name
-        if tensor_parallel > 1 and exact:
+        if tensor_parallel_size > 1 and exact:
             raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
-        paged = _load(path, dtype, device, exact, tensor_parallel)
+        paged = _load(path, dtype, device, exact, tensor_parallel_size)
         try:
             report("preparing the engine", 1.0)
             self.default_params = _default_params(paged.generation_config)

@@ -141,7 +141,7 @@ def deployed(
 
 def resources_of(engine: Mapping[str, Any], cores: int, on_gpu: bool) -> dict[str, float]:
     """Of one replica: on GPUs one for each of its ranks, which are children of its process."""
-    gpus = (engine.get("tensor_parallel") or 1) * on_gpu
+    gpus = (engine.get("tensor_parallel_size") or 1) * on_gpu
     return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
 
 

@@ -172,7 +172,7 @@ class Settings(BaseSettings):
     kv_memory: _Memory | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     device: str | None = None
-    tensor_parallel: int | None = None
+    tensor_parallel_size: int | None = None
     exact: bool | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None

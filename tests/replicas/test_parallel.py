@@ -1,4 +1,4 @@
-"""`radixcache serve --replicas 2 --tensor-parallel 2`, on CPUs."""
+"""`radixcache serve --replicas 2 --tensor-parallel-size 2`, on CPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_replica_is_several_processes_and_answers_as_one_does():
         return answer.headers["x-radixcache-replica"], answer.json()["choices"][0]["text"]
 
     with (
-        deployed("--replicas", "2", "--tensor-parallel", "2") as (deployment, process),
+        deployed("--replicas", "2", "--tensor-parallel-size", "2") as (deployment, process),
         ThreadPoolExecutor(8) as threads,
     ):
         found = [*threads.map(lambda prompt: ask(deployment, prompt), prompts)]

@@ -132,9 +132,11 @@ def _resolve(device: str, count: int) -> torch.device:
     if place.type == "cuda" and place.index is not None:
         raise InvalidRequest("the ranks take the first devices: say device='cuda'")
     if place.type == "cuda" and there < count:
-        raise InvalidRequest(f"tensor_parallel={count} needs as many GPUs; there are {there} here")
+        raise InvalidRequest(
+            f"tensor_parallel_size={count} needs as many GPUs; there are {there} here"
+        )
     if place.type != "cuda" and (place.type != "cpu" or there):  # transformers takes the GPUs
-        raise InvalidRequest(f"tensor_parallel={count} is for GPUs, or a CPU without any")
+        raise InvalidRequest(f"tensor_parallel_size={count} is for GPUs, or a CPU without any")
     return torch.device("cuda", 0) if place.type == "cuda" else place
 
 
@@ -153,5 +155,5 @@ def _check_cut(name_or_path: str, count: int) -> None:
     if heads % count or kv_heads % count:
         raise ModelError(
             f"{heads} query heads and {kv_heads} KV heads cannot be shared out evenly among "
-            f"{count} ranks: tensor_parallel must divide both"
+            f"{count} ranks: tensor_parallel_size must divide both"
         )

@@ -80,10 +80,6 @@ class StructuredFields(Body):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
         """The form; None for free text."""
@@ -91,23 +87,17 @@ class StructuredFields(Body):
         return forms[0] if forms else None
 
     def _forms(self) -> list[StructuredOutputsParams]:
-        old = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        ).all()
         format_ = self.response_format and self.response_format.structured()
         new = self.structured_outputs.all() if self.structured_outputs else []
-        return ([format_] if format_ else []) + new + old
+        return ([format_] if format_ else []) + new
 
     @model_validator(mode="after")
     def _one_form(self) -> StructuredFields:
         count = len(self._forms())
         if count > 1:
             raise ValueError(
-                f"{count} forms of the answer: response_format, structured_outputs and guided_* "
-                "together may ask for one"
+                f"{count} forms of the answer: response_format and structured_outputs together may "
+                "ask for one"
             )
         if self.structured_outputs is not None and not self.structured_outputs.all():
             raise ValueError("structured_outputs: none is given of " + ", ".join(KINDS))

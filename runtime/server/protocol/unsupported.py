@@ -57,18 +57,26 @@ _HAS_MESSAGES = {
     "prompt": UnsupportedField("send messages, or ask /v1/completions"),
     "input": UnsupportedField("send messages, or ask /v1/responses"),
 }
+_GUIDED = " ".join(
+    f"guided_{kind}=structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")
+)  # of vLLM before 0.12
 _IN_CHAT = (
     REFUSED
     | _HAS_MESSAGES
+    | _others(_GUIDED)
     | _others(
         "stop_sequences=stop max_output_tokens=max_completion_tokens thinking=reasoning_effort "
         "max_new_tokens=max_completion_tokens reasoning=reasoning_effort text=response_format "
         "output_config=response_format system=messages instructions=messages"
     )
 )
-_IN_COMPLETIONS = REFUSED | _others(
-    "input=prompt stop_sequences=stop "
-    "max_completion_tokens=max_tokens max_output_tokens=max_tokens max_new_tokens=max_tokens"
+_IN_COMPLETIONS = (
+    REFUSED
+    | _others(_GUIDED)
+    | _others(
+        "input=prompt stop_sequences=stop "
+        "max_completion_tokens=max_tokens max_output_tokens=max_tokens max_new_tokens=max_tokens"
+    )
 )
 OTHERS_IN_RESPONSES = _others(
     "messages=input system=instructions response_format=text.format thinking=reasoning "

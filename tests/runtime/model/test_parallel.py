@@ -176,15 +176,15 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
     monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
     model = tiny_model("qwen3", tmp_path)
     with pytest.raises(InvalidRequest, match="hold no page") as error:
-        LLM(model, tensor_parallel=2, kv_memory=1)
+        LLM(model, tensor_parallel_size=2, kv_memory=1)
     assert error.traceback  # which holds what was made; its ranks have ended all the same
-    with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel_size=2, **SETTINGS) as llm:
         assert os.environ["LOCAL_RANK"] == "7" and "GLOO_SOCKET_IFNAME" not in os.environ
         assert "transformers on 2 ranks" in repr(llm)
         assert llm.engine.model.shapes[0].heads == NUM_KV_HEADS // 2
         check_equal(llm, alone, 10, seed=0, monkeypatch=monkeypatch)
         with pytest.raises(InvalidRequest, match="one tensor-parallel model at a time"):
-            LLM(model, tensor_parallel=2)
+            LLM(model, tensor_parallel_size=2)
         if not (child := os.fork()):  # whose copy of the model is not the ranks' own
             llm.close()
             os._exit(0)
@@ -208,7 +208,7 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
 def test_closing_does_not_wait_for_a_rank_that_is_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
         stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=480, ignore_eos=True))
         next(stream)
         (process,) = ranks_of(llm)._processes
@@ -226,7 +226,7 @@ def test_200_answers_of_two_ranks_are_those_of_one_process(
     family: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(family, tmp_path)
-    with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel_size=2, **SETTINGS) as llm:
         check_equal(llm, alone, count, seed=len(family), monkeypatch=monkeypatch)
 
 
@@ -234,7 +234,7 @@ def test_200_answers_of_two_ranks_are_those_of_one_process(
 def test_big_layers_of_a_rank_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "attention_bias": True}
     path = tiny_model("llama", tmp_path, **sizes)
-    with LLM(path, **SETTINGS) as alone, LLM(path, tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(path, **SETTINGS) as alone, LLM(path, tensor_parallel_size=2, **SETTINGS) as llm:
         model = llm.engine.model
         assert isinstance(model, TransformersModel)
         assert any(isinstance(layer, NativeLinear) for layer in model._model.modules())
@@ -243,7 +243,7 @@ def test_big_layers_of_a_rank_are_packed(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.exhaustive
 def test_an_idle_model_that_loses_a_rank_is_not_alive(tmp_path: Path) -> None:
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
         llm.generate([[1, 2, 3]])
         ranks_of(llm)._processes[0].kill()
         assert wait_until(lambda: not llm.worker.alive)
@@ -253,7 +253,7 @@ def test_an_idle_model_that_loses_a_rank_is_not_alive(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
         with pytest.raises(RanksLost, match="rank"), ranks_of(llm).together("forward", 1):
             raise RuntimeError("out of memory")
         assert not is_running(ranks_of(llm)._processes[0].pid)
@@ -281,7 +281,7 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
     monkeypatch.setattr(parallel, place, die)
     monkeypatch.setattr(parallel, "Ranks", Watched)
     with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
-        LLM(tiny_model("llama", tmp_path), tensor_parallel=2)
+        LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2)
     assert not warnings(caplog)  # it is said once
 
 
@@ -297,7 +297,7 @@ def test_one_that_came_and_has_ended_is_waited_for_a_minute_and_then_for_no_time
         with as_rank_0(), pytest.raises(RuntimeError, match=r"timeout|timed out|Timeout"):
             join(0, 2, meeting, torch.device("cpu"))
     monkeypatch.setattr(ranks, "_MEETING", timedelta(seconds=20))
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel=2, **SETTINGS) as llm:
+    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
         assert len(llm.generate([[1, 2, 3]])) == 1
 
 
@@ -313,7 +313,7 @@ SCRIPT = """
 import os, signal, sys, time
 from radixcache import LLM, SamplingParams
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background
-llm = LLM(sys.argv[1], tensor_parallel=2, kv_memory="1MB")
+llm = LLM(sys.argv[1], tensor_parallel_size=2, kv_memory="1MB")
 print(llm.engine.model.ranks._processes[0].pid, flush=True)
 if sys.argv[2] == "fork" and not os.fork():
     time.sleep(30)
@@ -351,8 +351,8 @@ def test_no_rank_outlives_the_first(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "gpus", "sentence"),
     [
-        ("cuda", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
-        ("auto", 1, "tensor_parallel=2 needs as many GPUs; there are 1 here"),
+        ("cuda", 1, "tensor_parallel_size=2 needs as many GPUs; there are 1 here"),
+        ("auto", 1, "tensor_parallel_size=2 needs as many GPUs; there are 1 here"),
         ("cuda:1", 2, "the ranks take the first devices: say device='cuda'"),
         ("cpu", 2, "is for GPUs, or a CPU without any"),
     ],
@@ -375,11 +375,16 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("family", "options", "settings", "sentence"),
     [
-        ("llama", {}, {"tensor_parallel": 3}, "4 query heads and 2 KV heads cannot be shared"),
+        ("llama", {}, {"tensor_parallel_size": 3}, "4 query heads and 2 KV heads cannot be shared"),
         ("llama", {"num_key_value_heads": 1}, {}, "4 query heads and 1 KV heads cannot"),
         ("gpt2", {}, {}, "no tensor-parallel plan for 'gpt2'"),
         ("llama", {}, {"exact": True}, "exact mode is for one process"),
-        ("llama", {}, {"tensor_parallel": 0}, "tensor_parallel must be at least 1, not 0"),
+        (
+            "llama",
+            {},
+            {"tensor_parallel_size": 0},
+            "size must be at least 1, not 0",
+        ),
         ("llama", {}, {"dtype": "int8"}, "unknown dtype 'int8'"),
     ],
 )
@@ -394,4 +399,4 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(
     model = tiny_model(family, tmp_path, **options)
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises((ModelError, InvalidRequest), match=sentence):
-        LLM(model, **{"tensor_parallel": 2, **settings})
+        LLM(model, **{"tensor_parallel_size": 2, **settings})

@@ -176,7 +176,7 @@ _DEEP = "[" * 300 + "]" * 300
             '"tools": [{"type": "function", "function": {"name": "f", "parameters": FLAW}}]',
         ),
         ("chat/completions", '"chat_template_kwargs": FLAW'),
-        ("chat/completions", '"guided_json": FLAW'),
+        ("chat/completions", '"structured_outputs": {"json": FLAW}'),
         ("responses", '"tools": [{"type": "function", "name": "f", "parameters": FLAW}]'),
         ("responses", '"text": {"format": FLAW}'),
         ("responses", '"metadata": FLAW'),

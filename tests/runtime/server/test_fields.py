@@ -59,8 +59,7 @@ SHOWN_ELSEWHERE = {
         ignore_eos""",
     "test_tenants.py": "cache_salt",
     "test_errors.py": "best_of",
-    "the tests of structured output": """response_format structured_outputs guided_json
-        guided_regex guided_choice guided_grammar""",
+    "the tests of structured output": "response_format structured_outputs",
     "the tests of tools": """tools tool_choice parallel_tool_calls chat_template_kwargs
         reasoning_effort include_reasoning add_generation_prompt continue_final_message""",
 }

@@ -48,10 +48,10 @@ def test_a_schema_is_followed_whole_and_streamed(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r'\{"name":".*","old":\w+\}'),
         ({"structured_outputs": {"json_object": True, "regex": None}}, r"\{.*"),
-        ({"guided_json": SCHEMA}, r'\{"name":".*","old":\w+\}'),
-        ({"guided_regex": "c{2}"}, "cc"),
-        ({"guided_choice": ["one", "two"]}, "one|two"),
-        ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"structured_outputs": {"json": SCHEMA}}, r'\{"name":".*","old":\w+\}'),
+        ({"structured_outputs": {"regex": "c{2}"}}, "cc"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"'}}, "ab"),
     ],
 )
 def test_every_way_to_ask_holds_for_chat_and_for_completions(
@@ -67,17 +67,26 @@ def test_every_way_to_ask_holds_for_chat_and_for_completions(
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"guided_json": {"not": {}}}, 'json does not compile: Unimplemented keys: ["not"]'),
-        ({"guided_regex": "("}, "regex does not compile"),
+        (
+            {"structured_outputs": {"json": {"not": {}}}},
+            "json does not compile: Unimpl",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "regex does not compile"),
         ({"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'"),
         ({"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
         ({"structured_outputs": {}}, "none is given of json, regex, choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supported; give"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "is not supported"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 forms of the answer"),
-        ({"guided_regex": "a", "response_format": BY_SCHEMA}, "2 forms of the answer"),
-        ({"guided_choice": []}, "guided_choice: List should have at least 1 item"),
-        ({"guided_json": False}, "no JSON is of the schema false"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": BY_SCHEMA},
+            "2 forms of the answer",
+        ),
+        (
+            {"structured_outputs": {"choice": []}},
+            "choice: List should have at least",
+        ),
+        ({"structured_outputs": {"json": False}}, "no JSON is of the schema false"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_words(
