@@ -73,7 +73,7 @@ class Item(OneOf):
                 return {"role": role, "content": _join(self.content)}
 
 
-class FunctionTool(StrictModel):
+class ResponseFunctionTool(StrictModel):
     """A function that the model may call."""
 
     refused: ClassVar = {
@@ -88,7 +88,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class NamedTool(StrictModel):
+class ResponseNamedTool(StrictModel):
     """One function."""
 
     type: Literal["function"]
@@ -99,12 +99,12 @@ class NamedTool(StrictModel):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(StrictModel):
+class ResponseAllowedTools(StrictModel):
     """Some functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: List[NamedTool]
+    tools: List[ResponseNamedTool]
 
 
 class TextOptions(StrictModel):
@@ -162,8 +162,10 @@ class ResponsesRequest(StrictModel):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tools: Items[ResponseFunctionTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -201,9 +203,9 @@ class ResponsesRequest(StrictModel):
             tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
             asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
         match self.tool_choice:
-            case NamedTool() as tool:
+            case ResponseNamedTool() as tool:
                 asked["tool_choice"] = tool.as_chat()
-            case AllowedTools(mode=mode, tools=allowed):
+            case ResponseAllowedTools(mode=mode, tools=allowed):
                 chosen = {"mode": mode, "tools": [tool.as_chat() for tool in allowed]}
                 asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": chosen}
             case mode:
