@@ -44,7 +44,7 @@ FAILURES = 0.01
 MODES: list[dict[str, Any]] = [
     {"cache": "radix", "page_size": 1},
     {"cache": "radix", "page_size": 16},
-    {"cache": "hash-block", "block_size": 8},
+    {"cache": "hash-block", "page_size": 8},
     {"cache": "none", "page_size": 4},
 ]
 SALTS = (None, "blue", "red")
