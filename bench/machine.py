@@ -39,12 +39,6 @@ def held_bytes(pid: int) -> int:
     return total
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used."""
-    user, system = _stat(pid)[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 def _stat(pid: int) -> list[str]:
     """What follows a process's name in its `stat`."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -48,12 +48,9 @@ SECTIONS = {
     "ceilings": Section(1, 30),
     "decode": Section(1, 90, needs_ceilings=True),
     "ttft": Section(2, 80, needs_ceilings=True),
-    "staggered": Section(2, 80),
     "cascade": Section(2, 95),
-    "ops": Section(2, 60),
     "profiles": Section(2, 100),  # last: whoever was profiled once is slower from then on
     "reuse": Section(3, 120),
-    "open_questions": Section(3, 100),
     "peers": Section(3, 100),
 }
 """In order. Less time is expected; what does not fit its limit is reported as not run."""

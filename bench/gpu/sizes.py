@@ -78,13 +78,6 @@ class Sizes(NamedTuple):
     documents: int = 8
     document: tuple[int, int] = (500, 1500)  # from, to
     requests: int = 64
-    # Open questions
-    suffixes: tuple[int, ...] = (64, 512)
-    prefixes: tuple[int, ...] = (4096, 16_384, 32_768)
-    fresh: int = 8192
-    tile_limits: tuple[tuple[int, int], ...] = (
-        (512, 64 << 20), (2048, 256 << 20), (2048, 1 << 30), (8192, 1 << 30),
-    )  # fmt: skip  # rows, bytes
     repeat: int = 7
 
 
@@ -121,9 +114,5 @@ SMALL = Sizes(
     documents=2,
     document=(20, 60),
     requests=3,
-    suffixes=(8,),
-    prefixes=(32,),
-    fresh=32,
-    tile_limits=((16, 1 << 12), (256, 2 << 20)),
     repeat=1,
 )

@@ -62,7 +62,6 @@ def test_a_rehearsal_goes_through_every_section_and_finds_nothing_wrong(rehearse
     assert set(rehearsed) == set(check.SECTIONS) and all(rehearsed.values())
     assert [str(row) for row in rows if row.status == "FAIL"] == []
     assert {row.name for row in rows if row.status == "not run"} == {
-        "fa3 for a fresh prompt",  # the stand-in has no such kernel
         "transformers' generate_batch",  # in a thread of its own, which pretends nothing
     }
 
@@ -88,8 +87,6 @@ def test_every_figure_of_the_plan_has_a_row(rehearsed) -> None:
             rehearsed["decode"]
         )
         assert rehearsed["decode"][name].lines  # the host's phases
-        name = f"{batch} staggered rows, temperature 0.8, top-p 0.95"
-        assert {f"{name}: mean step", f"{name}: steps that overlap"} <= set(rehearsed["staggered"])
     for cached in SMALL.cached:
         name = f"TTFT of {SMALL.question} tokens on {cached} cached, page 16"
         assert {name, f"{name}: cold over cached"} <= set(rehearsed["ttft"])
@@ -100,20 +97,12 @@ def test_every_figure_of_the_plan_has_a_row(rehearsed) -> None:
     assert sum("flat over cascade, step" in n for n in cascades) == len(SMALL.shared_in_engine)
     caches = [name.partition(":")[0] for name in rehearsed["reuse"]]
     assert caches == ["radix, page 16", "radix, page 1", "hash-block 16", "no cache"]
-    for start in ("suffix of", "decode, GQA 8", "2 decodes and a chunk", "fa3", "torch, prefill"):
-        assert any(name.startswith(start) for name in rehearsed["open_questions"]), start
-    assert {row.status for row in rehearsed["ops"].values()} == {"measured"}
 
 
 def test_profiles_leave_traces(rehearsed, folder) -> None:
     traces = {path.name for path in (folder / "traces").iterdir()}
     assert len(traces) == len(rehearsed["profiles"]) and "decode_step_of_1.json.gz" in traces
     assert all(row.lines for row in rehearsed["profiles"].values())
-
-
-def test_steps_out_of_phase_are_counted(rehearsed) -> None:
-    shares = [r.value for n, r in rehearsed["staggered"].items() if "overlap" in n]
-    assert all(0 < share <= 100 for share in shares)
 
 
 def test_the_same_requests_prefill_least_with_a_radix_tree(rehearsed) -> None:
@@ -156,7 +145,7 @@ def test_without_flashinfer_the_torch_backend_is_measured(tmp_path, monkeypatch)
         sys.modules["radixcache.kernels.flashinfer_backend"] = None  # type: ignore[assignment]
 
     monkeypatch.setattr(equality, "CACHES", {"radix": (RadixCache, 16)})
-    sections = ("environment", "smoke", "equality", "decode", "ops")
+    sections = ("environment", "smoke", "equality", "decode")
     found = run(tmp_path, *sections, prepare=leave_out)
     rows = [row for section in found.values() for row in section.values()]
     assert [str(row) for row in rows if row.status == "FAIL"] == []

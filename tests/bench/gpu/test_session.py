@@ -31,14 +31,14 @@ def test_it_unpacks_mends_links_and_starts_the_check(tmp_path, lost) -> None:
     python.chmod(0o755)
     env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        ["bash", script, parts, tmp_path / "out", "2", "--only", "ops"],
+        ["bash", script, parts, tmp_path / "out", "2", "--only", "reuse"],
         env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     called, path, folder = done.stdout.splitlines()
     kept = tmp_path / "radixcache-gpu"
     assert called == (
         f"-m radixcache.bench.gpu.check --out {tmp_path / 'out'} --call 2 "
-        f"--ceilings {kept / 'ceilings.json'} --only ops"
+        f"--ceilings {kept / 'ceilings.json'} --only reuse"
     )
     assert path == f"PYTHONPATH={kept / 'site'}:{parts / 'sortedcontainers-2.whl'}"
     assert Path(folder) == checkout
