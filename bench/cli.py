@@ -86,7 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="per step (2048)"
     )
     serving.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
-    serving.add_argument("--schedule", choices=("fcfs", "longest-prefix"), default="fcfs")
+    serving.add_argument("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
     replicas = parser.add_argument_group("several replicas, simulated")
     replicas.add_argument(
         "--replicas",
@@ -248,7 +248,10 @@ def _check_unused(args: argparse.Namespace) -> None:
         "--speed": (args.speed != 1 and args.arrivals != "trace", "with --arrivals trace"),
         "--routing": (args.routing != ["all"] and args.replicas is None, "with --replicas"),
         "--prefill-rate": (args.prefill_rate != 8192 and not args.replicas, "with --replicas"),
-        "--schedule": (args.schedule != "fcfs" and args.replicas, "without --replicas"),
+        "--schedule-policy": (
+            args.schedule_policy != "fcfs" and args.replicas,
+            "without --replicas",
+        ),
         "--max-num-batched-tokens": (
             args.max_num_batched_tokens != 2048 and args.replicas,
             "without --replicas",
@@ -269,7 +272,11 @@ def _serving(args: argparse.Namespace) -> Serving:
         "trace": Arrivals(as_recorded=True, speed=args.speed),
     }[args.arrivals]
     return Serving(
-        arrivals, args.max_num_batched_tokens, args.max_num_seqs, args.schedule, args.step_time
+        arrivals,
+        args.max_num_batched_tokens,
+        args.max_num_seqs,
+        args.schedule_policy,
+        args.step_time,
     )
 
 
@@ -315,7 +322,7 @@ def _settings(
         "radixcache": __version__,
         "level": args.level,
         "arrivals": arrivals,
-        "schedule": args.schedule,
+        "schedule": args.schedule_policy,
         "tokens a step": args.max_num_batched_tokens,
         "seed": args.seed,
         "vocabulary": vocabulary,

@@ -21,7 +21,7 @@ def show(question: str, output: RequestOutput) -> None:
     print(f"{'':27}{output.outputs[0].text}")
 
 
-llm = LLM(kv_memory="32MiB")  # the bundled model
+llm = LLM(kv_cache_memory_bytes="32MiB")  # the bundled model
 chat = Chat(llm, system=DOCUMENT)
 
 print("prompt  cached  prefilled  question, answer")

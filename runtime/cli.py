@@ -21,44 +21,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency, RadixCacheError
+from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.files import check_model
+from radixcache.runtime.flags import add_flags, settings_of
 from radixcache.runtime.model import progress
-from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.server import flags
+from radixcache.runtime.sampling.params import SamplingArgs, SamplingParams
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.listener import address_of, listen
 
 if TYPE_CHECKING:
     from radixcache import LLM, Chat, RequestOutput
     from radixcache.runtime.llm import Prompt
-    from radixcache.runtime.server.settings import Settings
 
 Note = Callable[[str], None]
 
-_ENGINE = (
-    "model",
-    "cache",
-    "page_size",
-    "kv_memory",
-    "dtype",
-    "device",
-    "tensor_parallel_size",
-    "exact",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "schedule",
-    "kv_events_config",
-)
 _RUNTIME = ("torch", "transformers", "tokenizers", "huggingface_hub", "rich", "tqdm")
-_SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "n",
-)
+_SAMPLING = (*(one.name for one in settings_of(SamplingArgs)), "seed", "stop", "n")
 _CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit or /quit leaves"
 
 
@@ -100,7 +78,7 @@ def _demo(args: argparse.Namespace) -> int:
     from radixcache.runtime.demo import play
 
     _silence(args)
-    return play.run(_given(args, _ENGINE), args.json)
+    return play.run(_given(args, _names(EngineArgs)), args.json)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -194,35 +172,33 @@ def _serve(args: argparse.Namespace) -> int:
             raise MissingDependency(
                 f"radixcache serve needs {package}: pip install '.[server]' in a checkout"
             )
-    from radixcache.runtime.server.settings import Settings, read_settings
+    from radixcache.runtime.server.settings import SETTINGS, read_settings
 
     _take_model(args)
-    settings = read_settings(_given(args, tuple(Settings.model_fields)))
-    options = settings.options()
+    engine, server = read_settings(_given(args, ("config", *SETTINGS)))
     # What is wrong with the port or the model is told before torch is imported, or a model loaded.
-    with listen(settings.host, settings.port) as listener:
-        check_model(settings.model)
-        if settings.replicas is not None and find_spec("ray") is None:
+    with listen(server.host, server.port) as listener:
+        check_model(engine.model)
+        if server.replicas is not None and find_spec("ray") is None:
             raise MissingDependency("--replicas needs ray: pip install '.[ray]' in a checkout")
-        if settings.replicas is not None and settings.kv_events_config is not None:
+        if server.replicas is not None and engine.kv_events_config is not None:
             raise InvalidRequest("--kv-events-config is for one server, not yet for --replicas")
-        if settings.model is not None:
-            where = "" if settings.replicas is not None else f" {address_of(listener)}"
-            print(f"Loading {settings.model} ...{where}", file=sys.stderr, flush=True)
-        if settings.replicas is not None:
+        if engine.model is not None:
+            where = "" if server.replicas is not None else f" {address_of(listener)}"
+            print(f"Loading {engine.model} ...{where}", file=sys.stderr, flush=True)
+        if server.replicas is not None:
             from radixcache.runtime.router import deploy
 
-            engine, grace = _given(settings, _ENGINE), settings.shutdown_timeout
-            deploy.run(engine, options, settings.replicas, listener, grace)
+            deploy.run(engine, server, listener)
             return 0
         from radixcache.runtime.server.http.loading import Loading
 
-        with Loading(options, listener, settings.shutdown_timeout) as server:
-            with progress.watch(server.report):
-                llm = _load(settings)
+        with Loading(server, listener) as loading:
+            with progress.watch(loading.report):
+                llm = _load(engine)
             from radixcache.runtime.server.app import create_app
 
-            server.serve(create_app(llm, options))
+            loading.serve(create_app(llm, server))
     return 0
 
 
@@ -334,7 +310,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("MODEL", nargs="?", help="the same as --model MODEL")
 
 
-def _load(args: argparse.Namespace | Settings) -> LLM:
+def _load(args: argparse.Namespace | EngineArgs) -> LLM:
     check_model(args.model)
     _share_cores()
     with _show_progress():
@@ -342,7 +318,7 @@ def _load(args: argparse.Namespace | Settings) -> LLM:
         from radixcache import LLM
 
         _silence(args)
-        return LLM(**_given(args, _ENGINE))
+        return LLM(**_given(args, _names(EngineArgs)))
 
 
 @contextmanager
@@ -361,7 +337,7 @@ def _show_progress() -> Iterator[None]:
         yield
 
 
-def _silence(args: argparse.Namespace | Settings) -> None:
+def _silence(args: argparse.Namespace | EngineArgs) -> None:
     """No bars of transformers', beside ours; of downloads, and warnings, where they are seen."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
@@ -386,7 +362,11 @@ def _share_cores() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _given(args: argparse.Namespace | Settings, names: tuple[str, ...]) -> dict[str, Any]:
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in settings_of(kind))
+
+
+def _given(args: argparse.Namespace | EngineArgs, names: tuple[str, ...]) -> dict[str, Any]:
     """The flags that were given; the others keep the defaults of what they are passed to."""
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
@@ -486,7 +466,8 @@ def _add_demo(commands: Any) -> None:
     summary = "three users ask about two documents, with the cache on and off"
     parser = _add_command(commands, _demo, summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_engine(parser, choose_cache=False)
+    # It has both caches and two models.
+    _add_engine(parser, ("cache", "tensor_parallel_size", "kv_events_config"))
 
 
 def _add_chat(commands: Any) -> None:
@@ -497,7 +478,7 @@ def _add_chat(commands: Any) -> None:
     system = parser.add_mutually_exclusive_group()
     system.add_argument("--system", metavar="TEXT", help="the system message")
     system.add_argument("--system-file", metavar="FILE", help="the system message, from a file")
-    _add_sampling(parser, "512")
+    _add_sampling(parser)
     _add_engine(parser)
 
 
@@ -516,16 +497,21 @@ def _add_generate(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print each output as a line of JSON")
     parser.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
-    _add_sampling(parser, "the model's, or 16")
+    _add_sampling(parser)
     _add_engine(parser)
 
 
 def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, _serve, "an OpenAI-compatible server")
     _add_model(parser)
-    flags.add_flags(parser)
-    _add_sampling(parser, "the model's", of_one_prompt=False)
-    _add_engine(parser)
+    group = parser.add_argument_group(
+        "server",
+        "Each flag may be a variable, as RADIXCACHE_PORT, or stand in the file of --config.",
+    )
+    group.add_argument("--config", metavar="FILE", help="YAML such as `port: 8001`; flags stand")
+    add_flags(group, ServerArgs)
+    _add_sampling(parser, of_one_prompt=False)
+    _add_engine(parser, leave_out=())
 
 
 def _add_explain(commands: Any) -> None:
@@ -549,21 +535,11 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(handler=bench.run)
 
 
-def _add_sampling(
-    parser: argparse.ArgumentParser, max_tokens: str, *, of_one_prompt: bool = True
-) -> None:
+def _add_sampling(parser: argparse.ArgumentParser, *, of_one_prompt: bool = True) -> None:
     group = parser.add_argument_group(
         "sampling", "By default as the model's own settings say, and at temperature 1 if none does."
     )
-    group.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"most tokens to generate ({max_tokens})"
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that add up to P")
-    group.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens")
-    group.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="above 1, words come again less"
-    )
+    add_flags(group, SamplingArgs)
     if not of_one_prompt:
         return
     group.add_argument("--seed", type=int, metavar="N", help="makes sampled tokens repeatable")
@@ -572,44 +548,10 @@ def _add_sampling(
     )
 
 
-def _add_engine(parser: argparse.ArgumentParser, *, choose_cache: bool = True) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model", metavar="M", help="folder, .gguf file or hub id (else the bundled model)"
-    )
-    if choose_cache:
-        group.add_argument(
-            "--cache", choices=("radix", "hash-block", "none"), help="prefix cache (radix)"
-        )
-        group.add_argument(  # the demo, which has two models, cannot
-            "--tensor-parallel-size",
-            type=int,
-            metavar="N",
-            help="devices that the model is shared out among (1)",
-        )
-    group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
-    group.add_argument(
-        "--kv-memory", metavar="SIZE", help="for KV pages, like 2GB (a quarter of what is free)"
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="number format (auto)",
-    )
-    group.add_argument("--device", metavar="D", help="cpu, cuda or auto")
-    group.add_argument(
-        "--exact",
-        action="store_true",
-        default=None,
-        help="a token's bits do not depend on what is cached or computed beside it (on a CPU)",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="tokens per step (2048)"
-    )
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="running sequences (64)")
-    group.add_argument(
-        "--schedule", choices=("longest-prefix", "fcfs"), help="order of admission (longest-prefix)"
-    )
+def _add_engine(
+    parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ("kv_events_config",)
+) -> None:
+    add_flags(parser.add_argument_group("engine"), EngineArgs, leave_out)
 
 
 if __name__ == "__main__":

@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from contextvars import copy_context
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 from weakref import finalize
 
 import numpy as np
 import torch
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import InvalidRequest, ModelError, first_sentence
-from radixcache.hash_block import HashBlockCache
-from radixcache.none import NoCache
-from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
-from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.explain import Explainer, Explanation
-from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.engine.build import build_engine, model_path
+from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.request import Sequence as Completion
-from radixcache.runtime.engine.scheduler import Policy, Scheduler
-from radixcache.runtime.engine.worker import Job, News, Worker, answer
-from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.engine.worker import Job, News, Worker
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
-from radixcache.runtime.model.kv_pool import count_pages
-from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.system_memory import give_back, resident_bytes
-from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
+from radixcache.runtime.sampling.grammar import CompiledGrammar
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import format_memory
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
@@ -53,12 +38,6 @@ from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 T = TypeVar("T")
-
-CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
-    "radix": RadixCache,
-    "hash-block": HashBlockCache,
-    "none": NoCache,
-}
 
 
 class TokensPrompt(TypedDict):
@@ -93,110 +72,33 @@ class LLM:
     >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 
     Args:
-        model: a folder or hub id of any causal language model that transformers loads and that can
-            run over KV pages; None is the bundled `tabletalk`.
-        cache: "radix" (token-exact radix tree), "hash-block" (vLLM's prefix caching, whole blocks
-            only) or "none".
-        page_size: tokens per KV page.
-        dtype: "auto" is float32 on a CPU, the checkpoint's on a GPU.
-        device: "auto" takes a GPU if there is one.
-        tensor_parallel_size: devices of this machine that the model is shared out among, a process
-            for each; this process is the first (docs/runtime.md). One such `LLM` at a time.
-        exact: every token's KV and logits are, bit for bit, what its sequence gives alone and
-            uncached; on a CPU, in float32 or bfloat16 (docs/exactness.md).
-        kv_memory: bytes for KV pages, as a number or like "2GB" or "512MiB"; the default is a
-            quarter of a CPU's free memory, 16 GiB at most, or most of a GPU's; of each rank. On a
-            CPU it is taken as it is filled.
-        max_num_batched_tokens: tokens per step; longer prompts are prefilled in chunks.
-        max_num_seqs: sequences that run at the same time.
-        schedule: "longest-prefix" or "fcfs".
-        seed: of the sampling noise.
-        kv_events_config: tell routers which blocks are cached; vLLM's, as a mapping or JSON; see
-            `radixcache.runtime.kv_events.config`.
+        model: a folder, GGUF file or hub id of any causal language model that transformers loads
+            and that can run over KV pages; None is the bundled `tabletalk`.
+        settings: the others of `EngineArgs`, by name.
 
     Raises:
         ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
             that cannot be shared out so.
-        InvalidRequest: an argument makes no sense.
+        InvalidRequest: a setting makes no sense.
         RanksLost: one of the model's processes ended as it was loaded.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        cache: Literal["radix", "hash-block", "none"] = "radix",
-        page_size: int = 16,
-        dtype: str = "auto",
-        device: str = "auto",
-        tensor_parallel_size: int = 1,
-        exact: bool = False,
-        kv_memory: int | str | None = None,
-        max_num_batched_tokens: int = 2048,
-        max_num_seqs: int = 64,
-        schedule: Policy = "longest-prefix",
-        seed: int = 0,
-        kv_events_config: Mapping[str, Any] | str | None = None,
-    ) -> None:
+    __signature__ = signature(EngineArgs)
+
+    def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
         start = time.perf_counter()
-        _check_choice("exact", exact, (True, False))
-        _check_choice("cache", cache, tuple(CACHES))
-        _check_choice("schedule", schedule, ("longest-prefix", "fcfs"))
-        for name, value in (
-            ("page_size", page_size),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_num_seqs", max_num_seqs),
-            ("tensor_parallel_size", tensor_parallel_size),
-        ):
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {value!r}")
-        events = KVEventsConfig.asked(kv_events_config, page_size, caches=cache != "none")
-        path = str(model if model is not None else BUNDLED_MODEL)
-        self.model_name = Path(path).name
-        if tensor_parallel_size > 1 and exact:
-            raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
-        paged = _load(path, dtype, device, exact, tensor_parallel_size)
-        try:
-            report("preparing the engine", 1.0)
-            self.default_params = _default_params(paged.generation_config)
-            page_bytes = paged.bytes_per_token * page_size
-            taken = bytes_beside_pages(paged, page_size, max_num_seqs)
-            taken += PROMPT_LOGITS_BYTES * CACHES[cache].full_prompt_hits
-            num_pages = count_pages(kv_memory, page_bytes, paged.device, taken)
-            if kv_memory is None:  # more than every sequence at full context is never used
-                most = (paged.max_context // page_size + 2) * max_num_seqs * 4
-                num_pages = min(num_pages, most)
-            prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-            self.tokenizer = Tokenizer.load(path, paged.max_context)
-            self.grammar_backend = GrammarBackend(
-                self.tokenizer, paged.vocab_size, paged.eos_token_ids
-            )
-            self.engine = Engine(
-                paged,
-                paged.allocate(num_pages, page_size),
-                prefix_cache,
-                Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, schedule),
-                self.tokenizer.decode if self.tokenizer else None,
-                seed,
-                partial(self.tokenizer.encode, special=False) if self.tokenizer else None,
-                self.grammar_backend,
-            )
-            self.engine.capture_graphs()
-            marks = self.tokenizer.added if self.tokenizer else ()
-            self.explainer = Explainer(prefix_cache, marks=marks)
-            self.engine.scheduler.on_publish = partial(_before_publish, self.explainer)
-            self.prefixes = NamedPrefixes(self.engine)
-            self.kv_events = None if events is None else KVEventPublisher(prefix_cache, events)
-            after_step = None if self.kv_events is None else self.kv_events.end_step
-            self.worker = Worker(self.engine, self.prefixes, after_step)
-            self._close = finalize(self, _close, self.worker, self.kv_events, paged)
-            self._turns = Conversations(TokenHistory(self.tokenizer)) if self.tokenizer else None
-            give_back()  # what loading took of memory, and no longer needs
-            self.load_seconds = time.perf_counter() - start
-        except BaseException:
-            if paged.ranks is not None:  # or they would live as long as the error's traceback
-                paged.ranks.close()
-            raise
+        args = EngineArgs(model, **settings)
+        built = build_engine(args)
+        self.model_name = Path(model_path(args)).name
+        self.engine, self.tokenizer, self.grammar_backend = built[:3]
+        self.explainer, self.kv_events, self.default_params = built[3:]
+        self.prefixes = NamedPrefixes(self.engine)
+        after_step = None if self.kv_events is None else self.kv_events.end_step
+        self.worker = Worker(self.engine, self.prefixes, after_step)
+        self._close = finalize(self, _close, self.worker, self.kv_events, self.engine.model)
+        self._turns = Conversations(TokenHistory(self.tokenizer)) if self.tokenizer else None
+        give_back()  # what loading took of memory, and no longer needs
+        self.load_seconds = time.perf_counter() - start
 
     @property
     def cache(self) -> PrefixCache:
@@ -633,16 +535,6 @@ def _as_prompts(prompts: Prompts) -> list[Prompt]:
     return many
 
 
-def _before_publish(explainer: Explainer, sequence: Completion, num_tokens: int) -> None:
-    """Explain a request when it is admitted, and remember what is computed of it."""
-    request, lease = sequence.request, sequence.lease
-    if request.explanation is None and lease is not None:
-        request.explanation = explainer.observe(
-            sequence.tokens, lease.num_tokens, request.namespace
-        )
-    explainer.remember(sequence.tokens[:num_tokens], request.namespace)
-
-
 def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel) -> None:
     if model.ranks is not None:  # first: the step under way may wait for one that hangs
         model.ranks.stop()
@@ -653,39 +545,6 @@ def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel
         model.ranks.close()
 
 
-def _load(path: str, dtype: str, device: str, exact: bool, ranks: int) -> PagedModel:
-    """`load_model`, or `load_parallel` for several ranks; on a CPU in a thread that ends with it.
-
-    OpenMP keeps a pool of threads for each thread that has computed. With a second pool beside the
-    engine's there are more threads than cores, and GNU's puts them to sleep after each operation:
-    a decoded token took 1.4 to 1.7 times as long, four times beside other work (measured).
-    """
-    load: Callable[[], PagedModel]
-    if ranks > 1:  # imports transformers' layers
-        from radixcache.runtime.model.parallel.load import load_parallel
-
-        load = partial(load_parallel, path, ranks, dtype, device)
-    else:
-        load = partial(load_model, path, dtype=dtype, device=device, exact=exact)
-    if resolve_device(device).type != "cpu":
-        return load()
-    future: Future[PagedModel] = Future()
-    loading = partial(copy_context().run, load)  # so that who watches here hears of it
-    thread = threading.Thread(target=answer, args=(future, loading), daemon=True)
-    try:
-        thread.start()
-        wait([future])  # a `join` that is interrupted takes the thread for ended (Python 3.11)
-    except BaseException:  # as by Ctrl-C: a thread within torch must end before the interpreter
-        if thread.ident is not None:  # it has begun
-            if not future.cancel():
-                stop = ctypes.py_object(KeyboardInterrupt)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), stop)
-            wait([future])
-        raise
-    thread.join()
-    return future.result()
-
-
 def check_params(params: object) -> None:
     """Refuse what are no sampling parameters."""
     if not isinstance(params, SamplingParams):
@@ -693,34 +552,3 @@ def check_params(params: object) -> None:
             f"sampling_params are SamplingParams, not {type(params).__name__}: say, for example, "
             "SamplingParams(temperature=0, max_tokens=64)"
         )
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise InvalidRequest(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-
-
-def _default_params(config: Any) -> SamplingParams:
-    """Sampling as the model's generation_config.json asks for it.
-
-    A model that says nothing is sampled at temperature 1, as in OpenAI's API and vLLM; where it
-    says ``"do_sample": false``, the likeliest token is taken.
-    """
-    greedy = getattr(config, "do_sample", None) is False
-
-    def setting(name: str, default: Any) -> Any:
-        value = getattr(config, name, None)
-        return default if value is None or greedy else value
-
-    try:
-        return SamplingParams(
-            temperature=0.0 if greedy else float(setting("temperature", 1.0)),
-            top_p=float(setting("top_p", 1.0)),
-            top_k=int(setting("top_k", 0)),
-            min_p=float(setting("min_p", 0.0)),
-            max_tokens=int(getattr(config, "max_new_tokens", None) or 16),
-            repetition_penalty=float(getattr(config, "repetition_penalty", None) or 1.0),
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        reason = first_sentence(error)
-        raise ModelError(f"the model's generation config makes no sense: {reason}") from None

@@ -51,7 +51,7 @@ def make_engine(
     num_pages: int = 512,
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 64,
-    policy: Policy = "longest-prefix",
+    policy: Policy = "lpm",
     layers: Layers = "chosen",
 ) -> Engine:
     """An engine with a pool of exactly `num_pages`, on shared weights."""

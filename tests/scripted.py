@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache import LLM
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime import llm as llm_module
+from radixcache.runtime.engine import build
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -94,8 +94,8 @@ def scripted_llm(script: Script, **options: Any) -> LLM:
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
         model = ScriptedModel(tokenizer, script)
-        with mock.patch.object(llm_module, "_load", return_value=model):
-            return LLM(folder, **{"kv_memory": "4MiB", **options})
+        with mock.patch.object(build, "load", return_value=model):
+            return LLM(folder, **{"kv_cache_memory_bytes": "4MiB", **options})
 
 
 def call(name: str, /, **arguments: Any) -> str:

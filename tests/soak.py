@@ -246,7 +246,7 @@ def make_cases(path: Path, rng: random.Random) -> list[Case]:
         else SamplingParams(temperature=0, max_tokens=rng.randint(1, 24), ignore_eos=True)
         for i in range(len(prompts))
     ]
-    with LLM(path, cache="none", kv_memory="16MiB") as llm:
+    with LLM(path, cache="none", kv_cache_memory_bytes="16MiB") as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     tokens = [[o.token_ids for o in output.outputs] for output in outputs]
     return [Case(*case) for case in zip(prompts, params, tokens, strict=True)]
@@ -296,7 +296,7 @@ def main() -> int:
             for mode in MODES:
                 # Room for a few of the longest requests: eviction and preemption all the time.
                 memory: dict[str, Any] = {
-                    "kv_memory": "384KiB",
+                    "kv_cache_memory_bytes": "384KiB",
                     "max_num_batched_tokens": 64,
                     "max_num_seqs": 8,
                 }

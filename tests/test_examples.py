@@ -66,7 +66,7 @@ def test_a_chat_prefills_only_what_is_new(capsys: pytest.CaptureFixture[str]) ->
 def test_the_openai_client_is_told_what_was_cached(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with live(LLM(kv_memory="32MiB")) as server:
+    with live(LLM(kv_cache_memory_bytes="32MiB")) as server:
         monkeypatch.setattr(sys, "argv", ["openai_client.py", server.url])
         run("openai_client.py")
         server.assert_idle()

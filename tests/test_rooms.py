@@ -19,11 +19,12 @@ FLOORS = [
     {
         "radixcache.kernels",
         "radixcache.runtime.files",
+        "radixcache.runtime.flags",
         "radixcache.runtime.gguf_file",
         "radixcache.runtime.router.policy",
         "radixcache.runtime.sizes",
     },
-    {"radixcache.runtime.model", "radixcache.runtime.tokens"},
+    {"radixcache.runtime.kv_events", "radixcache.runtime.model", "radixcache.runtime.tokens"},
     {"radixcache.runtime.sampling"},
     {"radixcache.runtime.engine"},
     {"radixcache.runtime"},

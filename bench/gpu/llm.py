@@ -45,7 +45,7 @@ MEMORY = "256MB"  # several LLMs are there at once, and by default each takes mo
 
 
 def run(place: Place, report: Report) -> None:
-    cpu, llm = LLM(device="cpu", kv_memory=MEMORY), _llm(place, place.dtype)
+    cpu, llm = LLM(device="cpu", kv_cache_memory_bytes=MEMORY), _llm(place, place.dtype)
     report.check("attention backend", _backend, place, llm)
     report.check("greedy tokens are the CPU's", _greedy, place, llm, cpu)
     report.check("seeded sampling", _sampled, place, llm, cpu)
@@ -59,7 +59,9 @@ def run(place: Place, report: Report) -> None:
 
 def _llm(place: Place, dtype: torch.dtype) -> LLM:
     streams = place.sizes.streams
-    return LLM(device="cuda", dtype=_name(dtype), kv_memory=MEMORY, max_num_seqs=streams)
+    return LLM(
+        device="cuda", dtype=_name(dtype), kv_cache_memory_bytes=MEMORY, max_num_seqs=streams
+    )
 
 
 def _greedily(place: Place, **options: Any) -> SamplingParams:
@@ -182,7 +184,7 @@ def _float32(place: Place, cpu: LLM) -> str:
 
 def _options(verb: str, dtype: torch.dtype) -> list[str]:
     """Of the command line."""
-    return [verb, "--device", "cuda", "--dtype", _name(dtype), "--kv-memory", MEMORY]
+    return [verb, "--device", "cuda", "--dtype", _name(dtype), "--kv-cache-memory-bytes", MEMORY]
 
 
 def generate_apart(options: Sequence[str]) -> str:

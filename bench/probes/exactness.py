@@ -112,7 +112,7 @@ def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Nam
             dtype=dtype,
             exact=exact,
             cache="radix" if warm else "none",
-            kv_memory="256MiB",
+            kv_cache_memory_bytes="256MiB",
         )
         with llm:
             prompts = (table_prompts if tabletalk else random_prompts)(llm, count, args.seed)

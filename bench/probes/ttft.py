@@ -34,7 +34,7 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     with tempfile.TemporaryDirectory() as folder:
         size = save_random_llama(Path(folder), args.seed)
-        llm = LLM(folder, page_size=args.page_size, kv_memory="256MiB")
+        llm = LLM(folder, page_size=args.page_size, kv_cache_memory_bytes="256MiB")
     document = rng.integers(0, 16_384, args.document)
 
     def ask(question: NDArray[np.int64]) -> tuple[float, float, int]:

@@ -40,7 +40,7 @@ class ScriptedEngine(Engine):
     ) -> None:
         cache = scheme.make(kv_pool.num_pages * kv_pool.page_size)
         scheduler = Scheduler(
-            cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule
+            cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule_policy
         )
         super().__init__(model, kv_pool, cache, scheduler)
         scheduler.kept = None  # at index level every scheme computes a prompt's last token

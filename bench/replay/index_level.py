@@ -28,7 +28,7 @@ class Serving:
     arrivals: Arrivals
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
-    schedule: Policy = "fcfs"
+    schedule_policy: Policy = "fcfs"
     step_time: float = 0.025
 
 
@@ -47,7 +47,7 @@ def run_index(
         cache,
         serving.max_num_batched_tokens,
         serving.max_num_seqs,
-        serving.schedule,
+        serving.schedule_policy,
         survey_every=max(1, len(workload.arrivals) // _SURVEYS),
     )
     start = time.perf_counter()

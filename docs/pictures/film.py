@@ -62,7 +62,7 @@ class Film:
 
 def take(folder: Path) -> None:
     """Film the page of a server that has just started."""
-    with LLM(kv_memory="64MiB") as llm, live(llm) as server, window() as page:
+    with LLM(kv_cache_memory_bytes="64MiB") as llm, live(llm) as server, window() as page:
         llm.generate("Warm", use_tqdm=False)
         llm.reset_prefix_cache()
         put_on(page, LOOK)

@@ -15,7 +15,7 @@ SIZES = (3, 60, 500, 5000)
 
 def take(folder: Path) -> None:
     """All pictures of the page."""
-    with LLM(kv_memory="768MiB") as llm, live(llm) as server, window() as page:
+    with LLM(kv_cache_memory_bytes="768MiB") as llm, live(llm) as server, window() as page:
         page.open(server.url)
         page.ask("What is the occupation of Nora Lund?")
         page.one("#new").click()

@@ -19,7 +19,7 @@ from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, Question, read_tab
 from radixcache.runtime.model.progress import watch
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=64)
-_KV_MEMORY = "1GiB"  # two models are loaded, so neither may take most of the machine
+_KV_CACHE_MEMORY_BYTES = "1GiB"  # two models are loaded, so neither may take most of the machine
 
 _INTRODUCTION = """\
 Three users chat about two documents, each question once with the prefix cache
@@ -134,7 +134,10 @@ def play(engine: Mapping[str, Any]) -> Iterator[Turn]:
     Args:
         engine: arguments for `LLM`, except `cache`.
     """
-    engine = {**engine, "kv_memory": engine.get("kv_memory") or _KV_MEMORY}
+    engine = {
+        **engine,
+        "kv_cache_memory_bytes": engine.get("kv_cache_memory_bytes") or _KV_CACHE_MEMORY_BYTES,
+    }
     cached, uncached = Player(LLM(**engine, cache="radix")), Player(LLM(**engine, cache="none"))
     cells = {user: read_table(path) for user, path in DOCUMENTS.items()}
     asked = dict.fromkeys(DOCUMENTS, 0)

@@ -328,7 +328,7 @@ class Engine:
             if pinned:  # how much may be others' secret
                 raise InvalidRequest(f"{said} beside what is pinned")
             raise ContextExceeded(
-                f"{said} of {room + length - 1:,} tokens: give it more (--kv-memory, kv_memory=)"
+                f"{said} of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
             )
         return min(wanted, room)
 

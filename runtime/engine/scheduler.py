@@ -33,7 +33,7 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
 
-Policy = Literal["longest-prefix", "fcfs"]
+Policy = Literal["lpm", "fcfs"]
 
 MAX_PASSED_OVER = 64
 """Later sequences of its client that may overtake a waiting one before it goes first; one that
@@ -93,7 +93,7 @@ class Scheduler:
         cache: where sequences get their pages.
         max_num_batched_tokens: tokens per step, decodes and prefill chunks together.
         max_num_seqs: running sequences.
-        policy: "longest-prefix" admits the longest cached prefix first (SGLang's cache-aware
+        policy: "lpm" admits the longest cached prefix first (SGLang's cache-aware
             order), with ageing; "fcfs" admits in order of arrival.
     """
 
@@ -102,7 +102,7 @@ class Scheduler:
         cache: PrefixCache,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        policy: Policy = "longest-prefix",
+        policy: Policy = "lpm",
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -296,7 +296,7 @@ class Scheduler:
 
     def _by_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
         """One client's, the longest cached prefix first, but before it who was overtaken often."""
-        if self.policy != "longest-prefix" or len(sequences) < 2:
+        if self.policy != "lpm" or len(sequences) < 2:
             return sequences
 
         def rank(sequence: Sequence) -> float:

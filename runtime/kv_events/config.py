@@ -67,10 +67,12 @@ class KVEventsConfig:
 
     @classmethod
     def asked(
-        cls, given: str | Mapping[str, Any] | None, page_size: int, caches: bool
+        cls, given: str | Mapping[str, Any] | KVEventsConfig | None, page_size: int, caches: bool
     ) -> KVEventsConfig | None:
         """What `read` reads, for such a cache; None if nothing is to be published."""
-        config = cls() if given is None else cls.read(given)
+        config = cls() if given is None else given
+        if isinstance(config, str | Mapping):
+            config = cls.read(config)
         if not config.enable_kv_cache_events or config.publisher == "null":
             return None
         if page_size < 2 or not caches:

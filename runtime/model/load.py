@@ -48,8 +48,6 @@ _MOST_ROUNDING = 0.25
 beyond, whoever wants the model wants another dtype."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SHORT = {"float": "float32", "fp32": "float32", "bf16": "bfloat16"}
-_SHORT |= {"half": "float16", "fp16": "float16"}
 
 
 def load_model(
@@ -135,7 +133,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> Any:
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else dtype
-    kind = _DTYPES.get(_SHORT.get(dtype, dtype)) if isinstance(dtype, str) else dtype
+    kind = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if kind not in _DTYPES.values():
         raise InvalidRequest(f"unknown dtype {dtype!r}: say auto, {', '.join(_DTYPES)}")
     return kind

@@ -7,13 +7,11 @@ would each know a part of what is cached.
 from __future__ import annotations
 
 import secrets
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.llm import LLM
 from radixcache.runtime.router import deploy
 from radixcache.runtime.router.prompts import load_prompts
 from radixcache.runtime.server.settings import read_settings
@@ -34,16 +32,14 @@ def build(settings: dict[str, Any]) -> Application:
     given = {name.replace("-", "_"): value for name, value in settings.items()}
     if wrong := given.keys() & _MEANINGLESS:
         raise InvalidRequest(f"{min(wrong)} is not for a replica of a cluster")
-    read = read_settings(given)
-    options, names = read.options(), signature(LLM).parameters
-    engine = {name: value for name in names if (value := getattr(read, name, None)) is not None}
-    resources = deploy.resources_of(engine, 1, on_gpu=engine.get("device") != "cpu")
-    count, key = read.replicas or (1, 1), secrets.token_bytes(32)
-    replicas = deploy.bind(engine, options, count, read.shutdown_timeout, resources, key)
+    engine, options = read_settings(given)
+    resources = deploy.resources_of(engine, 1, on_gpu=engine.device != "cpu")
+    key = secrets.token_bytes(32)
+    replicas = deploy.bind(engine, options, resources, key)
 
     def make_app() -> Any:
         name, app = deploy.REPLICA, serve.get_replica_context().app_name
-        handle, prompts = serve.get_deployment_handle(name, app), load_prompts(engine.get("model"))
+        handle, prompts = serve.get_deployment_handle(name, app), load_prompts(engine.model)
         return deploy.make_app(handle, prompts, options, "", key)
 
     ingress: Any = serve.ingress(make_app)(_Ingress)

@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
+from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.router import sender
 from radixcache.runtime.router.app import create_app
 from radixcache.runtime.router.calls import Calls
@@ -26,8 +27,8 @@ from radixcache.runtime.router.prompts import Prompts, load_prompts
 from radixcache.runtime.router.replica import Replica
 from radixcache.runtime.router.scaling import by_queued_tokens
 from radixcache.runtime.server.admin import cache
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.serve import serve as listen_and_serve
-from radixcache.runtime.server.settings import ServerArgs
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -46,22 +47,18 @@ _HEALTH_SECONDS = 10.0
 
 
 def bind(
-    engine: Mapping[str, Any],
+    engine: EngineArgs,
     options: ServerArgs,
-    replicas: tuple[int, int],
-    grace: float,
     resources: Mapping[str, float],
     key: bytes,
 ) -> Application:
-    """The deployment of the replicas, of which there are from `replicas[0]` to `replicas[1]`.
+    """The deployment of the replicas, as many as `options` say.
 
     Args:
-        engine: keyword arguments of `LLM`.
-        grace: seconds for what runs on a replica that is no longer needed.
         resources: of each, as `num_cpus` and `num_gpus`.
         key: by which all name salts.
     """
-    low, high = replicas
+    low, high = options.replicas or (1, 1)
     count: dict[str, Any] = {"num_replicas": low}
     if low != high:
         policy = AutoscalingPolicy(
@@ -82,24 +79,21 @@ def bind(
             request_router_class=f"{sender.__name__}.{sender.Sender.__name__}"
         ),
         ray_actor_options=dict(resources),
-        graceful_shutdown_timeout_s=grace,
+        graceful_shutdown_timeout_s=options.shutdown_timeout,
         health_check_period_s=_HEALTH_SECONDS / 2,
         health_check_timeout_s=_HEALTH_SECONDS,
         max_constructor_retry_count=1,  # of the first ones; those that replace others try on
         **count,
     )(Replica)
-    model = engine.get("model")
-    if model is not None and Path(model).exists():  # replicas run elsewhere
-        engine = {**engine, "model": str(Path(model).resolve())}
-    return deployment.bind(dict(engine), replace(options, access_log=False), key)
+    if engine.model is not None and Path(engine.model).exists():  # replicas run elsewhere
+        engine = replace(engine, model=str(Path(engine.model).resolve()))
+    return deployment.bind(engine, replace(options, access_log=False), key)
 
 
 @contextmanager
 def deployed(
-    engine: Mapping[str, Any],
+    engine: EngineArgs,
     options: ServerArgs,
-    replicas: tuple[int, int],
-    grace: float,
     key: bytes,
     name: str,
 ) -> Iterator[DeploymentHandle]:
@@ -113,20 +107,21 @@ def deployed(
     """
     for logger in ("ray", "ray.serve"):
         logging.getLogger(logger).setLevel(logging.WARNING)
-    cores = max(1, (os.cpu_count() or 1) // replicas[1])
+    most = (options.replicas or (1, 1))[1]
+    cores = max(1, (os.cpu_count() or 1) // most)
     # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
     told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         _check_address(os.environ["RAY_ADDRESS"])
     else:
-        told |= {"num_cpus": cores * replicas[1] + 1, "include_dashboard": False}
+        told |= {"num_cpus": cores * most + 1, "include_dashboard": False}
     try:
         ray.init(**told)
-        on_gpu = engine.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        on_gpu = engine.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         resources = resources_of(engine, cores, on_gpu)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        application = bind(engine, options, replicas, grace, resources, key)
+        application = bind(engine, options, resources, key)
         try:
             handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
         except RuntimeError:
@@ -139,9 +134,9 @@ def deployed(
         ray.shutdown()
 
 
-def resources_of(engine: Mapping[str, Any], cores: int, on_gpu: bool) -> dict[str, float]:
+def resources_of(engine: EngineArgs, cores: int, on_gpu: bool) -> dict[str, float]:
     """Of one replica: on GPUs one for each of its ranks, which are children of its process."""
-    gpus = (engine.get("tensor_parallel_size") or 1) * on_gpu
+    gpus = engine.tensor_parallel_size * on_gpu
     return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
 
 
@@ -173,19 +168,13 @@ def make_app(
     return create_app(Ingress(Calls(handle), options, prompts, note))
 
 
-def run(
-    engine: Mapping[str, Any],
-    options: ServerArgs,
-    replicas: tuple[int, int],
-    listener: socket.socket,
-    grace: float,
-) -> None:
+def run(engine: EngineArgs, options: ServerArgs, listener: socket.socket) -> None:
     """Serve until a signal ends it."""
-    prompts, key = load_prompts(engine.get("model")), secrets.token_bytes(32)
+    prompts, key = load_prompts(engine.model), secrets.token_bytes(32)
     # One of its own for each ingress, and the same again if this one is killed and started anew.
     name = f"radixcache-{platform.node()}-{listener.getsockname()[1]}"
-    with deployed(engine, options, replicas, grace, key, name) as handle:
-        low, high = replicas
+    with deployed(engine, options, key, name) as handle:
+        low, high = options.replicas or (1, 1)
         count = f"{low}" if low == high else f"{low} to {high}"
         app = make_app(handle, prompts, options, f"{count} replicas, run by Ray Serve", key)
-        listen_and_serve(app, listener, grace)
+        listen_and_serve(app, listener, options.shutdown_timeout)

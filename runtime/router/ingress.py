@@ -28,9 +28,9 @@ from radixcache.runtime.router.policy import Router, Standing, preference
 from radixcache.runtime.router.prompts import Body, Prompts, parse
 from radixcache.runtime.router.replica import END, STARTED, Computed, Description
 from radixcache.runtime.server.api.generation import event
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.settings import ServerArgs
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
+from pathlib import Path
 from typing import Any, cast
 
 from radixcache.base import Tokens, as_tokens
@@ -117,7 +118,7 @@ class Prompts:
         return self.tokenizer.encode(text, special=False)
 
 
-def load_prompts(model: str | None) -> Prompts:
+def load_prompts(model: str | Path | None) -> Prompts:
     """What reads the prompts of a model, the bundled one by default, in a process without torch.
 
     Raises:

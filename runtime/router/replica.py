@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import AsyncIterator, Hashable, Mapping
+from collections.abc import AsyncIterator, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.types import Message, Scope
 
 from radixcache.base import Tokens
 from radixcache.errors import EngineStopped
+from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.router.scaling import LOAD, QUEUED_TOKENS
-from radixcache.runtime.server.settings import ServerArgs
+from radixcache.runtime.server.args import ServerArgs
 
 if TYPE_CHECKING:  # it is made from settings where it runs, and imports torch there
     from radixcache.runtime.server.jobs import Job
@@ -59,12 +60,10 @@ class Replica:
     """A deployment class of Ray Serve.
 
     Args:
-        engine: keyword arguments of `LLM`.
-        options: those of the app.
         key: by which all replicas name salts.
     """
 
-    async def __init__(self, engine: Mapping[str, Any], options: ServerArgs, key: bytes) -> None:  # type: ignore[misc]
+    async def __init__(self, engine: EngineArgs, options: ServerArgs, key: bytes) -> None:  # type: ignore[misc]
         from ray import serve
 
         from radixcache import LLM
@@ -73,7 +72,7 @@ class Replica:
 
         cache.share_key(key)
         self._name: str = serve.get_replica_context().replica_id.unique_id
-        self._llm = LLM(**engine)
+        self._llm = LLM(**vars(engine))
         self._app = create_app(self._llm, options)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.flags import setting
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPT_LOGPROBS = 20
@@ -178,3 +179,16 @@ class SamplingParams:
 def _require(holds: object, name: str, rule: str, value: object) -> None:
     if not holds:
         raise InvalidRequest(f"{name} must be {rule}, not {value!r:.100}")
+
+
+@dataclass(frozen=True)
+class SamplingArgs:
+    """What the command line, or a server's settings, say of every request that does not."""
+
+    max_tokens: int | None = setting(
+        None, "most tokens to generate (chat: 512; else the model's, or 16)", metavar="N"
+    )
+    temperature: float | None = setting(None, "0 is greedy", metavar="T")
+    top_p: float | None = setting(None, "likeliest tokens that add up to P", metavar="P")
+    top_k: int | None = setting(None, "the K likeliest tokens", metavar="K")
+    repetition_penalty: float | None = setting(None, "above 1, words come again less", metavar="X")

@@ -19,6 +19,7 @@ from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
 from radixcache.runtime.server.api.response_store import ResponseStore
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import errors, guards
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.bodies import BodyRoute
@@ -40,7 +41,6 @@ from radixcache.runtime.server.serving import (
     client_of,
     plain_messages,
 )
-from radixcache.runtime.server.settings import ServerArgs
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)

@@ -18,12 +18,12 @@ from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job, RequestTracker
 from radixcache.runtime.server.observe.metrics import Metrics
 from radixcache.runtime.server.protocol.openai import GenerationRequest
 from radixcache.runtime.server.protocol.tools import ChatMessage
-from radixcache.runtime.server.settings import ServerArgs
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import ParsedMessage

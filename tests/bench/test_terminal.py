@@ -106,8 +106,10 @@ def test_refused_and_preempted_requests_are_said_beside_the_figures_they_spoil()
 def test_a_replay_above_the_optimum_is_explained(capsys):
     """Who has most in the cache is served first; the optimum takes requests as they come."""
     spec = "documents:questions=60,document=200,documents=8,question=4"
-    flags = "--schemes radix-1 --memory 555 --concurrency 32 --json x.json --schedule".split()
-    assert main(["bench", spec, *flags, "longest-prefix"]) == 0
+    flags = (
+        "--schemes radix-1 --memory 555 --concurrency 32 --json x.json --schedule-policy".split()
+    )
+    assert main(["bench", spec, *flags, "lpm"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "555: radix-1 above the optimum, which serves one request after the other" in said
     assert main(["bench", spec, *flags, "fcfs"]) == 0

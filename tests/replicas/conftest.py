@@ -92,7 +92,14 @@ def deployed(*flags: str) -> Iterator[tuple[Deployment, subprocess.Popen[bytes]]
     """A server of these flags, and its process, which is killed in the end."""
     port = free_port()
     command = [sys.executable, "-m", "radixcache", "serve", *flags, "--port", str(port)]
-    command += ["--kv-memory", str(KV_TOKENS * 4096), "--api-key", KEY, "--admin-key", ADMIN]
+    command += [
+        "--kv-cache-memory-bytes",
+        str(KV_TOKENS * 4096),
+        "--api-key",
+        KEY,
+        "--admin-key",
+        ADMIN,
+    ]
     process = subprocess.Popen(command, env=environment())
     try:
         found = Deployment(f"http://127.0.0.1:{port}")

@@ -43,8 +43,8 @@ def test_it_serves_behind_serves_proxy():
 
     (application,) = yaml.safe_load(CONFIG.read_text())["applications"]
     assert application["import_path"] == "radixcache.runtime.router.cluster:build"
-    args = {name: application["args"][name] for name in ("kv-memory", "replicas")}
-    args |= {"kv-memory": KV_TOKENS * 4096, "replicas": 2, "device": "cpu"}
+    args = {name: application["args"][name] for name in ("kv-cache-memory-bytes", "replicas")}
+    args |= {"kv-cache-memory-bytes": KV_TOKENS * 4096, "replicas": 2, "device": "cpu"}
     command = [sys.executable, "-c", SCRIPT, str(free_port()), yaml.safe_dump(args)]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "served" in run.stdout, run.stderr[-3000:]

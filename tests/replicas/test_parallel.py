@@ -30,7 +30,7 @@ def test_each_replica_is_several_processes_and_answers_as_one_does():
         found = [*threads.map(lambda prompt: ask(deployment, prompt), prompts)]
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-    alone = LLM(kv_memory="64MiB")
+    alone = LLM(kv_cache_memory_bytes="64MiB")
     params = SamplingParams(max_tokens=16, temperature=0)
     expected = [output.outputs[0].text for output in alone.generate(prompts, params)]
     assert [text for _, text in found] == expected

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0)
 @pytest.fixture(scope="session")
 def alone() -> LLM:
     """The same model in this process: what every answer must be."""
-    return LLM(kv_memory="256MiB")
+    return LLM(kv_cache_memory_bytes="256MiB")
 
 
 def _chat(text: str, **more: Any) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def test_routing_saves_what_several_caches_lose(deployment: Deployment):
     load = Load(deployment.client(), seed=2)
     asyncio.run(load.run())
     computed = deployment.computed() - before
-    reference = LLM(kv_memory="256MiB")
+    reference = LLM(kv_cache_memory_bytes="256MiB")
     for messages, _ in sorted(load.answered, key=lambda item: len(item[0])):
         reference.chat(messages, GREEDY)
     stats = reference.cache.stats

@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 def _start(mark: str, *flags: str, **more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "radixcache", "serve", "--replicas", "2", *flags]
-    command += ["--port", str(free_port()), "--kv-memory", "8MiB"]
+    command += ["--port", str(free_port()), "--kv-cache-memory-bytes", "8MiB"]
     env = {**environment(), **more, "STARTED_BY": mark}
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 

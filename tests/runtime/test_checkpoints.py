@@ -72,7 +72,7 @@ def test_a_tokenizer_that_needs_code_is_refused_and_its_code_never_runs(folder, 
         auto_map={"AutoTokenizer": ["planted.Planted", None]},
     )
     with pytest.raises(ModelError, match=r"the tokenizer .*: .* custom code") as refused:
-        LLM(folder, kv_memory="1MiB")
+        LLM(folder, kv_cache_memory_bytes="1MiB")
     assert "\n" not in str(refused.value)
 
 
@@ -101,7 +101,7 @@ def test_code_for_generation_never_runs(folder, trace):
     (folder / "custom_generate").mkdir()
     plant(folder / "custom_generate", "generate", trace)
     change(folder / "generation_config.json", auto_map={"GenerationConfig": "planted.Planted"})
-    llm = LLM(folder, kv_memory="1MiB")
+    llm = LLM(folder, kv_cache_memory_bytes="1MiB")
     llm.generate("a", SamplingParams(temperature=0, max_tokens=2))
 
 
@@ -149,7 +149,7 @@ def test_a_config_of_nonsense_is_an_error_of_one_sentence(folder, file, fields, 
     else:
         change(folder / file, **fields)
     with pytest.raises(ModelError, match=reason) as error:
-        LLM(folder, kv_memory="1MiB")
+        LLM(folder, kv_cache_memory_bytes="1MiB")
     assert "\n" not in str(error.value)
 
 
@@ -238,7 +238,7 @@ def test_the_attention_that_a_checkpoint_asks_for_is_ignored(folder, field, valu
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_a_checkpoint_without_a_tokenizer_completes_token_ids_only(family, tmp_path):
     """For some families transformers makes up an empty tokenizer, which reads every text as []."""
-    llm = LLM(tiny_model(family, tmp_path, SEED, tokenizer=False), kv_memory="1MiB")
+    llm = LLM(tiny_model(family, tmp_path, SEED, tokenizer=False), kv_cache_memory_bytes="1MiB")
     assert llm.tokenizer is None
     with pytest.raises(InvalidRequest, match="has no tokenizer: give prompt_token_ids"):
         llm.generate("hello")
@@ -262,5 +262,5 @@ def test_a_tokenizer_that_does_not_load_is_an_error(folder, file, content, reaso
     else:
         (folder / file).write_text(content)
     with pytest.raises(ModelError, match=f"the tokenizer of .* does not load: .*{reason}") as error:
-        LLM(folder, kv_memory="1MiB")
+        LLM(folder, kv_cache_memory_bytes="1MiB")
     assert "\n" not in str(error.value)

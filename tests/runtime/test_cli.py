@@ -59,7 +59,7 @@ heavy &= set(sys.modules)
 assert not heavy, heavy
 """)
     assert done.returncode == 0, done.stderr
-    assert "--kv-memory" in done.stdout
+    assert "--kv-cache-memory-bytes" in done.stdout
 
 
 def test_the_package_is_a_program():
@@ -87,7 +87,10 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "x", "--cache", "disk"], "invalid choice: 'disk'"),
         (["generate", "--prompt", "x", "--top-p", "7"], "top_p must be in (0, 1], not 7.0"),
         (["generate", "--prompt", "x", "--page-size", "0"], "page_size must be at least 1, not 0"),
-        (["generate", "--prompt", "x", "--kv-memory", "lots"], "not an amount of memory: 'lots'"),
+        (
+            ["generate", "--prompt", "x", "--kv-cache-memory-bytes", "lots"],
+            "kv_cache_memory_bytes must be an amount like 2GB",
+        ),
         (["generate", "--prompt", "x", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt-file", "/no/file"], "cannot read /no/file: No such file"),
@@ -95,10 +98,13 @@ def test_the_package_is_a_program():
         (["generate", "--prompt", "x", "--seed", str(2**64)], "seed must be of 64 bits"),
         (["generate", "--prompt", "x", "--top-k", "9" * 400], "top_k must be at least 1"),
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
-        (["generate", "--prompt", "x", "--kv-memory", "9" * 400], "GiB of KV memory are more than"),
+        (
+            ["generate", "--prompt", "x", "--kv-cache-memory-bytes", "9" * 400],
+            "GiB of KV memory are more than",
+        ),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
         (["serve", "--tensor-parallel-size", "3"], "4 query heads and 2 KV heads cannot be shared"),
-        (["serve", "--host", "\udcff", "--port", "0"], "--host: must be a valid string"),
+        (["serve", "--host", "\udcff", "--port", "0"], "not a host: "),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0 and finite, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),

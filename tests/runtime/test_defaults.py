@@ -13,8 +13,9 @@ from radixcache.errors import ContextExceeded
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
 from radixcache.runtime.files import split_gguf
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.serving import Backend
-from radixcache.runtime.server.settings import ServerArgs, read_settings
+from radixcache.runtime.server.settings import read_settings
 from tests.models import tiny_model
 from tests.runtime.server.live import live
 
@@ -32,7 +33,7 @@ def with_settings(folder: Path, **settings: object) -> Path:
 
 
 def test_a_model_that_says_nothing_is_sampled_at_temperature_1(tmp_path: Path) -> None:
-    with LLM(tiny_model("llama", tmp_path), kv_memory="1MiB") as llm:
+    with LLM(tiny_model("llama", tmp_path), kv_cache_memory_bytes="1MiB") as llm:
         assert llm.default_params.temperature == 1
         many = SamplingParams(n=8, max_tokens=8)
         texts = {tuple(one.token_ids) for one in llm.generate(PROMPT, many)[0].outputs}
@@ -51,14 +52,14 @@ def test_what_a_model_says_of_its_sampling_holds(
     tmp_path: Path, said: dict[str, object], temperature: float, top_p: float
 ) -> None:
     folder = with_settings(tiny_model("llama", tmp_path), **said)
-    with LLM(folder, kv_memory="1MiB") as llm:
+    with LLM(folder, kv_cache_memory_bytes="1MiB") as llm:
         assert (llm.default_params.temperature, llm.default_params.top_p) == (temperature, top_p)
 
 
 def test_a_servers_own_sampling_stands_between_the_request_and_the_model() -> None:
-    options = read_settings({"temperature": "0.5", "max-tokens".replace("-", "_"): "7"}).options()
+    _, options = read_settings({"temperature": "0.5", "max_tokens": "7"})
     assert options.sampling == {"temperature": 0.5, "max_tokens": 7}
-    with LLM(kv_memory="16MiB") as llm:
+    with LLM(kv_cache_memory_bytes="16MiB") as llm:
         backend = Backend(llm, options)
         assert any("answers by temperature 0.5" in note for note in backend.notes)
         assert backend.chat_defaults.temperature == backend.completion_defaults.temperature == 0.5
@@ -82,7 +83,7 @@ def test_how_answers_are_sampled_is_told_in_a_few_words() -> None:
 
 
 def test_the_context_is_what_fits_and_a_refusal_says_what_to_do() -> None:
-    with LLM(page_size=4, kv_memory="128KiB") as llm:
+    with LLM(page_size=4, kv_cache_memory_bytes="128KiB") as llm:
         engine = llm.engine
         most = engine.max_model_len
         assert most == (engine.kv_pool.num_pages - 1) * 4 + 1 < engine.model.max_context
@@ -97,7 +98,10 @@ def test_the_context_is_what_fits_and_a_refusal_says_what_to_do() -> None:
             assert model["max_model_len"] == most
             body = {"prompt": [3] * (most + 1), "max_tokens": 2}
             error = server.post("/v1/completions", body).json()["error"]
-            assert error["code"] == "context_length_exceeded" and "--kv-memory" in error["message"]
+            assert (
+                error["code"] == "context_length_exceeded"
+                and "--kv-cache-memory-bytes" in error["message"]
+            )
 
 
 # Repetition.
@@ -126,7 +130,7 @@ def test_a_repeated_end_is_found_as_by_trying_all_lengths() -> None:
 
 def test_an_answer_that_goes_round_in_circles_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     loop = ["--max-tokens", "64", "--temperature", "0"]
-    with LLM(kv_memory="16MiB") as llm, live(llm) as server:
+    with LLM(kv_cache_memory_bytes="16MiB") as llm, live(llm) as server:
         body = {"prompt": [5], "max_tokens": 64, "allowed_token_ids": [7], "temperature": 0}
         answer = server.post("/v1/completions", body).json()
         assert answer["radixcache"]["repetitions"] == [1]

@@ -36,7 +36,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "How will it be?"}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder: Path = tiny_model("llama", tmp_path_factory.mktemp("m"), max_position_embeddings=2048)
-    with LLM(folder, kv_memory="16MiB") as llm, live(llm) as server:
+    with LLM(folder, kv_cache_memory_bytes="16MiB") as llm, live(llm) as server:
         yield server
 
 
@@ -124,7 +124,10 @@ def test_a_conversation_with_calls_goes_on_from_its_tokens(server: LiveServer) -
 def test_that_it_is_the_generic_form_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LLM(tiny_model("llama", tmp_path), kv_memory="4MiB") as llm, caplog.at_level(logging.INFO):
+    with (
+        LLM(tiny_model("llama", tmp_path), kv_cache_memory_bytes="4MiB") as llm,
+        caplog.at_level(logging.INFO),
+    ):
         for _ in range(2):
             llm.turns.encode(QUESTION, tools=[TOOL])
     assert [record.message for record in caplog.records if "knows no tools" in record.message] == [

@@ -492,7 +492,7 @@ def test_a_place_that_is_taken_ends_serve(capsys: pytest.CaptureFixture[str]):
         other.bind("tcp://127.0.0.1:0")
         taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
         config = {"enable_kv_cache_events": True, "endpoint": "ipc://*", "replay_endpoint": taken}
-        flags = ["serve", "--port", "0", "--kv-memory", "8MiB"]
+        flags = ["serve", "--port", "0", "--kv-cache-memory-bytes", "8MiB"]
         assert main([*flags, "--kv-events-config", json.dumps(config)]) == 2
     error = capsys.readouterr().err
     assert f"KV events cannot be at '{taken}': Address already in use" in error
@@ -509,7 +509,7 @@ def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
         "endpoint": f"ipc://{tmp_path}/e",
         "replay_endpoint": f"ipc://{tmp_path}/r",
     }
-    llm = LLM(kv_memory="16MiB", kv_events_config=config)
+    llm = LLM(kv_cache_memory_bytes="16MiB", kv_events_config=config)
     publisher = llm.kv_events
     assert publisher is not None
     with live(llm) as server:
@@ -537,7 +537,7 @@ def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
     llm.close()
     assert not publisher._thread.is_alive() and not llm.cache.events
     with LLM(
-        kv_memory="16MiB", kv_events_config=json.dumps(config)
+        kv_cache_memory_bytes="16MiB", kv_events_config=json.dumps(config)
     ) as again:  # the places are free
         assert again.kv_events is not None
 

@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> LLM:
-    return LLM(path, page_size=4, kv_memory=60 * 4 * BYTES_PER_TOKEN)  # 60 pages
+    return LLM(path, page_size=4, kv_cache_memory_bytes=60 * 4 * BYTES_PER_TOKEN)  # 60 pages
 
 
 def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
@@ -85,7 +85,7 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
 
 
 def test_without_a_prefix_cache_nothing_can_be_pinned(path: Path) -> None:
-    bare = LLM(path, cache="none", kv_memory="1MiB")
+    bare = LLM(path, cache="none", kv_cache_memory_bytes="1MiB")
     with pytest.raises(PinError, match="runs without a prefix cache"):
         bare.pin_prefix("system", SYSTEM)
 
@@ -124,7 +124,7 @@ def test_a_name_and_a_share_of_the_pins_belong_to_a_salt(llm: LLM) -> None:
 
 
 def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> None:
-    llm = LLM(path, page_size=1, kv_memory="1MiB")
+    llm = LLM(path, page_size=1, kv_cache_memory_bytes="1MiB")
     for name in ("unpinned", "expiring"):
         llm.pin_prefix(name, SYSTEM, lifetime=0.01 if name == "expiring" else None)
     llm.cache._inside = True  # as if a change had been cut off
@@ -137,7 +137,7 @@ def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> No
 
 
 def test_a_prefix_whose_pin_a_broken_cache_forgot_is_pinned_anew_once_computed(path: Path) -> None:
-    with LLM(path, page_size=1, kv_memory="1MiB") as llm:
+    with LLM(path, page_size=1, kv_cache_memory_bytes="1MiB") as llm:
         llm.pin_prefix("system", SYSTEM, cache_salt="s")
 
         def cut_off() -> None:

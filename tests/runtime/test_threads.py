@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> Iterator[LLM]:
-    with LLM(path, page_size=4, kv_memory="1MiB", max_num_batched_tokens=64) as llm:
+    with LLM(path, page_size=4, kv_cache_memory_bytes="1MiB", max_num_batched_tokens=64) as llm:
         yield llm
         llm.call(llm.engine.check)
         assert not llm.engine.has_work and not llm.worker._jobs
@@ -69,7 +69,7 @@ def test_threads_share_one_llm_with_aborts_and_edits_between(
     for thread in range(8):
         rng = random.Random(SEED + thread)
         plans.append([(words(rng), rng.randint(1, 8), rng.random()) for _ in range(calls)])
-    with LLM(path, page_size=4, kv_memory="1MiB", cache="none") as alone:
+    with LLM(path, page_size=4, kv_cache_memory_bytes="1MiB", cache="none") as alone:
         flat = [(text, SamplingParams(0.0, max_tokens=n)) for p in plans for text, n, _ in p]
         wanted = alone.generate([t for t, _ in flat], [p for _, p in flat], use_tqdm=False)
     expected = iter(wanted)
@@ -139,7 +139,7 @@ def test_the_engines_thread_cannot_wait_for_itself(llm: LLM) -> None:
 
 
 def test_a_closed_llm_says_so_to_who_waits_and_to_who_comes(path: Path) -> None:
-    llm = LLM(path, kv_memory="1MiB")
+    llm = LLM(path, kv_cache_memory_bytes="1MiB")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(llm.generate, "x", LONG)
         wait_until(lambda: llm.engine.has_work)
@@ -157,7 +157,7 @@ def test_a_closed_llm_says_so_to_who_waits_and_to_who_comes(path: Path) -> None:
 
 
 def test_an_llm_that_nobody_holds_ends_its_thread_and_frees_its_memory(path: Path) -> None:
-    llm = LLM(path, kv_memory="1MiB")
+    llm = LLM(path, kv_cache_memory_bytes="1MiB")
     llm.generate("x", GREEDY)
     thread, engine = llm.worker._thread, weakref.ref(llm.engine)
     del llm
@@ -271,8 +271,8 @@ def test_a_model_is_loaded_on_a_thread_that_takes_its_pool_of_threads_with_it(
         loaded_on.append(threading.current_thread())
         return load_model(*args, **kwargs)
 
-    monkeypatch.setattr("radixcache.runtime.llm.load_model", load)
-    with LLM(path, kv_memory="1MiB", device="cpu"):
+    monkeypatch.setattr("radixcache.runtime.engine.build.load_model", load)
+    with LLM(path, kv_cache_memory_bytes="1MiB", device="cpu"):
         (thread,) = loaded_on
         assert thread is not threading.current_thread() and not thread.is_alive()
     with pytest.raises(ModelError, match="no model at"):
@@ -291,11 +291,11 @@ def test_an_interrupt_while_a_model_is_loaded_ends_its_thread_first(
         for _ in range(3000):
             time.sleep(0.01)
 
-    monkeypatch.setattr("radixcache.runtime.llm.load_model", load)
+    monkeypatch.setattr("radixcache.runtime.engine.build.load_model", load)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            LLM(path, kv_memory="1MiB", device="cpu")
+            LLM(path, kv_cache_memory_bytes="1MiB", device="cpu")
     finally:
         signal.signal(signal.SIGINT, before)
     loading[0].join(5)
@@ -307,7 +307,7 @@ def test_a_listener_that_fails_keeps_no_other_from_its_end(path: Path) -> None:
     def fail(news: Any) -> None:
         raise MemoryError
 
-    with LLM(path, kv_memory="1MiB") as llm, ThreadPoolExecutor(1) as pool:
+    with LLM(path, kv_cache_memory_bytes="1MiB") as llm, ThreadPoolExecutor(1) as pool:
         bad = Finals()
         llm.worker.submit(
             bad, lambda: llm.add_requests([[1, 2]], SamplingParams(max_tokens=3), None), fail
@@ -390,7 +390,7 @@ def test_a_task_that_is_cancelled_and_a_stream_that_is_left_abort(llm: LLM) -> N
 
 def test_the_end_of_the_engine_is_told_to_every_task(path: Path) -> None:
     async def run() -> None:
-        async with AsyncLLM(path, kv_memory="1MiB") as model:
+        async with AsyncLLM(path, kv_cache_memory_bytes="1MiB") as model:
             tasks = [asyncio.create_task(model.generate(text, LONG)) for text in "abc"]
             while not model.llm.engine.has_work:
                 await asyncio.sleep(0.005)

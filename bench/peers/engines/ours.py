@@ -18,7 +18,7 @@ class Ours:
     def __init__(
         self, path: Path, cache: Literal["radix", "none"] = "radix", dtype: str = "auto"
     ) -> None:
-        self.llm = LLM(path, cache=cache, kv_memory=KV_BYTES, dtype=dtype)
+        self.llm = LLM(path, cache=cache, kv_cache_memory_bytes=KV_BYTES, dtype=dtype)
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.serving import backend_of
-from radixcache.runtime.server.settings import ServerArgs
 
 OPEN_PATHS = {"/health", *static.FILES}
 """What needs no key, and may be asked for by any name of the server."""
@@ -29,10 +29,10 @@ class Access:
     A browser may be made to send requests by any page that it shows. Two things give them away:
 
     - Their `Origin` is that of the page. It has to be where the request goes, a name in
-      `ServerArgs.allowed_hosts`, or one of `ServerArgs.allowed_origins`.
+      `ServerArgs.host` or `allowed_hosts`, or one of `ServerArgs.allowed_origins`.
     - Their `Host` is the page's, if its name was made to lead here (DNS rebinding). So who sends no
       key must use a name of the server: `localhost`, an address, since addresses lead nowhere else,
-      or one in `ServerArgs.allowed_hosts`. A page cannot know a key.
+      or one in `ServerArgs.host` or `allowed_hosts`. A page cannot know a key.
 
     To administrate takes the admin key. A server without any key lets this machine do so, but no
     page of another origin, which somebody on this machine may have been led to.
@@ -41,7 +41,7 @@ class Access:
     def __init__(self, app: ASGIApp, options: ServerArgs) -> None:
         self._app = app
         self._options = options
-        names = filter(None, options.allowed_hosts)
+        names = filter(None, [options.host, *options.allowed_hosts])
         self._names = {name.lower() for name in names if not _is_address(name)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +93,7 @@ class Access:
                     raise ApiError.unauthorized("a valid API key")
             elif name != "localhost" and name not in self._names and not _is_address(name):
                 raise ApiError.forbidden(
-                    f"the server is not known as {name!r}: start it with --allowed-host and "
+                    f"the server is not known as {name!r}: start it with --allowed-hosts and "
                     "that name, or with keys"
                 )
         if options.api_key is not None or options.admin_key is not None or is_foreign:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.access import Access
 from radixcache.runtime.server.http.deadline import BodyDeadline
 from radixcache.runtime.server.observe.request_log import REQUEST_ID, RequestLog
-from radixcache.runtime.server.settings import ServerArgs
 
 
 def install(app: Starlette, options: ServerArgs) -> None:

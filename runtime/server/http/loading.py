@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import guards
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.http.serve import Server, announce, configure
-from radixcache.runtime.server.settings import ServerArgs
 
 
 class Loading:
@@ -28,16 +28,14 @@ class Loading:
     server. Until there is an app the page's files are served, and all else is 503.
     """
 
-    def __init__(
-        self, options: ServerArgs, listener: socket.socket, shutdown_timeout: float
-    ) -> None:
+    def __init__(self, options: ServerArgs, listener: socket.socket) -> None:
         self._app = FastAPI(lifespan=self._live, docs_url=None, redoc_url=None, openapi_url=None)
         self._app.include_router(static.files)
         self._app.add_exception_handler(HTTPException, self._refuse)
         guards.install(self._app, options)
         self._progress: tuple[str, float | None] = "starting", 0.0
         self._listener = listener
-        self._server = Server(configure(self), shutdown_timeout)
+        self._server = Server(configure(self), options.shutdown_timeout)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

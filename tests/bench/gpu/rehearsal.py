@@ -84,6 +84,8 @@ def _generate_here(options: Sequence[str]) -> str:
 def _serve_here(options: Sequence[str]) -> Iterator[str]:
     """On the CPU, since the engine has a thread of its own."""
     given = vars(cli._parser().parse_args([*options]))
-    on_cpu = LLM(device="cpu", dtype=given["dtype"], kv_memory=given["kv_memory"])
+    on_cpu = LLM(
+        device="cpu", dtype=given["dtype"], kv_cache_memory_bytes=given["kv_cache_memory_bytes"]
+    )
     with live(on_cpu) as server:
         yield server.url

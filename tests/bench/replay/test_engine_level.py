@@ -31,11 +31,11 @@ def model(tmp_path_factory):
     return paged_model(tiny_model("llama", tmp_path_factory.mktemp("llama"), tokenizer=False))
 
 
-@covering(spec=SPECS, memory=[160, 1024], policy=["fcfs", "longest-prefix"])
+@covering(spec=SPECS, memory=[160, 1024], policy=["fcfs", "lpm"])
 def test_both_levels_hit_the_same_tokens_in_every_request(model, spec, memory, policy):
     workload = generate(spec, 1, model.vocab_size)
     schemes = [parse_scheme(name) for name in SCHEMES]
-    serving = replace(SERVING, schedule=policy)
+    serving = replace(SERVING, schedule_policy=policy)
     rows = run_engine(workload, schemes, memory, serving, model, repeats=1)
     for scheme, row in zip(schemes, rows, strict=True):
         index = run_index(workload, scheme, memory, serving)

@@ -181,7 +181,10 @@ def test_who_serves_nobody_is_not_the_fastest(
         ("--replicas 1000000000", "--replicas must be at most 1024"),
         ("--routing cost", "--routing goes with --replicas only"),
         ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
-        ("--replicas 2 --schedule longest-prefix", "--schedule goes without --replicas only"),
+        (
+            "--replicas 2 --schedule-policy lpm",
+            "--schedule-policy goes without --replicas only",
+        ),
         ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
         ("--replicas 2 --routing best", "no routing 'best'"),
         ("--replicas 2 --level both", "--level index alone"),

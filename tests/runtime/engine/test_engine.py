@@ -249,7 +249,7 @@ def test_random_arrivals_aborts_and_failures_lose_nothing(
 
 
 def test_llm_takes_the_hash_block_mode_with_a_block_size() -> None:
-    llm = LLM(cache="hash-block", page_size=8, kv_memory="16MiB")
+    llm = LLM(cache="hash-block", page_size=8, kv_cache_memory_bytes="16MiB")
     prompt: Prompt = {"prompt_token_ids": prompts(250)[0]}
     first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
     assert first.outputs[0].token_ids == second.outputs[0].token_ids

@@ -486,7 +486,7 @@ def test_a_quotation_shows_where_one_message_ends_and_the_next_begins(
 
 @pytest.fixture(scope="module")
 def tabletalk() -> LLM:
-    return LLM(kv_memory="32MiB")
+    return LLM(kv_cache_memory_bytes="32MiB")
 
 
 @pytest.fixture(scope="module")
@@ -537,7 +537,7 @@ def test_the_time_of_day_at_the_top_is_named_as_the_place_where_prompts_part(
 
 
 def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path) -> None:
-    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes="1MiB")
     engine = llm.engine
     stem = llm.encode("The stem that all of them share. ")
     assert isinstance(stem, list)
@@ -565,7 +565,7 @@ def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path
 def test_a_request_that_is_put_back_or_whose_step_fails_is_explained_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(path, page_size=4, kv_memory=pages(14))
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes=pages(14))
     engine = llm.engine
     forward, calls = engine.model.forward, 0
 
@@ -592,7 +592,7 @@ def test_a_request_that_is_put_back_or_whose_step_fails_is_explained_once(
 
 
 def test_a_burst_whose_stem_ends_in_mid_page_waits_for_that_page_only(path: Path) -> None:
-    llm = LLM(path, page_size=16, kv_memory="1MiB", schedule="fcfs")
+    llm = LLM(path, page_size=16, kv_cache_memory_bytes="1MiB", schedule_policy="fcfs")
     stem = [7] * 20
     requests = [llm.engine.add_request(stem + 6 * [end], GREEDY) for end in (1, 2)]
     llm.engine.step()
@@ -605,7 +605,7 @@ def test_a_burst_whose_stem_ends_in_mid_page_waits_for_that_page_only(path: Path
 
 
 def test_what_was_evicted_is_called_evicted_and_what_follows_is_not(path: Path) -> None:
-    llm = LLM(path, page_size=4, kv_memory=pages(16))
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes=pages(16))
     llm.generate({"prompt_token_ids": [1] * 30}, GREEDY)
     for i in range(2, 6):
         llm.generate({"prompt_token_ids": [i] * 40}, GREEDY)
@@ -616,7 +616,7 @@ def test_what_was_evicted_is_called_evicted_and_what_follows_is_not(path: Path) 
 
 
 def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:
-    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes="1MiB")
     (output,) = llm.generate("some text", GREEDY)
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     llm.reset_prefix_cache()
@@ -629,7 +629,7 @@ def test_whole_blocks_and_no_cache_say_so(path: Path) -> None:
     reasons = {}
     caches: tuple[Any, ...] = ("hash-block", "none")
     for cache in caches:
-        llm = LLM(path, cache=cache, page_size=16, kv_memory="1MiB")
+        llm = LLM(path, cache=cache, page_size=16, kv_cache_memory_bytes="1MiB")
         llm.generate({"prompt_token_ids": known}, GREEDY)
         misses = llm.explain({"prompt_token_ids": [*known, 200, 201, 202]}).misses
         reasons[cache] = [(m.reason, m.start, m.end) for m in misses]
@@ -638,7 +638,7 @@ def test_whole_blocks_and_no_cache_say_so(path: Path) -> None:
 
 
 def test_what_another_salt_has_sent_changes_neither_explanation_nor_counters(path: Path) -> None:
-    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes="1MiB")
     prompt = "a text that two tenants send"
     length = len(prompt)
     unseen = Miss("first_seen", 0, length - 1, length)
@@ -659,7 +659,7 @@ def test_what_another_salt_has_sent_changes_neither_explanation_nor_counters(pat
 
 @pytest.mark.parametrize("cache", ["radix", "hash-block", "none"])
 def test_explaining_changes_nothing(path: Path, cache: Any) -> None:
-    llm = LLM(path, cache=cache, page_size=4, kv_memory=pages(24))
+    llm = LLM(path, cache=cache, page_size=4, kv_cache_memory_bytes=pages(24))
     rng = Random(SEED)
     texts = ["".join(rng.choice("ab") for _ in range(rng.randint(5, 60))) for _ in range(12)]
     for text in texts[:8]:
@@ -692,7 +692,7 @@ def test_explaining_changes_nothing(path: Path, cache: Any) -> None:
 
 
 def test_a_prompt_after_a_pinned_prefix_is_explained_as_a_whole(path: Path) -> None:
-    llm = LLM(path, page_size=4, kv_memory="1MiB")
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes="1MiB")
     llm.pin_prefix("system", "You are careful. ")
     explanation = llm.explain("Hello", prefix="system")
     assert explanation.num_cached_tokens == len("You are careful. ")
@@ -704,7 +704,7 @@ def test_a_prompt_after_a_pinned_prefix_is_explained_as_a_whole(path: Path) -> N
 
 
 def test_without_a_tokenizer_texts_are_shown_as_ids(tmp_path: Path) -> None:
-    llm = LLM(tiny_model("llama", tmp_path, tokenizer=False), kv_memory="1MiB")
+    llm = LLM(tiny_model("llama", tmp_path, tokenizer=False), kv_cache_memory_bytes="1MiB")
     llm.generate({"prompt_token_ids": [1, 2, 3, *range(20, 29)]}, GREEDY)
     prompt = np.array([1, 2, 9, *range(20, 29), 9], np.int32)
     explained = str(llm.explain({"prompt_token_ids": prompt}))

@@ -398,7 +398,7 @@ def test_a_models_answers_are_plain_transformers_again_and_again(
 
 
 def test_an_llm_says_that_nothing_is_computed(path: Path) -> None:
-    with LLM(path, kv_memory="1MiB") as llm:
+    with LLM(path, kv_cache_memory_bytes="1MiB") as llm:
         assert "nothing is computed" not in str(llm.explain("How old is she?"))
         for cached in (0, 15):
             (output,) = llm.generate("How old is she?", GREEDY)

@@ -375,7 +375,7 @@ def test_requests_that_ask_for_none_get_logits_for_their_last_token_only(
 
 
 def test_a_stream_tells_the_scores_as_soon_as_all_are_known() -> None:
-    llm = LLM(kv_memory="16MiB", max_num_batched_tokens=8)
+    llm = LLM(kv_cache_memory_bytes="16MiB", max_num_batched_tokens=8)
     prompt = prompts()[0]
     fits = [token % llm.engine.model.vocab_size for token in prompt]
     states = list(llm.stream({"prompt_token_ids": fits}, scoring(2, ignore_eos=True)))

@@ -41,7 +41,7 @@ def first_tokens(engine: IndexEngine, requests: list[Request]) -> list[int]:
     return [steps[request] for request in requests]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "longest-prefix"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 @pytest.mark.parametrize(
     ("mode", "steps", "computed"),
     [
@@ -125,7 +125,7 @@ class Shared:
 
     def __init__(self, slots: int, *, kv_tokens: int = 1 << 16, budget: int = 2048) -> None:
         cache = parse_scheme("radix-16").make(kv_tokens)
-        self.engine = IndexEngine(Scheduler(cache, budget, slots, "longest-prefix"))
+        self.engine = IndexEngine(Scheduler(cache, budget, slots, "lpm"))
         self.scheduler = self.engine.scheduler
         self.steps = 0
         self.began: dict[Request, int] = {}
@@ -241,7 +241,7 @@ def test_clients_wait_for_nobody_that_has_as_few_slots():
 
 def test_every_waiting_request_ages():
     """However many come that would hit more: each that waits is overtaken only so many times."""
-    engine = make_engine("radix-16", "longest-prefix")
+    engine = make_engine("radix-16", "lpm")
     engine.scheduler.max_num_seqs = 1
     stem = np.arange(64, dtype=np.int32)
     answer = np.zeros(1, np.int32)

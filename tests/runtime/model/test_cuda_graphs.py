@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-import radixcache.runtime.llm as llm_module
 from radixcache import LLM, PagePool, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.engine import engine
+from radixcache.runtime.engine import build, engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model import cuda_graphs as decode_graphs
 from radixcache.runtime.model import kv_pool
@@ -214,7 +213,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     group = cascade.group_by_prefix
     monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
     llm = LLM(
-        folders[family], device="cuda", dtype="float32", kv_memory="4MiB", page_size=4,
+        folders[family], device="cuda", dtype="float32", kv_cache_memory_bytes="4MiB", page_size=4,
         max_num_seqs=9,
     )  # fmt: skip
     wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
@@ -250,7 +249,7 @@ def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
         )
         return 40
 
-    monkeypatch.setattr(llm_module, "count_pages", count_pages)
+    monkeypatch.setattr(build, "count_pages", count_pages)
     made = LLM(
         folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs
     )  # fmt: skip

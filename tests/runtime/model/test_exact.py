@@ -293,7 +293,10 @@ def test_a_model_that_multiplies_in_other_ways_is_refused(tmp_path: Path) -> Non
 @needs_exact
 def test_an_llm_says_that_it_is_exact_and_answers_as_by_default() -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
-    with LLM(exact=True, kv_memory="8MiB") as exactly, LLM(kv_memory="8MiB") as plain:
+    with (
+        LLM(exact=True, kv_cache_memory_bytes="8MiB") as exactly,
+        LLM(kv_cache_memory_bytes="8MiB") as plain,
+    ):
         assert repr(exactly).endswith("attention by native kernels, exact)")
         assert not repr(plain).endswith("exact)")
         answers = [llm.generate("| 1 | Nora", params)[0] for llm in (exactly, plain)]

@@ -42,7 +42,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.20")  # as the extra `tensor-parallel` says
 
 SETTINGS: dict[str, Any] = {
-    "kv_memory": "1MB",
+    "kv_cache_memory_bytes": "1MB",
     "page_size": 8,
     "max_num_batched_tokens": 48,
     "max_num_seqs": 6,
@@ -176,7 +176,7 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
     monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
     model = tiny_model("qwen3", tmp_path)
     with pytest.raises(InvalidRequest, match="hold no page") as error:
-        LLM(model, tensor_parallel_size=2, kv_memory=1)
+        LLM(model, tensor_parallel_size=2, kv_cache_memory_bytes=1)
     assert error.traceback  # which holds what was made; its ranks have ended all the same
     with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel_size=2, **SETTINGS) as llm:
         assert os.environ["LOCAL_RANK"] == "7" and "GLOO_SOCKET_IFNAME" not in os.environ
@@ -313,7 +313,7 @@ SCRIPT = """
 import os, signal, sys, time
 from radixcache import LLM, SamplingParams
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background
-llm = LLM(sys.argv[1], tensor_parallel_size=2, kv_memory="1MB")
+llm = LLM(sys.argv[1], tensor_parallel_size=2, kv_cache_memory_bytes="1MB")
 print(llm.engine.model.ranks._processes[0].pid, flush=True)
 if sys.argv[2] == "fork" and not os.fork():
     time.sleep(30)
@@ -385,7 +385,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
             {"tensor_parallel_size": 0},
             "size must be at least 1, not 0",
         ),
-        ("llama", {}, {"dtype": "int8"}, "unknown dtype 'int8'"),
+        ("llama", {}, {"dtype": "int8"}, "dtype must be one of auto"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_anything_starts(

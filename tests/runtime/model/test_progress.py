@@ -22,7 +22,7 @@ Heard = list[tuple[str, float | None]]
 def test_the_share_of_the_bundled_model_grows_from_0_to_1() -> None:
     heard: Heard = []
     with watch(lambda stage, share: heard.append((stage, share))):
-        LLM(kv_memory="16MiB").close()
+        LLM(kv_cache_memory_bytes="16MiB").close()
     shares = [share for _, share in heard if share is not None]
     assert len(shares) == len(heard) and shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0, 1)

@@ -18,7 +18,7 @@ from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.router.replica import Description, Replica
 from radixcache.runtime.server.app import create_app as create_replica
-from radixcache.runtime.server.settings import ServerArgs
+from radixcache.runtime.server.args import ServerArgs
 
 
 @dataclass

@@ -40,7 +40,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llms() -> Iterator[dict[str, LLM]]:
-    made = {name: LLM(kv_memory="8MiB") for name in ("a", "b", "c")}
+    made = {name: LLM(kv_cache_memory_bytes="8MiB") for name in ("a", "b", "c")}
     yield made
     for llm in made.values():
         llm.close()
@@ -152,7 +152,7 @@ def test_a_request_that_kills_replicas_does_not_get_them_all(
 
 
 def test_a_replica_whose_engine_has_stopped_gets_nothing_more(llms: dict[str, LLM]):
-    broken = LLM(kv_memory="8MiB")
+    broken = LLM(kv_cache_memory_bytes="8MiB")
 
     async def test(world: World) -> None:
         broken.close()

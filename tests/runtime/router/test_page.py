@@ -18,7 +18,7 @@ from tests.runtime.server.browser import INSTALLED, Page, browser
 @pytest.mark.exhaustive  # a browser and two models
 @pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 def test_the_page_shows_the_replica_that_has_the_chat(tmp_path: Path):
-    llms = {name: LLM(kv_memory="16MiB") for name in ("a", "b")}
+    llms = {name: LLM(kv_cache_memory_bytes="16MiB") for name in ("a", "b")}
 
     def look(page: Page, url: str) -> None:
         def shown() -> tuple[str, list[str]]:

@@ -13,7 +13,7 @@ from tests.runtime.server.live import LiveServer, live
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    with live(LLM(kv_memory="32MiB")) as server:
+    with live(LLM(kv_cache_memory_bytes="32MiB")) as server:
         yield server
 
 

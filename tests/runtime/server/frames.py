@@ -54,7 +54,7 @@ def main() -> None:
     over = threading.Event()
     with (
         tempfile.TemporaryDirectory() as folder,
-        forked(Path(folder), "--kv-memory", "768MiB") as (_, url),
+        forked(Path(folder), "--kv-cache-memory-bytes", "768MiB") as (_, url),
         browser(Path(folder) / "profile") as page,
     ):
         nodes = fill(url, args.nodes)

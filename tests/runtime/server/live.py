@@ -14,10 +14,10 @@ import uvicorn
 from radixcache import LLM
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.app import create_app
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.http.serve import configure
 from radixcache.runtime.server.serving import Backend
-from radixcache.runtime.server.settings import ServerArgs
 from tests.runtime.server import http
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ import pytest
 from radixcache import LLM
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.server.app import create_app
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import access, serve
 from radixcache.runtime.server.http.access import Access
 from radixcache.runtime.server.http.listener import listen
-from radixcache.runtime.server.settings import ServerArgs
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_errors import assert_error
 
@@ -51,7 +51,7 @@ CLIENT_ROUTES = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_memory="16MiB")
+    return LLM(kv_cache_memory_bytes="16MiB")
 
 
 def comes_in(
@@ -192,7 +192,7 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
     ],
 )
 def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bool):
-    options = ServerArgs(allowed_hosts=["", "127.0.0.1", "LLM.example.org"], admin_key="boss")
+    options = ServerArgs(allowed_hosts=["127.0.0.1", "LLM.example.org"], admin_key="boss")
     assert comes_in(options, host=host) == ("client" if is_known else 403)
     assert comes_in(options, host=host, authorization="Bearer none") in ("client", 403)
     assert comes_in(options, host=host, authorization="Bearer boss") == "administrator"
@@ -220,7 +220,7 @@ def test_who_sends_no_key_must_know_a_name_of_the_server(host: str, is_known: bo
     ],
 )
 def test_other_web_pages_may_do_nothing(origin: str, is_own: bool):
-    options = ServerArgs(allowed_hosts=["", "127.0.0.1", "llm.example.org"], admin_key="boss")
+    options = ServerArgs(allowed_hosts=["127.0.0.1", "llm.example.org"], admin_key="boss")
     for key in ("none", "boss"):
         seen = comes_in(options, origin=origin, authorization=f"Bearer {key}")
         assert (seen == 403) != is_own
@@ -259,14 +259,13 @@ def test_host_and_allowed_hosts_are_names_of_the_server(
 
     monkeypatch.setattr(cli, "_load", lambda args: server.backend.llm)
     monkeypatch.setattr("radixcache.runtime.server.app.create_app", created)
-    flags = "serve --port 0 --host localhost --admin-key a --allowed-host one.example two.example"
+    flags = "serve --port 0 --host localhost --admin-key a --allowed-hosts one.example two.example"
     assert cli.main(flags.split()) == 2
-    assert seen[0].allowed_hosts == ["localhost", "one.example", "two.example"]
+    assert seen[0].host == "localhost"
+    assert seen[0].allowed_hosts == ["one.example", "two.example"]
     assert seen[0].admin_key == "a"
-    assert cli.main("serve --allowed-host https://llm.example.org".split()) == 2
-    assert (
-        "a name without scheme and port, not 'https://llm.example.org'" in capsys.readouterr().err
-    )
+    assert cli.main("serve --allowed-hosts https://llm.example.org".split()) == 2
+    assert "must be names without scheme and port" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_too_many_new_structures_are_told_to_come_again(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(backend, "MAX_COMPILING", 0)
     body = {"prompt": "a", "structured_outputs": {"regex": "never seen"}}
-    with LLM(kv_memory="16MiB") as llm, live(llm) as server:
+    with LLM(kv_cache_memory_bytes="16MiB") as llm, live(llm) as server:
         answer = server.post("/v1/completions", body)
         assert "try again" in refusal(answer, 503) and answer.headers["Retry-After"] == "1"
 

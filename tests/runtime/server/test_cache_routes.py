@@ -25,7 +25,10 @@ LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
 
 @pytest.fixture(scope="module")
 def llms() -> dict[str, LLM]:
-    return {cache: LLM(cache=cache, kv_memory="32MiB") for cache in ("radix", "hash-block", "none")}
+    return {
+        cache: LLM(cache=cache, kv_cache_memory_bytes="32MiB")
+        for cache in ("radix", "hash-block", "none")
+    }
 
 
 @pytest.fixture(params=["radix", "hash-block"])

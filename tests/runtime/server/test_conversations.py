@@ -18,7 +18,9 @@ SHARED = "and here is what all of them have in common at their ends."
 
 @pytest.fixture
 def llm() -> LLM:
-    return LLM(kv_memory="32MiB")  # one for each test: what is explained depends on all before
+    return LLM(
+        kv_cache_memory_bytes="32MiB"
+    )  # one for each test: what is explained depends on all before
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def test_a_time_at_the_top_is_named_as_the_reason(fresh: LiveServer, stream: boo
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_says_how_far_its_prompts_are_computed_if_asked(path: str):
     """After each step, until the first token comes."""
-    with live(LLM(kv_memory="32MiB", max_num_batched_tokens=64)) as server:
+    with live(LLM(kv_cache_memory_bytes="32MiB", max_num_batched_tokens=64)) as server:
         text = "x y " * 450
         body: dict[str, Any] = {"prompt": [text, f"{text}z"]}
         if path == CHAT:

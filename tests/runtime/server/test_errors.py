@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from radixcache import LLM, InvalidRequest
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.protocol.openai import (
     ChatRequest,
     CompletionRequest,
@@ -16,7 +17,6 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.server.settings import ServerArgs
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 
@@ -302,7 +302,7 @@ def test_paths_and_methods_that_do_not_exist(server: LiveServer):
 
 def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
     path = tiny_model("llama", tmp_path_factory.mktemp("bare"), tokenizer=False)
-    with live(LLM(path, kv_memory="1MiB")) as server:
+    with live(LLM(path, kv_cache_memory_bytes="1MiB")) as server:
         completion = server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2}).json()
         assert completion["usage"]["completion_tokens"] in (1, 2)
         assert completion["choices"][0]["text"] == ""
@@ -322,7 +322,7 @@ def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
 
 def test_a_timeout_of_no_time_is_refused():
     for seconds in (0, -1, float("nan")):
-        with pytest.raises(InvalidRequest, match="request_timeout must be above 0 seconds"):
+        with pytest.raises(InvalidRequest, match="request_timeout must be above 0"):
             ServerArgs(request_timeout=seconds)
 
 

@@ -86,7 +86,7 @@ def test_a_prefix_comes_before_it(server: LiveServer):
 
 
 def test_texts_of_others_are_hidden_here_too():
-    with live(LLM(kv_memory="16MiB"), hide_texts=True) as server:
+    with live(LLM(kv_cache_memory_bytes="16MiB"), hide_texts=True) as server:
         server.post(COMPLETIONS, {"prompt": QUESTION.format("Alice"), "max_tokens": 1})
         (miss,) = server.post(EXPLAIN, {"prompt": QUESTION.format("Bob")}).json()["explanation"]
         assert miss["reason"] == "diverged" and "Bob" in miss["text"] and "Al" not in miss["text"]
@@ -205,7 +205,7 @@ def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(
 def test_what_the_server_refuses_is_told_in_its_own_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    with live(LLM(kv_memory="16MiB"), api_key="the key") as server:
+    with live(LLM(kv_cache_memory_bytes="16MiB"), api_key="the key") as server:
         where = ("--url", server.url)
         assert "answers 401: a valid API key is needed" in refused(capsys, "x", *where)
         assert say(capsys, "x", *where, "--api-key", "the key")[0] == 0

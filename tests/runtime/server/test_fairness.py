@@ -25,7 +25,7 @@ SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_memory="16MiB", max_num_seqs=2)
+    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
 # Slots and places.

@@ -22,7 +22,7 @@ from radixcache import LLM
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
-from radixcache.runtime.server.settings import ServerArgs
+from radixcache.runtime.server.args import ServerArgs
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live
@@ -34,7 +34,7 @@ ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temp
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_memory="16MiB", max_num_seqs=2)
+    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def address(line: str) -> str:
 
 def test_sigterm_lets_requests_end_and_refuses_new_ones():
     with (
-        process("--kv-memory", "32MiB") as (running, url),
+        process("--kv-cache-memory-bytes", "32MiB") as (running, url),
         httpx.Client(base_url=url, verify=False, timeout=60) as client,
     ):
         client.get("/health")  # connected, so that what follows is asked while the stream goes on
@@ -323,7 +323,7 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones():
 
 
 def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
-    flags = ("--shutdown-timeout", "0.3", "--kv-memory", "32MiB")
+    flags = ("--shutdown-timeout", "0.3", "--kv-cache-memory-bytes", "32MiB")
     with forked(tmp_path, *flags) as (running, url):
         body = {**ENDLESS, "stream": True}
         with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
@@ -336,7 +336,7 @@ def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
 
 
 def test_a_second_signal_kills(tmp_path: Path):
-    with forked(tmp_path, "--kv-memory", "32MiB") as (running, url):
+    with forked(tmp_path, "--kv-cache-memory-bytes", "32MiB") as (running, url):
         body = {**ENDLESS, "stream": True}
         with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -368,9 +368,9 @@ def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]):
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (
             ["--max-queued-requests", "-1"],
-            "--max-queued-requests: must be greater than or equal to 0, not '-1'",
+            "--max-queued-requests: must be at least 0, not -1",
         ),
-        (["--request-timeout", "soon"], "--request-timeout: must be a valid number, not 'soon'"),
+        (["--request-timeout", "soon"], "argument --request-timeout: invalid float value: 'soon'"),
         (["--model", "/no/model", "--port", "0"], "no model at /no/model"),
     ],
 )
@@ -387,7 +387,7 @@ def test_a_missing_package_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name in [*sys.modules]:
-        if name.startswith(("radixcache.runtime.server", "uvicorn")):
+        if name.startswith(("radixcache.runtime.server.http", "uvicorn")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve"]) == 2

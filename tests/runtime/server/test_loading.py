@@ -22,9 +22,9 @@ from radixcache.runtime import cli
 from radixcache.runtime.model import progress
 from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.app import create_app
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.listener import address_of, listen
 from radixcache.runtime.server.http.loading import Loading
-from radixcache.runtime.server.settings import ServerArgs
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain
 from tests.runtime.server.browser import INSTALLED, browser
@@ -36,7 +36,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_memory="16MiB")
+    return LLM(kv_cache_memory_bytes="16MiB")
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
     """A server whose model loads, and its address."""
     with (
         listen("127.0.0.1", 0) as listener,
-        Loading(ServerArgs(**options), listener, 1) as server,
+        Loading(ServerArgs(shutdown_timeout=1, **options), listener) as server,
     ):
         yield server, address_of(listener)
 
@@ -239,7 +239,7 @@ def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Pat
 
 
 def test_a_signal_after_it_has_loaded_lets_requests_end(tmp_path: Path):
-    with slow(tmp_path, "--kv-memory", "16MiB") as (running, url):
+    with slow(tmp_path, "--kv-cache-memory-bytes", "16MiB") as (running, url):
         (tmp_path / "go").touch()
         wait_for(lambda: "Serving tabletalk at" in running.err.read_text())
         body = {"prompt": "| 1 | Nora", "max_tokens": 400, "ignore_eos": True, "stream": True}

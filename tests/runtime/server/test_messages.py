@@ -239,7 +239,7 @@ def test_what_is_not_there_is_refused_in_one_sentence(
 
 def test_keys_and_errors_are_anthropics_at_its_paths() -> None:
     body: Any = {"max_tokens": 1, "messages": [FIRST]}
-    with live(LLM(kv_memory="8MiB"), api_key="the key", max_body_size=1000) as server:
+    with live(LLM(kv_cache_memory_bytes="8MiB"), api_key="the key", max_body_size=1000) as server:
 
         def send(body: Any, path: str = "/v1/messages", **headers: str) -> tuple[int, Any]:
             response = server.post(path, body, headers=headers)

@@ -40,7 +40,7 @@ vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:num_preemption
 
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(cache=request.param, kv_memory="32MiB", max_num_seqs=2)
+    return LLM(cache=request.param, kv_cache_memory_bytes="32MiB", max_num_seqs=2)
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ window.clearTimeout = (timer) => { timers.delete(timer); clear(timer); };
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with room for a table and half."""
-    with forked(tmp_path_factory.mktemp("server"), "--kv-memory", "10MiB") as (_, url):
+    with forked(tmp_path_factory.mktemp("server"), "--kv-cache-memory-bytes", "10MiB") as (_, url):
         yield url
 
 
@@ -732,7 +732,7 @@ def test_a_branch_that_has_gone_is_left(page: Page, url: str):
 def test_hundreds_of_nodes_can_be_read(
     window: Page, tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int]
 ):
-    with forked(tmp_path_factory.mktemp("large"), "--kv-memory", "96MiB") as (_, url):
+    with forked(tmp_path_factory.mktemp("large"), "--kv-cache-memory-bytes", "96MiB") as (_, url):
         assert fill(url, 500) >= 500
         window.resize(*size)
         window.open(url)
@@ -799,7 +799,7 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Page):
 @needs_browser
 def test_a_server_with_keys_asks_for_them(window: Page):
     """The API key is enough to chat, the cache takes the admin key."""
-    with live(LLM(kv_memory="32MiB"), api_key="secret", admin_key="boss") as server:
+    with live(LLM(kv_cache_memory_bytes="32MiB"), api_key="secret", admin_key="boss") as server:
         window.driver.get(server.url)
         window.until(lambda: window.one("#key").is_displayed())
         window.one("#key-text").send_keys("clé…", Keys.ENTER)
@@ -821,7 +821,7 @@ def test_a_server_with_keys_asks_for_them(window: Page):
 
 @needs_browser
 def test_where_the_cache_is_not_shown_its_place_folds_to_a_line_that_says_why(window: Page):
-    with live(LLM(kv_memory="32MiB"), api_key="secret") as server:
+    with live(LLM(kv_cache_memory_bytes="32MiB"), api_key="secret") as server:
         window.driver.get(server.url)
         window.until(lambda: window.one("#key").is_displayed())
         window.one("#key-text").send_keys("secret", Keys.ENTER)

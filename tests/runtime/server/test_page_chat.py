@@ -298,7 +298,7 @@ def test_it_tells_the_speed_of_an_answer_and_whether_it_repeats_itself(page: Pag
 
 @needs_browser
 def test_it_shows_what_share_of_the_prompt_is_computed(window: Page):
-    llm = LLM(kv_memory="32MiB", max_num_batched_tokens=16)
+    llm = LLM(kv_cache_memory_bytes="32MiB", max_num_batched_tokens=16)
     with live(llm) as server:
         window.open(server.url)
         window.run("window.stall = true")  # nothing comes after the first event
@@ -331,7 +331,7 @@ def test_it_says_what_the_bundled_model_is_and_how_answers_are_sampled(page: Pag
 
 @needs_browser
 def test_where_the_server_has_no_limit_the_page_has_one(window: Page):
-    with live(LLM(kv_memory="32MiB")) as server:
+    with live(LLM(kv_cache_memory_bytes="32MiB")) as server:
         backend = server.backend
         backend.chat_defaults = replace(backend.chat_defaults, max_tokens=None, temperature=0.25)
         window.open(server.url)

@@ -21,7 +21,7 @@ APP = "https://app.example.org"
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_memory="16MiB")
+    return LLM(kv_cache_memory_bytes="16MiB")
 
 
 def preflight(server: LiveServer, origin: str) -> httpx.Response:

@@ -32,7 +32,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     path = tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    with live(LLM(path, kv_memory="8MiB")) as server:
+    with live(LLM(path, kv_cache_memory_bytes="8MiB")) as server:
         yield server
         server.assert_idle()
 

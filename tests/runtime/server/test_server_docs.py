@@ -8,9 +8,6 @@ import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import pytest
-
-from radixcache.runtime.cli import main
 from tests.runtime.server.live import LiveServer
 
 ROOT = Path(__file__).parents[3]
@@ -47,11 +44,3 @@ def test_the_python_examples_print_what_their_comments_say(server: LiveServer):
         exec(compile(PROGRAM.replace(ADDRESS, server.url), "server.md", "exec"), {})
     claims = re.findall(r"^print\(.*\)  # (.+)$", PROGRAM, re.MULTILINE)
     assert len(claims) == 8 and out.getvalue().splitlines() == claims
-
-
-def test_the_flags_of_the_page_are_those_of_the_command(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    about_the_server = capsys.readouterr().out.split("server:\n")[1].split("engine:\n")[0]
-    shown = set(re.findall(r"--[a-z-]+", about_the_server)) - {"--model"}
-    assert set(re.findall(r"`(--[a-z-]+)`", PAGE.split("## Flags")[1])) - {"--model"} == shown

@@ -22,7 +22,9 @@ ADA, BEN = "salt of Ada", "salt of Bèn"
 
 @pytest.fixture(scope="module")
 def llms() -> dict[str, LLM]:
-    return {kind: LLM(cache=kind, kv_memory="12MiB") for kind in ("radix", "hash-block")}
+    return {
+        kind: LLM(cache=kind, kv_cache_memory_bytes="12MiB") for kind in ("radix", "hash-block")
+    }
 
 
 @pytest.fixture(params=["radix", "hash-block"])

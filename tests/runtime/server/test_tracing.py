@@ -16,8 +16,8 @@ import pytest
 from radixcache import LLM
 from radixcache.errors import MissingDependency
 from radixcache.runtime.cli import main
-from radixcache.runtime.server import settings
-from radixcache.runtime.server.settings import ServerArgs
+from radixcache.runtime.server import args
+from radixcache.runtime.server.args import ServerArgs
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import ENDLESS, streaming
@@ -37,7 +37,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_memory="16MiB", max_num_seqs=2)
+    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
 class Traced:
@@ -241,13 +241,13 @@ def test_what_is_missing_or_wrong_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["serve", "--otlp-endpoint", "localhost:4317"]) == 2
-    wrong = "--otlp-endpoint: an address like http://127.0.0.1:4318, not 'localhost:4317'"
+    wrong = "--otlp-endpoint: must be an address like http://127.0.0.1:4318, not 'localhost:4317'"
     assert wrong in capsys.readouterr().err
 
     def none(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(settings, "version", none)
+    monkeypatch.setattr(args, "version", none)
     ServerArgs()
     with pytest.raises(
         MissingDependency, match="traces need opentelemetry-sdk: in a checkout, pip"

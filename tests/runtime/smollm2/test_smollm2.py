@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(MODEL, kv_memory="256MiB", exact=True) as model:
+    with LLM(MODEL, kv_cache_memory_bytes="256MiB", exact=True) as model:
         yield model
 
 
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_llama_cpp_up_to_its_near_ties(llm) -> None:
 def test_hits_at_any_cut_give_the_tokens_of_no_cache(llm) -> None:
     rng = np.random.default_rng(20_261_123)
     document = [int(token) for token in rng.integers(100, 40_000, 300)]
-    with LLM(MODEL, kv_memory="64MiB", cache="none") as uncached:
+    with LLM(MODEL, kv_cache_memory_bytes="64MiB", cache="none") as uncached:
         answer(llm, document, 1)
         for cut in rng.integers(1, len(document), 50):
             prompt = [*document[:cut], *map(int, rng.integers(100, 40_000, 5))]

@@ -442,7 +442,7 @@ def check_turn(llm: LLM, output: RequestOutput, seen: int) -> int:
 
 
 def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Path) -> None:
-    llm = LLM(drifting_model(tmp_path), page_size=4, kv_memory="16MiB")
+    llm = LLM(drifting_model(tmp_path), page_size=4, kv_cache_memory_bytes="16MiB")
     tokenizer = llm.history.tokenizer
     messages = [{"role": "system", "content": CORPUS[0]}]
     seen = drifted = 0
@@ -460,7 +460,7 @@ def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Pa
 
 
 def test_each_turn_of_twenty_with_the_bundled_model_prefills_only_its_new_tokens() -> None:
-    llm = LLM(kv_memory="64MiB")
+    llm = LLM(kv_cache_memory_bytes="64MiB")
     names = ["Clara Frost", "Hugo Marsh", "Ines Vale", "Omar Lind"]
     rows = "".join(f"| {i} | {name} | {30 + i} |\n" for i, name in enumerate(names))
     messages = [{"role": "system", "content": f"| ID | Name | Age |\n|---|---|---|\n{rows}"}]

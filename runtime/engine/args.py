@@ -1,0 +1,78 @@
+"""What an engine is built from. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.flags import Rule, check, setting
+from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.sizes import parse_memory
+
+
+def _is_memory(amount: Any) -> bool:
+    try:
+        return parse_memory(amount) > 0
+    except InvalidRequest:
+        return False
+
+
+_COUNT = Rule(lambda n: isinstance(n, int | np.integer) and bool(n >= 1), "must be at least 1")
+_MEMORY = Rule(_is_memory, "must be an amount like 2GB or 512MiB, or bytes")
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """The settings of an engine: arguments of `LLM`, flags of the command line, variables as
+    RADIXCACHE_PAGE_SIZE and names in the settings file of `radixcache serve`.
+
+    Raises:
+        InvalidRequest: a value makes no sense.
+    """
+
+    model: str | Path | None = setting(
+        None, "folder, .gguf file or hub id (else the bundled model)", metavar="M"
+    )
+    cache: Literal["radix", "hash-block", "none"] = setting(
+        "radix", "prefix cache: a token-exact radix tree, vLLM's whole blocks, or none"
+    )
+    page_size: int = setting(16, "tokens per KV page", metavar="N", rule=_COUNT)
+    kv_cache_memory_bytes: int | str | None = setting(
+        None,
+        "for KV pages, like 2GB; taken on a CPU as it is filled (a quarter of what is free there, "
+        "16 GiB at most; most of a GPU's)",
+        metavar="SIZE",
+        rule=_MEMORY,
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "number format; auto is float32 on a CPU, the checkpoint's on a GPU"
+    )
+    device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one", metavar="D")
+    tensor_parallel_size: int = setting(
+        1, "devices that the model is shared out among, a process each", metavar="N", rule=_COUNT
+    )
+    exact: bool = setting(
+        False, "a token's bits do not depend on what is cached or computed beside it (on a CPU)"
+    )
+    max_num_batched_tokens: int = setting(
+        2048, "tokens per step; longer prompts are prefilled in chunks", metavar="N", rule=_COUNT
+    )
+    max_num_seqs: int = setting(64, "running sequences", metavar="N", rule=_COUNT)
+    schedule_policy: Literal["lpm", "fcfs"] = setting("lpm", "order of admission")
+    seed: int = setting(0, "of the sampling noise", flag=False)
+    kv_events_config: Mapping[str, Any] | str | KVEventsConfig | None = setting(
+        None,
+        """as vLLM's, '{"enable_kv_cache_events": true}': tell routers what is cached""",
+        metavar="JSON",
+        parse=KVEventsConfig.read,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.tensor_parallel_size > 1 and self.exact:
+            raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")

@@ -1,0 +1,180 @@
+"""Puts an engine together: the model, its KV pages, the cache, the tokenizer and the grammars."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from functools import partial
+from typing import Any, NamedTuple
+
+from radixcache.errors import ModelError, first_sentence
+from radixcache.hash_block import HashBlockCache
+from radixcache.none import NoCache
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
+from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.worker import answer
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.kv_events.config import KVEventsConfig
+from radixcache.runtime.kv_events.publisher import KVEventPublisher
+from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
+from radixcache.runtime.model.kv_pool import count_pages
+from radixcache.runtime.model.load import load_model, resolve_device
+from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.progress import report
+from radixcache.runtime.sampling.grammar import GrammarBackend
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+
+CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
+    "radix": RadixCache,
+    "hash-block": HashBlockCache,
+    "none": NoCache,
+}
+
+
+class Built(NamedTuple):
+    """An engine, and what was made for it."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    grammar_backend: GrammarBackend
+    explainer: Explainer
+    kv_events: KVEventPublisher | None
+    default_params: SamplingParams
+
+
+def model_path(args: EngineArgs) -> str:
+    """The folder, file or hub id of the model."""
+    return str(args.model if args.model is not None else BUNDLED_MODEL)
+
+
+def build_engine(args: EngineArgs) -> Built:
+    """Load the model, and put an engine around it.
+
+    Raises:
+        ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
+            that cannot be shared out so.
+        InvalidRequest: the settings do not fit the model, or this machine.
+        RanksLost: one of the model's processes ended as it was loaded.
+    """
+    kind, page_size = CACHES[args.cache], args.page_size
+    events = KVEventsConfig.asked(args.kv_events_config, page_size, caches=args.cache != "none")
+    model = load(args)
+    try:
+        report("preparing the engine", 1.0)
+        cache = kind(PagePool(_count_pages(args, model), page_size))
+        tokenizer = Tokenizer.load(model_path(args), model.max_context)
+        grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
+        engine = Engine(
+            model,
+            model.allocate(cache.pool.num_pages, page_size),
+            cache,
+            Scheduler(cache, args.max_num_batched_tokens, args.max_num_seqs, args.schedule_policy),
+            tokenizer.decode if tokenizer else None,
+            args.seed,
+            partial(tokenizer.encode, special=False) if tokenizer else None,
+            grammars,
+        )
+        engine.capture_graphs()
+        explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
+        engine.scheduler.on_publish = partial(_before_publish, explainer)
+        publisher = None if events is None else KVEventPublisher(cache, events)
+        params = _default_params(model.generation_config)
+        return Built(engine, tokenizer, grammars, explainer, publisher, params)
+    except BaseException:
+        if model.ranks is not None:  # or they would live as long as the error's traceback
+            model.ranks.close()
+        raise
+
+
+def _count_pages(args: EngineArgs, model: PagedModel) -> int:
+    """KV pages that fit the memory; no more than every sequence at full context would ever use."""
+    page_size, max_num_seqs = args.page_size, args.max_num_seqs
+    taken = bytes_beside_pages(model, page_size, max_num_seqs)
+    taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
+    num_pages = count_pages(
+        args.kv_cache_memory_bytes, model.bytes_per_token * page_size, model.device, taken
+    )
+    if args.kv_cache_memory_bytes is not None:
+        return num_pages
+    return min(num_pages, (model.max_context // page_size + 2) * max_num_seqs * 4)
+
+
+def load(args: EngineArgs) -> PagedModel:
+    """`load_model`, or `load_parallel` for several ranks; on a CPU in a thread that ends with it.
+
+    OpenMP keeps a pool of threads for each thread that has computed. With a second pool beside the
+    engine's there are more threads than cores, and GNU's puts them to sleep after each operation:
+    a decoded token took 1.4 to 1.7 times as long, four times beside other work (measured).
+    """
+    path = model_path(args)
+    read: Callable[[], PagedModel]
+    if args.tensor_parallel_size > 1:  # imports transformers' layers
+        from radixcache.runtime.model.parallel.load import load_parallel
+
+        ranks = args.tensor_parallel_size
+        read = partial(load_parallel, path, ranks, args.dtype, args.device)
+    else:
+        read = partial(load_model, path, dtype=args.dtype, device=args.device, exact=args.exact)
+    if resolve_device(args.device).type != "cpu":
+        return read()
+    future: Future[PagedModel] = Future()
+    loading = partial(copy_context().run, read)  # so that who watches here hears of it
+    thread = threading.Thread(target=answer, args=(future, loading), daemon=True)
+    try:
+        thread.start()
+        wait([future])  # a `join` that is interrupted takes the thread for ended (Python 3.11)
+    except BaseException:  # as by Ctrl-C: a thread within torch must end before the interpreter
+        if thread.ident is not None:  # it has begun
+            if not future.cancel():
+                stop = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), stop)
+            wait([future])
+        raise
+    thread.join()
+    return future.result()
+
+
+def _before_publish(explainer: Explainer, sequence: Sequence, num_tokens: int) -> None:
+    """Explain a request when it is admitted, and remember what is computed of it."""
+    request, lease = sequence.request, sequence.lease
+    if request.explanation is None and lease is not None:
+        request.explanation = explainer.observe(
+            sequence.tokens, lease.num_tokens, request.namespace
+        )
+    explainer.remember(sequence.tokens[:num_tokens], request.namespace)
+
+
+def _default_params(config: Any) -> SamplingParams:
+    """Sampling as the model's generation_config.json asks for it.
+
+    A model that says nothing is sampled at temperature 1, as in OpenAI's API and vLLM; where it
+    says ``"do_sample": false``, the likeliest token is taken.
+    """
+    greedy = getattr(config, "do_sample", None) is False
+
+    def setting(name: str, default: Any) -> Any:
+        value = getattr(config, name, None)
+        return default if value is None or greedy else value
+
+    try:
+        return SamplingParams(
+            temperature=0.0 if greedy else float(setting("temperature", 1.0)),
+            top_p=float(setting("top_p", 1.0)),
+            top_k=int(setting("top_k", 0)),
+            min_p=float(setting("min_p", 0.0)),
+            max_tokens=int(getattr(config, "max_new_tokens", None) or 16),
+            repetition_penalty=float(getattr(config, "repetition_penalty", None) or 1.0),
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = first_sentence(error)
+        raise ModelError(f"the model's generation config makes no sense: {reason}") from None

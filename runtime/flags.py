@@ -1,0 +1,139 @@
+"""A setting is declared once, as a field of a dataclass: the flags of the command line, the
+variables of the environment and the names in a settings file are all made of that."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from radixcache.errors import InvalidRequest
+
+
+class Rule(NamedTuple):
+    """What a value must be: of a list, each of its items."""
+
+    holds: Callable[[Any], bool]
+    reason: str
+    """Follows the setting's name: "must be at least 1"."""
+
+    def check(self, value: Any) -> None:
+        """Raise `ValueError` with the reason if the rule does not hold; None is always allowed."""
+        each = value if isinstance(value, list | tuple) else [value]
+        if value is not None and not all(map(self.holds, each)):
+            raise ValueError(self.reason)
+
+
+def at_least(bound: float) -> Rule:
+    """For numbers."""
+    return Rule(lambda value: value >= bound, f"must be at least {bound:g}")
+
+
+def setting(
+    default: Any,
+    text: str,
+    *,
+    metavar: str | None = None,
+    rule: Rule | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    flag: bool = True,
+) -> Any:
+    """A field of a dataclass.
+
+    Args:
+        text: the help of its flag. The default follows in parentheses, unless it ends with some.
+        metavar: how its flag shows the value.
+        rule: what the value must be besides being of its type.
+        parse: makes the value of what a flag, a variable or a file says.
+        flag: whether it is set from outside at all.
+    """
+    told = {"help": text, "metavar": metavar, "rule": rule, "parse": parse, "flag": flag}
+    return field(default=default, metadata=told)
+
+
+class Setting(NamedTuple):
+    """A declared setting: see `setting`."""
+
+    name: str
+    type: Any
+    """Without None."""
+    default: Any
+    help: str
+    metavar: str | None
+    rule: Rule | None
+    parse: Callable[[Any], Any] | None
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values that there are, if they are listed."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+
+def settings_of(kind: type) -> Iterator[Setting]:
+    """What a dataclass declares, in order."""
+    types = get_type_hints(kind)
+    for one in fields(kind):
+        told = dict(one.metadata)
+        if told.pop("flag", False):
+            yield Setting(one.name, _without_none(types[one.name]), one.default, **told)
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    return Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007
+
+
+def check(args: Any) -> None:
+    """Refuse values that are no choice, no number where one is due, or against their rule.
+
+    Raises:
+        InvalidRequest: with the setting's name and what it must be.
+    """
+    for one in settings_of(type(args)):
+        value = getattr(args, one.name)
+        if value is None and one.default is None:
+            continue
+        if one.choices or one.type is bool:
+            choices = one.choices or (True, False)
+            if value not in choices:
+                listed = ", ".join(map(str, choices))
+                raise InvalidRequest(f"{one.name} must be one of {listed}, not {value!r}")
+        elif one.rule is not None:
+            try:
+                one.rule.check(value)
+            except (TypeError, ValueError):
+                raise InvalidRequest(f"{one.name} {one.rule.reason}, not {value!r}") from None
+
+
+def add_flags(
+    parser: argparse._ActionsContainer, kind: type, leave_out: tuple[str, ...] = ()
+) -> None:
+    """A flag for each setting; one that is not given is None, so that its default stands."""
+    for one in settings_of(kind):
+        if one.name in leave_out:
+            continue
+        options: dict[str, Any] = {"metavar": one.metavar, "default": None}
+        if one.type is bool:
+            options = {"action": "store_true", "default": None}
+        elif one.choices:
+            options = {"choices": one.choices, "default": None}
+        elif get_origin(one.type) is Sequence:
+            options["nargs"] = "+"
+        elif one.type in (int, float):
+            options["type"] = one.type
+        parser.add_argument(_flag(one.name), help=_help(one), **options)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _help(one: Setting) -> str:
+    plain = isinstance(one.default, int | float | str) and not isinstance(one.default, bool)
+    if not plain or one.help.endswith(")"):
+        return one.help
+    shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
+    return f"{one.help} ({shown})"
