@@ -17,7 +17,8 @@ from typing import Any, cast
 from radixcache.base import Tokens, as_tokens
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.server.api.openai_chat import turn_of
+from radixcache.runtime.server.api import anthropic_messages, openai_chat, openai_responses
+from radixcache.runtime.server.api.chat_turn import Turn
 from radixcache.runtime.server.http.bodies import read_json
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
@@ -26,7 +27,6 @@ from radixcache.runtime.server.protocol.openai import (
     CompletionRequest,
     ExplainRequest,
     PrefixRequest,
-    as_chat_request,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from radixcache.runtime.server.serving import Backend, plain_messages
@@ -53,10 +53,8 @@ class Prompts:
         self._max_tokens: float = inf
         self._readers: dict[str, Callable[[Body], list[int]]] = {
             "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
-            "/v1/messages": lambda b: self._chat(as_chat_request(MessagesRequest(**b).as_chat())),
-            "/v1/messages/count_tokens": lambda b: self._chat(
-                as_chat_request(CountRequest(**b).as_chat())
-            ),
+            "/v1/messages": lambda b: self._messages(MessagesRequest(**b)),
+            "/v1/messages/count_tokens": lambda b: self._messages(CountRequest(**b)),
             "/v1/responses": self._response,
             "/v1/completions": lambda b: self._first(CompletionRequest(**b)),
             "/v1/explain": self._explain,
@@ -87,13 +85,19 @@ class Prompts:
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
     def _chat(self, body: ChatRequest) -> list[int]:
-        turn = turn_of(body, cast(Backend, self))
+        return self._encode(openai_chat.turn_of(body, cast(Backend, self)))
+
+    def _messages(self, body: CountRequest) -> list[int]:
+        return self._encode(anthropic_messages.turn_of(body, cast(Backend, self)))
+
+    def _encode(self, turn: Turn) -> list[int]:
         text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
         return self.tokenizer.encode(text, special=False)
 
     def _response(self, fields: Body) -> list[int]:
         body = ResponsesRequest(**fields)
-        return self._chat(as_chat_request(body.as_chat(body.messages())))
+        turn = openai_responses.turn_of(body, body.messages(), cast(Backend, self))
+        return self._encode(turn)
 
     def _first(self, body: CompletionRequest) -> list[int]:
         prompt = body.prompts[0]

@@ -18,7 +18,7 @@ from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
 from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
-from radixcache.runtime.server.api.openai_chat import turn_of
+from radixcache.runtime.server.api.openai_chat import template_kwargs
 from radixcache.runtime.server.api.response_store import (
     PastsDep,
     ResponseStore,
@@ -29,7 +29,6 @@ from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
-from radixcache.runtime.server.protocol.openai import ChatRequest, as_chat_request
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
@@ -48,7 +47,7 @@ async def create_message(
 ) -> Any:
     """Answer a conversation."""
     model = backend.check_model(body.model)
-    turn = turn_of(await on_thread(_as_chat, body), backend)
+    turn = await on_thread(turn_of, body, backend)
     client = client_of(request, body.cache_salt)
     breakpoints = [*body.breakpoints()]
     answers = await begin(backend, turn, client)
@@ -75,7 +74,7 @@ async def create_message(
 async def count_tokens(body: CountRequest, request: Request, backend: BackendDep) -> JSON:
     """How many tokens the prompt of such a message has."""
     backend.check_model(body.model)
-    turn = turn_of(await on_thread(_as_chat, body), backend)
+    turn = await on_thread(turn_of, body, backend)
     tokens = await backend.tokenize(
         lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
         client_of(request, body.cache_salt),
@@ -83,8 +82,27 @@ async def count_tokens(body: CountRequest, request: Request, backend: BackendDep
     return {"input_tokens": len(tokens)}
 
 
-def _as_chat(body: CountRequest) -> ChatRequest:
-    return as_chat_request(body.as_chat())
+def turn_of(body: CountRequest, backend: Backend) -> Turn:
+    """What a request asks for.
+
+    Raises:
+        InvalidRequest: a value makes no sense.
+    """
+    asked = body if isinstance(body, MessagesRequest) else None
+    return Turn(
+        body.plain_messages(),
+        body.sampling_params(backend.chat_defaults),
+        tools=body.offered,
+        choice=body.choice,
+        template_kwargs=template_kwargs(
+            backend, body.template_kwargs, body.effort, "output_config.effort"
+        ),
+        continue_final=body.goes_on,
+        ask=not body.goes_on,
+        cache_salt=body.cache_salt,
+        stream=bool(asked and asked.stream),
+        explain=bool(asked and (asked.explain or asked.diagnostics)),
+    )
 
 
 def _length(

@@ -35,7 +35,6 @@ from radixcache.runtime.server.protocol.answers import (
     ToolCall,
 )
 from radixcache.runtime.server.protocol.openai import ChatRequest
-from radixcache.runtime.server.protocol.tools import ToolFields
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.tokens.tool_calls import ParsedDelta
 
@@ -96,7 +95,9 @@ def turn_of(body: ChatRequest, backend: Backend) -> Turn:
         params,
         tools=body.offered,
         choice=body.choice,
-        template_kwargs=template_kwargs(body, backend),
+        template_kwargs=template_kwargs(
+            backend, body.chat_template_kwargs or {}, body.reasoning_effort, "reasoning_effort"
+        ),
         continue_final=bool(body.continue_final_message),
         ask=body.add_generation_prompt is not False,
         cache_salt=body.cache_salt,
@@ -106,9 +107,12 @@ def turn_of(body: ChatRequest, backend: Backend) -> Turn:
     )
 
 
-def template_kwargs(body: ToolFields, backend: Backend) -> JSON:
-    """Values for the chat template: how much to think is one of them, if anything."""
-    values, effort = {**(body.chat_template_kwargs or {})}, body.reasoning_effort
+def template_kwargs(backend: Backend, values: JSON, effort: str | None, field: str) -> JSON:
+    """Values for the chat template: how much to think, as `field` says, may be one of them.
+
+    Raises:
+        ApiError: the model cannot be told.
+    """
     if effort is None:
         return values
     template = backend.tokenizer.chat_template()
@@ -118,7 +122,7 @@ def template_kwargs(body: ToolFields, backend: Backend) -> JSON:
         return {"enable_thinking": effort != "none", **values}
     if effort == "none" and not backend.tokenizer.reasons:
         return values
-    raise ApiError.invalid("one cannot tell this model how much to think", "reasoning_effort")
+    raise ApiError.invalid("one cannot tell this model how much to think", field)
 
 
 def _message(reply: Reply, body: ChatRequest) -> AssistantMessage:

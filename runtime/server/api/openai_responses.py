@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.admin.prefixes import CacheSalt
-from radixcache.runtime.server.api.chat_turn import Answers, begin
+from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
 from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
-from radixcache.runtime.server.api.openai_chat import turn_of
+from radixcache.runtime.server.api.openai_chat import template_kwargs
 from radixcache.runtime.server.api.response_store import (
     PastsDep,
     ResponseStore,
@@ -24,7 +24,6 @@ from radixcache.runtime.server.api.response_store import (
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import PromptDelta
-from radixcache.runtime.server.protocol.openai import as_chat_request
 from radixcache.runtime.server.protocol.responses import Item, ResponsesRequest, merge
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message
@@ -42,14 +41,31 @@ async def create_response(
         before = _find(pasts, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
     response = _begin(body, backend)
-    chat = await on_thread(lambda: as_chat_request(body.as_chat(conversation)))
-    turn = turn_of(chat, backend)
+    turn = await on_thread(turn_of, body, conversation, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     exchange = _Exchange(body, backend, pasts, response, conversation, answers)
     if body.stream:
         return EventStream(answers.job, exchange.of, exchange.last, exchange.failed, end="")
     exchange.parts = Parts.of(*await answers.messages(request))
     return exchange.finish(answers.output)
+
+
+def turn_of(body: ResponsesRequest, conversation: list[Message], backend: Backend) -> Turn:
+    """What a request asks for, of the whole conversation.
+
+    Raises:
+        InvalidRequest: a value makes no sense.
+    """
+    return Turn(
+        body.plain_messages(conversation),
+        body.sampling_params(backend.chat_defaults),
+        tools=body.offered,
+        choice=body.choice,
+        template_kwargs=template_kwargs(backend, {}, body.effort, "reasoning.effort"),
+        cache_salt=body.cache_salt,
+        stream=bool(body.stream),
+        explain=bool(body.explain or body.compared),
+    )
 
 
 @router.get("/v1/responses/{response_id}")

@@ -1,28 +1,40 @@
-"""Bodies of /v1/messages, Anthropic's API, and what they are as chat completions."""
+"""Bodies of /v1/messages, Anthropic's API."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, model_validator
 
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
     Items,
     Json,
     List,
+    MaxTokens,
     OneOf,
     Salt,
     SomeItems,
     StrictModel,
+    Temperature,
     Text,
+    ToolName,
+    TopK,
+    TopP,
     UnsupportedField,
+    check_stop,
 )
+from radixcache.runtime.server.protocol.response_format import OutputFormat
 from radixcache.runtime.server.protocol.responses import merge_system
+from radixcache.runtime.server.protocol.tools import check_choice, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 JSON = dict[str, Any]
 
@@ -128,14 +140,14 @@ class ClientTool(StrictModel):
     }
 
     type: Literal["custom"] | None = None
-    name: Text
+    name: ToolName
     description: Text | None = None
     input_schema: Json
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
 
-class ToolChoice(StrictModel):
+class ClientToolChoice(StrictModel):
     """Which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -155,7 +167,7 @@ class OutputConfig(StrictModel):
     """The form of the answer."""
 
     effort: Text | None = None
-    format: Json | None = None
+    format: OutputFormat | None = None
 
 
 class Diagnostics(StrictModel):
@@ -180,7 +192,7 @@ class CountRequest(StrictModel):
     messages: SomeItems[ChatTurn]
     system: Text | Items[TextBlock] | None = None
     tools: Items[ClientTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ClientToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -215,42 +227,59 @@ class CountRequest(StrictModel):
         system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
         return merge_system([*system, *messages])
 
-    def as_chat(self) -> JSON:
-        """The body of the same request for a chat completion."""
+    def plain_messages(self) -> list[Message]:
+        """The messages as chat templates take them."""
         new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
-        asked: JSON = {"messages": self._with_system(new), "cache_salt": self.cache_salt}
-        if self.messages[-1].role == "assistant":
-            asked |= {"continue_final_message": True, "add_generation_prompt": False}
-        if self.tools is not None:
-            asked["tools"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "parameters": tool.input_schema,
-                        **tool.model_dump(include={"description", "strict"}, exclude_none=True),
-                    },
-                }
-                for tool in self.tools
-            ]
-        if choice := self.tool_choice:
-            modes = {
-                "any": "required",
-                "tool": {"type": "function", "function": {"name": choice.name}},
-            }
-            asked["tool_choice"] = modes.get(choice.type, choice.type)
-            asked["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        if self.thinking and self.thinking.type != "adaptive":
-            asked["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
-        if config := self.output_config:
-            asked["reasoning_effort"] = config.effort
-            if config.format:
-                schema = {"name": "answer", "schema": config.format.get("schema")}
-                asked["response_format"] = {
-                    "type": config.format.get("type"),
-                    "json_schema": schema,
-                }
-        return asked
+        return [for_template(message) for message in self._with_system(new)]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        return self.messages[-1].role == "assistant"
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of."""
+        return tuple(
+            make_tool(tool.name, tool.input_schema, tool.description, tool.strict)
+            for tool in self.tools or ()
+        )
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Which of them the answer calls."""
+        if self.tool_choice is None:
+            return ToolChoice("auto")
+        kind, parallel = self.tool_choice.type, not self.tool_choice.disable_parallel_tool_use
+        if kind == "tool":
+            return ToolChoice("required", (self.tool_choice.name or "",), True, parallel=False)
+        return ToolChoice("required" if kind == "any" else kind, parallel=parallel)
+
+    @property
+    def template_kwargs(self) -> JSON:
+        """Values for the chat template."""
+        if self.thinking is None or self.thinking.type == "adaptive":
+            return {}
+        return {"enable_thinking": self.thinking.type == "enabled"}
+
+    @property
+    def effort(self) -> str | None:
+        """How much to think."""
+        return None if self.output_config is None else self.output_config.effort
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """The form of the answer; None for free text."""
+        form = None if self.output_config is None else self.output_config.format
+        return form.structured() if form else None
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Sampling as asked for, and else as in `defaults`."""
+        return replace(defaults, structured_outputs=self.structured())
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> CountRequest:
+        check_choice(self.offered, self.choice)
+        return self
 
 
 class MessagesRequest(CountRequest):
@@ -258,12 +287,12 @@ class MessagesRequest(CountRequest):
 
     harmless: ClassVar = frozenset({"metadata", "service_tier", "speed", "inference_geo"})
 
-    max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: List[Text] | None = None
+    max_tokens: MaxTokens
+    stop_sequences: Annotated[List[Text] | None, AfterValidator(check_stop)] = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     diagnostics: Diagnostics | None = None
     explain: bool | None = None
 
@@ -275,13 +304,12 @@ class MessagesRequest(CountRequest):
             raise ValueError(f"a cache_control may stand in {MAX_BREAKPOINTS} places at most")
         return self
 
-    def as_chat(self) -> JSON:
-        """The body of the same request for a chat completion."""
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        asked = {name: getattr(self, name) for name in same}
-        asked = {**super().as_chat(), **asked, "stop": self.stop_sequences}
-        asked["explain"] = self.explain or self.diagnostics is not None
-        return {name: value for name, value in asked.items() if value is not None}
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Sampling as asked for, and else as in `defaults`."""
+        asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        asked |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return replace(super().sampling_params(defaults), **given)
 
 
 def _join(content: str | list[TextBlock] | None) -> str:

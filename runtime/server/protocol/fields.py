@@ -108,6 +108,12 @@ List = Annotated[list[T], Field(fail_fast=True)]
 Items = Annotated[List[T], BeforeValidator(_check_count)]
 SomeItems = Annotated[List[T], Field(min_length=1), BeforeValidator(_check_count)]
 TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
+
+Temperature = Annotated[float, Field(ge=0)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+MaxTokens = Annotated[int, Field(ge=1)]
+ToolName = Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
 Json = Annotated[dict[str, Any], BeforeValidator(_check_json)]
 Metadata = Annotated[Json, AfterValidator(_check_metadata)]
 # Once each: however often they are named, a step looks at each of them for each row.

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, cast
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
@@ -21,12 +20,16 @@ from radixcache.runtime.server.protocol.fields import (
     Allowed,
     List,
     LogitBias,
+    MaxTokens,
     PrefixName,
     Salt,
     SomeItems,
     StrictModel,
+    Temperature,
     Text,
     TokenIds,
+    TopK,
+    TopP,
     UnsupportedField,
     check_stop,
 )
@@ -73,12 +76,12 @@ class GenerationRequest(StructuredFields, StrictModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Text | List[Text] | None, AfterValidator(check_stop)] = None
 
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
@@ -178,8 +181,8 @@ class ChatRequest(ToolFields, GenerationRequest):
     refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -264,11 +267,3 @@ class DetokenizeRequest(StrictModel):
 
     model: Text | None = None
     tokens: Annotated[TokenIds, Field(max_length=MAX_SHOWN_IDS)]
-
-
-def as_chat_request(body: dict[str, Any]) -> ChatRequest:
-    """The body of a chat completion that another API asks for; `RequestValidationError` if none."""
-    try:
-        return ChatRequest.model_validate(body)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from None

@@ -49,6 +49,30 @@ class ResponseFormat(Body):
         )
 
 
+class OutputFormat(Body):
+    """The form of the answer as `/v1/responses` and `/v1/messages` have it: all in one object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> OutputFormat:
+        if self.type != "json_schema" and self.schema_ is not None:
+            raise ValueError("a schema belongs to the type json_schema, and to no other")
+        return self
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """None for free text."""
+        if self.type == "text":
+            return None
+        if self.schema_ is None:
+            return StructuredOutputsParams.json_object()
+        return StructuredOutputsParams.json(self.schema_)
+
+
 class StructuredOutputs(Body):
     """The form of the answer as vLLM has it: exactly one of these."""
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
     Items,
     Json,
     List,
+    MaxTokens,
     Metadata,
     OneOf,
     Salt,
     SomeItems,
     StrictModel,
+    Temperature,
     Text,
+    ToolName,
+    TopP,
     UnsupportedField,
 )
+from radixcache.runtime.server.protocol.response_format import OutputFormat
+from radixcache.runtime.server.protocol.tools import check_choice, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 JSON = dict[str, Any]
 
@@ -55,6 +64,12 @@ class Item(OneOf):
     output: Text | List[ItemText] | None = None
     summary: List[ItemText] | None = None
 
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Item:
+        if self.type == "function_call":
+            for_template(self.as_message())  # refuses
+        return self
+
     def as_message(self) -> Message:
         """The item as a message, or as a part of an assistant's."""
         match self.type:
@@ -82,7 +97,7 @@ class ResponseFunctionTool(StrictModel):
     }
 
     type: Literal["function"]
-    name: Text
+    name: ToolName
     description: Text | None = None
     parameters: Json | None = None
     strict: bool | None = None
@@ -93,10 +108,6 @@ class ResponseNamedTool(StrictModel):
 
     type: Literal["function"]
     name: Text
-
-    def as_chat(self) -> JSON:
-        """The same in a chat completion."""
-        return {"type": "function", "function": {"name": self.name}}
 
 
 class ResponseAllowedTools(StrictModel):
@@ -112,7 +123,7 @@ class TextOptions(StrictModel):
 
     refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
 
-    format: Json | None = Field(None, description="As `response_format` of chat, but flat.")
+    format: OutputFormat | None = None
 
 
 class Reasoning(StrictModel):
@@ -159,9 +170,9 @@ class ResponsesRequest(StrictModel):
     previous_response_id: Text | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     tools: Items[ResponseFunctionTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None
@@ -190,32 +201,49 @@ class ResponsesRequest(StrictModel):
             return [{"role": "user", "content": self.input}]
         return merge([item.as_message() for item in self.input])
 
-    def as_chat(self, messages: list[Message]) -> JSON:
-        """The body of the same request for a chat completion."""
-        same = ("temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt")
-        asked: JSON = {name: getattr(self, name) for name in same}
-        asked["explain"] = self.explain or self.compared is not None
-        asked["max_completion_tokens"] = self.max_output_tokens
-        asked["reasoning_effort"] = self.reasoning and self.reasoning.effort
+    def plain_messages(self, conversation: list[Message]) -> list[Message]:
+        """A conversation behind the instructions, as chat templates take it."""
         if self.instructions:
-            messages = [{"role": "system", "content": self.instructions}, *messages]
-        if self.tools is not None:
-            tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
-            asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
+            conversation = [{"role": "system", "content": self.instructions}, *conversation]
+        return [for_template(message) for message in merge_system(conversation)]
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of."""
+        return tuple(
+            make_tool(tool.name, tool.parameters, tool.description, tool.strict)
+            for tool in self.tools or ()
+        )
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Which of them the answer calls."""
+        parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
-            case ResponseNamedTool() as tool:
-                asked["tool_choice"] = tool.as_chat()
+            case ResponseNamedTool(name=name):
+                return ToolChoice("required", (name,), True, parallel=False)
             case ResponseAllowedTools(mode=mode, tools=allowed):
-                chosen = {"mode": mode, "tools": [tool.as_chat() for tool in allowed]}
-                asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": chosen}
+                return ToolChoice(mode, tuple(tool.name for tool in allowed), parallel=parallel)
             case mode:
-                asked["tool_choice"] = mode
-        if form := self.text and self.text.format:
-            rest = {name: value for name, value in form.items() if name != "type"}
-            more = {"json_schema": rest} if form.get("type") == "json_schema" else rest
-            asked["response_format"] = {"type": form.get("type"), **more}
-        asked = {name: value for name, value in asked.items() if value is not None}
-        return {**asked, "messages": merge_system(messages)}
+                return ToolChoice(mode or "auto", parallel=parallel)
+
+    @property
+    def effort(self) -> str | None:
+        """How much to think."""
+        return None if self.reasoning is None else self.reasoning.effort
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Sampling as asked for, and else as in `defaults`."""
+        asked = {"temperature": self.temperature, "top_p": self.top_p}
+        asked |= {"max_tokens": self.max_output_tokens}
+        given: JSON = {name: value for name, value in asked.items() if value is not None}
+        form = None if self.text is None else self.text.format
+        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> ResponsesRequest:
+        check_choice(self.offered, self.choice)
+        return self
 
 
 def merge(parts: list[Message]) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +17,7 @@ from radixcache.runtime.server.protocol.fields import (
     List,
     StrictModel,
     Text,
+    ToolName,
     UnsupportedField,
 )
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -94,7 +95,7 @@ class ChatMessage(StrictModel):
 class Function(StrictModel):
     """A function that the model may call; `parameters` is a JSON schema of an object."""
 
-    name: Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
+    name: ToolName
     description: Text | None = None
     parameters: Json | None = None
     strict: bool | None = None
@@ -139,6 +140,27 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
+def make_tool(
+    name: str, parameters: dict[str, Any] | None, description: str | None, strict: bool | None
+) -> Tool:
+    """A function that the model is told of; without parameters it takes none."""
+    parameters = parameters or {"type": "object", "properties": {}}
+    return Tool(name=name, parameters=parameters, description=description, strict=bool(strict))
+
+
+def check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """Raise `ValueError` if tools are too many, or the choice is not among them."""
+    names = [tool.name for tool in tools]
+    if len({*names}) < len(names):
+        raise ValueError("two tools have the same name")
+    if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
+        raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
+    if missing := [name for name in choice.names if name not in names]:
+        raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
+    if choice.mode == "required" and not names:
+        raise ValueError("tool_choice needs tools")
+
+
 class ToolFields(Body):
     """What a request says of tools, thoughts and the chat template."""
 
@@ -156,15 +178,8 @@ class ToolFields(Body):
     @property
     def offered(self) -> tuple[Tool, ...]:
         """The tools that the model is told of."""
-        return tuple(
-            Tool(
-                name=tool.function.name,
-                parameters=tool.function.parameters or {"type": "object", "properties": {}},
-                description=tool.function.description,
-                strict=bool(tool.function.strict),
-            )
-            for tool in self.tools or ()
-        )
+        functions = [tool.function for tool in self.tools or ()]
+        return tuple(make_tool(f.name, f.parameters, f.description, f.strict) for f in functions)
 
     @property
     def choice(self) -> ToolChoice:
@@ -181,16 +196,7 @@ class ToolFields(Body):
 
     @model_validator(mode="after")
     def _choice_among_tools(self) -> ToolFields:
-        names = [tool.name for tool in self.offered]
-        if len({*names}) < len(names):
-            raise ValueError("two tools have the same name")
-        schemas = [tool.function.parameters for tool in self.tools or ()]
-        if sum(len(json.dumps(schema)) for schema in schemas) > MAX_SCHEMAS:
-            raise ValueError(f"at most {MAX_SCHEMAS} characters of parameters in all tools")
-        if missing := [name for name in self.choice.names if name not in names]:
-            raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
-        if self.choice.mode == "required" and not names:
-            raise ValueError("tool_choice needs tools")
+        check_choice(self.offered, self.choice)
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt to be false")
         return self

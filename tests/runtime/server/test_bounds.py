@@ -99,7 +99,7 @@ def test_bounds_of_single_fields(server: LiveServer) -> None:
     assert "65536 at most" in refusal(server.post("/v1/completions", body))
     tool = {"name": "f", "parameters": {"type": "object", "description": "x" * (1 << 20)}}
     body = {"messages": ask("?"), "tools": [{"type": "function", "function": tool}]}
-    assert "parameters in all tools" in refusal(server.post("/v1/chat/completions", body))
+    assert "JSON schemas in all tools" in refusal(server.post("/v1/chat/completions", body))
 
 
 def test_a_long_name_is_not_told_back(server: LiveServer) -> None:

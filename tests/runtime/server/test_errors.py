@@ -164,6 +164,34 @@ def test_a_body_that_is_no_proper_json_is_refused(
     assert_error(server.post(COMPLETIONS, content=content, headers=headers), 400, sentence)
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "sentence"),
+    [
+        ("messages", {"stop_sequences": ["a"] * 70}, "stop_sequences: at most 64 strings"),
+        ("messages", {"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: String"),
+        ("messages", {"temperature": -1}, "temperature: Input"),
+        ("messages", {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
+        ("messages", {"output_config": {"effort": "high"}}, "how much to think"),
+        ("messages", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens: Input"),
+        ("responses", {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String"),
+        ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type: "),
+        (
+            "responses",
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "1"}]},
+            "input.0: ",
+        ),
+    ],
+)
+def test_what_is_refused_is_named_as_the_client_sent_it(
+    server: LiveServer, path: str, given: dict[str, Any], sentence: str
+):
+    asked = {"input": "x"} if path == "responses" else {"messages": ask("?"), "max_tokens": 1}
+    response = server.post(f"/v1/{path}", {**asked, **given})
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
+
+
 _DEEP = "[" * 300 + "]" * 300
 
 
@@ -178,10 +206,10 @@ _DEEP = "[" * 300 + "]" * 300
         ("chat/completions", '"chat_template_kwargs": FLAW'),
         ("chat/completions", '"structured_outputs": {"json": FLAW}'),
         ("responses", '"tools": [{"type": "function", "name": "f", "parameters": FLAW}]'),
-        ("responses", '"text": {"format": FLAW}'),
+        ("responses", '"text": {"format": {"type": "json_schema", "schema": FLAW}}'),
         ("responses", '"metadata": FLAW'),
         ("messages", '"tools": [{"name": "f", "input_schema": FLAW}]'),
-        ("messages", '"output_config": {"format": FLAW}'),
+        ("messages", '"output_config": {"format": {"type": "json_schema", "schema": FLAW}}'),
     ],
     ids=lambda body: f"{body[0]} {body[1][1:15]}",
 )
