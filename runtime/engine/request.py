@@ -53,7 +53,7 @@ class Sequence:
         self.preemptions = 0
         self.resumes = False
         """It was put back, and some of what it finds in the cache is its own."""
-        self.passed_over = 0
+        self.num_skips = 0
         self.has_waited = False
         """It was left waiting for a step once, because it would hit more then."""
         self.finish_reason: str | None = None

@@ -8,18 +8,13 @@ before it is written, waits for the next step, once; so does one whose very prom
 step. Then it finds the logits kept, and a prompt that is cached in full while its logits are kept
 is admitted without any token to compute.
 
-Clients take turns. Who has the fewest sequences running is admitted next; among equals, who had the
-fewest tokens computed, as in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
-Language Models", OSDI 2024): who comes begins with the least count of those who are there. Nobody
-waits for what another client holds beyond its share: while one waits that has at least two fewer,
-the client with the most puts its newest sequence back, one in each step. That is cheap here, for
-what was computed stays cached. Among the requests of one client the longest cached prefix decides,
-as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025).
+Clients share fairly (`fairness.py`). Among the requests of one client the longest cached prefix
+decides, as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from math import inf
 from typing import Literal, NamedTuple
@@ -30,12 +25,13 @@ from numpy.typing import NDArray
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
+from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
 
 Policy = Literal["lpm", "fcfs"]
 
-MAX_PASSED_OVER = 64
+MAX_SKIPS = 64
 """Later sequences of its client that may overtake a waiting one before it goes first; one that
 overtakes the client's oldest counts twice."""
 
@@ -126,34 +122,22 @@ class Scheduler:
         self._ahead = DECODE_AHEAD
         """Fewer, since a reservation has failed, until somebody leaves."""
         self._failed: list[Request] = []
-        self._served: Counter[Hashable] = Counter()
-        """Tokens computed for each client that is there; decoded ones count when they leave."""
-        self._gone: Counter[Hashable] = Counter()
-        """The same for clients that had more than the least, should they come again."""
+        self._shares = FairShares()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self._come(sequence.request.client)
+        self._shares.come(sequence.request.client)
         self.open[sequence] = None
         self.waiting.append(sequence)
         self._no_room = False
-
-    def _come(self, client: Hashable) -> None:
-        if client in self._served:
-            return
-        if not self._served:
-            self._gone.clear()
-        least = min(self._served.values(), default=0)
-        self._gone = Counter({c: n for c, n in self._gone.items() if n > least})
-        self._served[client] = max(self._gone.pop(client, 0), least)
 
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
-        giving_way = self._giving_way()
-        if giving_way is not None:
-            self._put_back(giving_way)
+        victim = self._victim()
+        if victim is not None:
+            self._preempt(victim)
             self._short_of_pages = self._no_room = False
         # One token first, then what a grammar has forced, then prompts.
         rank = lambda s: (len(s.pending) > 1, s.num_computed < s.prefill_end)  # noqa: E731
@@ -171,7 +155,7 @@ class Scheduler:
     def may_admit(self) -> bool:
         """Whether the next step might begin with a waiting sequence."""
         if self._is_full:
-            return self._giving_way() is not None
+            return self._victim() is not None
         return bool(self.waiting)
 
     @property
@@ -180,19 +164,9 @@ class Scheduler:
             return True
         return self._short_of_pages and bool(self.running)
 
-    def _giving_way(self) -> Sequence | None:
-        """The running sequence whose place another client should have; None if all have a share.
-
-        O(waiting + running) if there are several clients.
-        """
-        if len(self._served) < 2 or not self._is_full or not self.waiting:
-            return None
-        slots = Counter(sequence.request.client for sequence in self.running)
-        fewest = min(slots[sequence.request.client] for sequence in self.waiting)
-        client, most = max(slots.items(), key=lambda item: item[1])
-        if most < fewest + 2:
-            return None
-        return next(s for s in reversed(self.running) if s.request.client == client)
+    def _victim(self) -> Sequence | None:
+        """The running sequence whose place another client should have."""
+        return self._shares.victim(self.running, self.waiting) if self._is_full else None
 
     def _schedule_running(
         self, sequence: Sequence, budget: int, chunks: list[Chunk]
@@ -205,7 +179,7 @@ class Scheduler:
                 scheduled = {chunk.sequence for chunk in chunks}
                 newest = next(s for s in reversed(self.running) if s not in scheduled)
                 if newest is not sequence:
-                    self._put_back(newest)
+                    self._preempt(newest)
                     self._short_of_pages = True
                 elif chunks or len(self.running) > 1:
                     return None  # the others go on and will free pages
@@ -246,7 +220,7 @@ class Scheduler:
                 if other is sequence:
                     break
                 if other.request.client == sequence.request.client:
-                    other.passed_over += weight
+                    other.num_skips += weight
                     weight = 1
             self.waiting.remove(sequence)
             self.running.append(sequence)
@@ -285,8 +259,7 @@ class Scheduler:
             waiting.setdefault(sequence.request.client, []).append(sequence)
         in_order: dict[Hashable, Iterator[Sequence]] = {}
         while waiting:
-            slots = Counter(sequence.request.client for sequence in self.running)
-            client = min(waiting, key=lambda c: (slots[c], self._served[c]))
+            client = self._shares.next(waiting, self.running)
             if client not in in_order:
                 in_order[client] = iter(self._by_prefix(waiting[client][:LOOK_AHEAD]))
             try:
@@ -300,7 +273,7 @@ class Scheduler:
             return sequences
 
         def rank(sequence: Sequence) -> float:
-            if sequence.passed_over >= MAX_PASSED_OVER:
+            if sequence.num_skips >= MAX_SKIPS:
                 return -inf
             return -self.cache.match(sequence.tokens, sequence.request.namespace)
 
@@ -328,7 +301,7 @@ class Scheduler:
                 new = sequence.tokens[lease.num_tokens : end]
                 self.cache.publish(lease, new, written=not len(tokens))
             sequence.request.prefilled_tokens += len(tokens)
-            self._served[sequence.request.client] += len(tokens)
+            self._shares.note(sequence.request.client, len(tokens))
         else:
             self.reserve_decode(sequence, len(tokens))
         sequence.num_computed = end
@@ -355,7 +328,7 @@ class Scheduler:
         """Whether pages were given up, before a sequence fails that has the engine for itself."""
         return self.on_no_room is not None and self.on_no_room()
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Preempt: pages go, what was computed stays cached, so resuming costs little."""
         self._leave(sequence)
         sequence.preemptions += 1
@@ -380,7 +353,7 @@ class Scheduler:
         self.running.remove(sequence)
         assert sequence.lease is not None
         if len(sequence.unpublished):
-            self._served[sequence.request.client] += len(sequence.unpublished)
+            self._shares.note(sequence.request.client, len(sequence.unpublished))
             if self.on_publish is not None:
                 self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
@@ -404,7 +377,7 @@ class Scheduler:
         self._short_of_pages = self._no_room = False
         client = sequence.request.client
         if all(other.request.client != client for other in self.open):
-            self._gone[client] = self._served.pop(client, 0)
+            self._shares.leave(client)
 
     def recover(self) -> list[Sequence]:
         """A step or an `abort` was cut off, wherever it was: everybody open waits for another step.
@@ -425,6 +398,5 @@ class Scheduler:
         self.waiting = deque(sequence for sequence in order if sequence in self.open)
         self.running = []
         self._short_of_pages = self._no_room = False
-        clients = {sequence.request.client for sequence in self.open}
-        self._served = Counter({client: self._served[client] for client in clients})
+        self._shares.keep({sequence.request.client for sequence in self.open})
         return running

@@ -562,7 +562,7 @@ def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path
     assert stats.hit_tokens + missed + stats.requests == stats.query_tokens
 
 
-def test_a_request_that_is_put_back_or_whose_step_fails_is_explained_once(
+def test_a_request_preempted_or_whose_step_fails_is_explained_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(path, page_size=4, kv_cache_memory_bytes=pages(14))

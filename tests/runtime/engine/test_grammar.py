@@ -204,8 +204,8 @@ def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(num_pages: int, t
         requests = [engine.add_request(prompt, params) for prompt, params in asked]
         finish(engine)
         assert [told(request) for request in requests] == alone
-        put_back = [s.preemptions for request in requests for s in request.sequences]
-        assert any(put_back) == (num_pages == 30)
+        preempted = [s.preemptions for request in requests for s in request.sequences]
+        assert any(preempted) == (num_pages == 30)
         assert_no_page_is_lost(engine)
     reasons = {reason for answers in alone for _, reason, *_ in answers}
     assert reasons >= {"stop", "length"}

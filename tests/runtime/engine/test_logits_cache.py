@@ -286,7 +286,7 @@ def test_a_pinned_prompt_is_a_hit_of_all_of_it_too() -> None:
     assert engine.counted(prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
 
 
-def test_what_is_put_back_after_tokens_came_keeps_no_logits_of_them() -> None:
+def test_what_is_preempted_after_tokens_came_keeps_no_logits_of_them() -> None:
     engine = Counting(page_size=4, num_pages=12)
     prompts = [text(9), text(10), text(11)]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -77,7 +77,7 @@ def test_tokens_are_the_same_as_step_by_step(path, cache, page_size, num_pages, 
                 assert these == pytest.approx(those, abs=1e-4)
 
 
-def test_sequences_that_are_put_back_for_want_of_pages_go_on_with_the_same_tokens(path) -> None:
+def test_sequences_preempted_for_want_of_pages_go_on_with_the_same_tokens(path) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [[10 * i + j for j in range(20)] for i in range(5)]  # 13 pages each in the end
     roomy = engines.run(make_engine(path, ahead=False, page_size=4), prompts, params)

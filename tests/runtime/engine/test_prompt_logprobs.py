@@ -212,14 +212,14 @@ def test_requests_preempted_while_they_are_scored_get_the_same_scores(
     half_scored = 0
     for chunk in (7, 12, 20):
         engine = make_engine(path, mode, page_size, -(-longest // page_size) + 3, chunk)
-        put_back = engine.scheduler._put_back
+        preempted = engine.scheduler._preempt
 
-        def spy(sequence: Any, put_back: Any = put_back) -> None:
+        def spy(sequence: Any, preempted: Any = preempted) -> None:
             nonlocal half_scored
             half_scored += sequence.scoring is not None and sequence.num_computed > 0
-            put_back(sequence)
+            preempted(sequence)
 
-        engine.scheduler._put_back = spy  # type: ignore[method-assign]
+        engine.scheduler._preempt = spy  # type: ignore[method-assign]
         requests = []
         for prompt in prompts():
             requests += [engine.add_request(prompt, params) for params in (scoring(), GREEDY)]

@@ -17,7 +17,7 @@ from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import OutOfPages
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import LOOK_AHEAD, MAX_PASSED_OVER, Scheduler
+from radixcache.runtime.engine.scheduler import LOOK_AHEAD, MAX_SKIPS, Scheduler
 from tests import engines
 from tests.models import tiny_model
 
@@ -262,7 +262,7 @@ def test_every_waiting_request_ages():
             others.add(ask(*stem))
             for request in waiting:
                 overtaken[request] += not request.finished
-    assert 0 < max(overtaken.values()) <= MAX_PASSED_OVER
+    assert 0 < max(overtaken.values()) <= MAX_SKIPS
     assert [request.finished for request in waiting] == [True] * 8
 
 

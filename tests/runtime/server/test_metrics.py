@@ -156,7 +156,7 @@ def test_what_waits_is_in_the_queue_and_what_runs_holds_pages(fresh: LiveServer)
             assert growth.now["vllm:kv_cache_usage_perc{the model}"] == pytest.approx(usage)
             assert growth["requests_finished_total{abort}"] == 0
             scheduler = fresh.engine.scheduler
-            fresh.call(lambda: scheduler._put_back(scheduler.running[-1]))
+            fresh.call(lambda: scheduler._preempt(scheduler.running[-1]))
         assert third.result(60).status_code == 200
     fresh.assert_idle()
     growth.look()
