@@ -208,7 +208,7 @@ def failing(llm: LLM, rng: random.Random, tally: Counter[str]) -> Iterator[None]
     """Let parts of the engine fail now and then, before or after they have done their work."""
     engine = llm.engine
     owners: list[tuple[Any, str]] = [
-        (engine.model, "forward"), (engine.kv_pool, "copy"), (engine, "_sample"),
+        (engine.model, "forward"), (engine.kv_pool, "copy"), (engine.sampler, "sample"),
         (engine.cache.pool, "allocate"), (engine.cache.pool, "drop"),
     ]  # fmt: skip
     changed = []

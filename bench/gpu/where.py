@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.engine import Engine
 
 
@@ -27,8 +26,13 @@ def phases(engine: Engine) -> Iterator[dict[str, list[float]]]:
         _timed(engine, "_batch", "page tables and groups", seen),
         _timed(attention, plan, "plan and upload", seen),
         _timed(engine, "_compute", "launch, planning included", seen),
-        _timed(engine_module, "sample", "sample", seen),
-        _timed(engine, "_finish", "read tokens, waiting included, and end sequences", seen),
+        _timed(engine.sampler, "sample", "sample", seen),
+        _timed(
+            engine.output_processor,
+            "finish",
+            "read tokens (waits), end sequences",
+            seen,
+        ),
         _timed(engine.cache, "commit", "commit", seen),
     ):
         yield seen

@@ -16,9 +16,10 @@ from radixcache.bench.replay.play import Outcome, WallClock, play
 from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.engine import Engine, PendingStep
+from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as RequestSequence
+from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -26,6 +27,27 @@ from radixcache.runtime.sampling.params import SamplingParams
 
 _CERTAIN = torch.finfo(torch.float32).max
 """A logit above all others; an infinite one is no number to the engine."""
+
+
+class ScriptedSampler(Sampler):
+    """Chooses what the workload says."""
+
+    def __init__(self, model: PagedModel, answers: dict[Request, Tokens]) -> None:
+        super().__init__(model.device, 0, model.eos_token_ids)
+        self._answers = answers
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        sequences: list[RequestSequence],
+        logits: torch.Tensor,
+        latest: torch.Tensor | None = None,
+    ) -> PendingStep:
+        """The sampler's own, of logits in which the script is certain."""
+        if sequences:
+            script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
+            logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN
+        return super().sample(sequences, logits, latest)
 
 
 class ScriptedEngine(Engine):
@@ -45,6 +67,7 @@ class ScriptedEngine(Engine):
         super().__init__(model, kv_pool, cache, scheduler)
         scheduler.kept = None  # at index level every scheme computes a prompt's last token
         self._answers: dict[Request, Tokens] = {}
+        self.sampler = ScriptedSampler(model, self._answers)
         self._runs_ahead = False  # a script is read token by token
 
     def add(self, prompt: Tokens, answer: Tokens) -> Request:
@@ -52,18 +75,6 @@ class ScriptedEngine(Engine):
         request = self.add_request(prompt, params)
         self._answers[request] = answer
         return request
-
-    @torch.inference_mode()
-    def _sample(
-        self,
-        sequences: list[RequestSequence],
-        logits: torch.Tensor,
-        latest: torch.Tensor | None = None,
-    ) -> PendingStep:
-        if sequences:
-            script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
-            logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN
-        return super()._sample(sequences, logits, latest)
 
 
 @dataclass

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import wraps
-from hashlib import blake2b
-from math import inf
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,35 +15,19 @@ from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_toke
 from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages, WrongThread
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import group_by_prefix
-from radixcache.kernels.likeliest import choose_filter
-from radixcache.kernels.upload import Fetch, on_device, send
+from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
-from radixcache.runtime.engine.logits_processors import LogitsProcessors
+from radixcache.runtime.engine.output_processor import OutputProcessor
 from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.sampling.grammar import GrammarBackend, GrammarError, mask
+from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
+from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
-from radixcache.runtime.sampling.sampler import sample, top_logprobs
-
-NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
-"""Why a sequence fails."""
-
-
-class PendingStep(NamedTuple):
-    """A step that is enqueued on the device, and the sequences that get a token from it."""
-
-    sequences: list[Sequence]
-    tokens: torch.Tensor
-    asking: list[int]  # rows whose log-probabilities are reported
-    fetched: Fetch
-    """The tokens; the highest logit of each row, not finite where no token could be chosen; and if
-    any row asks, the token ids and log-probabilities of those that do."""
-
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -109,19 +91,14 @@ class Engine:
                 if model.attention.max_fixed_rows
                 else None
             )
-            self._keep_likeliest = choose_filter(model.device)
         self._decode = decode
         self._encode = encode
-        self._logits_processors = LogitsProcessors()
         self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())
-        self._forces_tokens = True
-        """Tokens that a grammar leaves no choice of are computed in one step."""
-        self._generator = torch.Generator(model.device).manual_seed(seed)
+        self.sampler = Sampler(model.device, seed, model.eos_token_ids)
+        self.output_processor = OutputProcessor(scheduler, model.eos_token_ids)
         self._scored = ScoredPrompts(model.vocab_size)
         if cache.full_prompt_hits:
             scheduler.kept = PromptLogitsCache(model.vocab_size)
-        self.num_generated = 0
-        """Tokens, since the engine was made."""
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: PendingStep | None = None
@@ -133,9 +110,6 @@ class Engine:
         """A request that nobody has a hand on yet."""
         self.failed_step: list[Sequence] = []
         """What was running when a step failed last: one of them may be the cause."""
-        self._changed: dict[Request, None] = {}
-        """Requests that `step` has yet to tell of: those of a step that failed after it had read
-        some of its tokens."""
 
     def capture_graphs(self) -> None:
         """Capture what CUDA graphs there are to be; without this, each when it is first needed."""
@@ -158,15 +132,20 @@ class Engine:
             self._ahead = None
             if step is not None:
                 self._ahead = self._launch_ahead(step)
-                self._finish(step)
-        changed = dict.fromkeys(self.scheduler.take_failed()) | self._changed
-        self._changed = {}
+                self.output_processor.finish(step)
+        changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
+        self.output_processor.changed = {}
         return [*changed]
 
     @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or has ended and no `step` has said so."""
-        return bool(self.scheduler.open or self._changed or self._cut_off)
+        return bool(self.scheduler.open or self.output_processor.changed or self._cut_off)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens, since the engine was made."""
+        return self.output_processor.num_generated
 
     def _enter(self) -> None:
         thread = get_ident()
@@ -181,7 +160,7 @@ class Engine:
         """Bring everything back to between two steps; may be cut off, and called again."""
         self._cut_off = True
         self._ahead = None
-        self._logits_processors.forget()
+        self.sampler.forget()
         self.failed_step = self.scheduler.recover() or self.failed_step
         if self._adding is not None:
             for sequence in self._adding.sequences:
@@ -189,8 +168,8 @@ class Engine:
             self._adding = None
         for sequence in [*self.scheduler.open]:  # a token had come, and was not looked at
             if len(sequence.generated):
-                self._changed[sequence.request] = None
-                self._end_if_done(sequence)
+                self.output_processor.changed[sequence.request] = None
+                self.output_processor.end_if_done(sequence)
         self._cut_off = False
 
     @whole
@@ -216,7 +195,7 @@ class Engine:
         edits = PenaltyState(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
         request = Request(self._next_id, prompt, tokens, params, namespace, client)
         request.edits = edits if edits.any else None
-        request.add_sequences(max_tokens, self._decode, lambda i: self._noise(params, i))
+        request.add_sequences(max_tokens, self._decode, self.sampler.generator)
         if params.structured_outputs is not None:
             for sequence in request.sequences:
                 sequence.grammar = self._grammar_backend.grammar(params.structured_outputs)
@@ -238,7 +217,7 @@ class Engine:
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, "abort")
         request.note_end()
-        self._changed.pop(request, None)
+        self.output_processor.changed.pop(request, None)
 
     @whole
     def recover(self) -> None:
@@ -343,11 +322,6 @@ class Engine:
         self.cache.release(lease)
         return len(beside)
 
-    def _noise(self, params: SamplingParams, index: int) -> torch.Generator:
-        if params.seed is None:
-            return self._generator
-        return torch.Generator(self.model.device)
-
     def _launch(self) -> PendingStep | None:
         """Schedule a step and enqueue it; None if there is nothing to do."""
         chunks = self.scheduler.schedule()
@@ -364,7 +338,7 @@ class Engine:
         logits = self._score(chunks + hits, logits)
         ends = [chunk for chunk in chunks if chunk.is_last]
         logits = self._with_cached_logits(ends, hits, logits)
-        return self._sample([chunk.sequence for chunk in ends + hits], logits)
+        return self.sampler.sample([chunk.sequence for chunk in ends + hits], logits)
 
     def _launch_ahead(self, step: PendingStep) -> PendingStep | None:
         """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
@@ -397,7 +371,7 @@ class Engine:
         same = rows == list(range(len(step.sequences)))
         tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
         logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
-        return self._sample([chunk.sequence for chunk in chunks], logits, tokens)
+        return self.sampler.sample([chunk.sequence for chunk in chunks], logits, tokens)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch."""
@@ -483,123 +457,3 @@ class Engine:
             if chunk.ends_prompt:
                 kept.keep(chunk.sequence.request.prompt_key, logits[row])
         return torch.cat([logits, *rows]) if rows else logits
-
-    def _sample(
-        self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None = None
-    ) -> PendingStep:
-        """Choose a token for each row; `latest` [R] are those before, if only the device knows."""
-        params = [sequence.request.params for sequence in sequences]
-        for sequence, one in zip(sequences, params, strict=True):
-            if one.seed is not None and one.temperature > 0:
-                # By the token's place, so that it is drawn alike after a step that failed.
-                place = f"{one.seed + sequence.index} {sequence.num_computed}".encode()
-                noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
-                sequence.generator.manual_seed(noise)
-        generators = [sequence.generator for sequence in sequences]
-        edited = self._masked(sequences, self._logits_processors.edit(sequences, logits, latest))
-        tokens, highest = sample(edited, params, generators, self._keep_likeliest)
-        counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
-        top: tuple[torch.Tensor, ...] = ()
-        if counts:
-            rows = send([*counts], logits.device)
-            top = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
-        return PendingStep(sequences, tokens, [*counts], Fetch(tokens, highest, *top))
-
-    def _masked(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        """`logits` without what grammars forbid: a copy, or itself if no row has a grammar."""
-        rows, forbidden = [], []
-        for row, sequence in enumerate(sequences):
-            grammar = sequence.grammar
-            matcher = None if grammar is None else grammar.follow(sequence.generated)
-            if matcher is not None:
-                ignores_eos = sequence.request.params.ignore_eos
-                rows.append((row, matcher))
-                forbidden.append(self.model.eos_token_ids if ignores_eos else ())
-        return mask(logits, rows, forbidden) if rows else logits
-
-    def _finish(self, step: PendingStep) -> None:
-        """Read the tokens of a step, and note the requests that got one."""
-        tokens, highest_logits, *told = step.fetched.read()
-        top = dict(zip(step.asking, zip(*told, strict=True), strict=True))
-        for row, (sequence, token, highest) in enumerate(
-            zip(step.sequences, tokens, highest_logits, strict=True)
-        ):
-            if sequence.finish_reason is not None:  # since the step was launched
-                continue
-            self._changed[sequence.request] = None
-            if not highest < inf:
-                self.scheduler.fail(sequence, NOT_A_NUMBER)
-                continue
-            if not sequence.max_tokens:  # the prompt was all
-                self.scheduler.finish(sequence, "length")
-                sequence.request.note_end()
-                continue
-            if highest == -inf:
-                if sequence.grammar is not None and sequence.grammar.may_end(sequence.generated):
-                    if sequence.detokenizer is not None:
-                        sequence.detokenizer.finish()
-                    self.scheduler.finish(sequence, "stop")
-                    sequence.request.note_end()
-                else:
-                    self.scheduler.fail(sequence, NOTHING_LEFT, invalid=True)
-                continue
-            logprobs = None
-            if row in top:
-                end = 1 + (sequence.request.params.logprobs or 0)
-                ids, values = top[row]
-                logprobs = dict(zip(ids[:end], values[:end], strict=True))
-            sequence.append(token, logprobs)
-            self.num_generated += 1
-            self._end_if_done(sequence)
-            self._append_forced(sequence)
-
-    def _append_forced(self, sequence: Sequence) -> None:
-        """Append the tokens that must come: the next step computes all of them in one chunk."""
-        grammar, request = sequence.grammar, sequence.request
-        if grammar is None or sequence.finish_reason is not None or not self._forces_tokens:
-            return
-        if request.params.logprobs is not None or request.edits is not None:
-            return  # logits are asked for, or a token may be forbidden
-        for token in grammar.forced(sequence.generated):
-            sequence.append(token)
-            self.num_generated += 1
-            self._end_if_done(sequence)
-            if sequence.finish_reason is not None:
-                break
-
-    def _end_if_done(self, sequence: Sequence) -> None:
-        """Look at a sequence's last token, which may be its end; again, if that was cut off."""
-        token = sequence.generated.item(-1)
-        try:
-            reason = self._end_reason(sequence, token)
-        except (MemoryError, RecursionError):
-            raise
-        except GrammarError as error:
-            self.scheduler.fail(sequence, str(error), invalid=True)
-        except Exception as error:  # text that cannot be made ends this sequence, no other
-            self.scheduler.fail(sequence, f"token {token} gives no text: {error}")
-        else:
-            if reason:
-                self.scheduler.finish(sequence, reason)
-        sequence.request.note_token()
-
-    def _end_reason(self, sequence: Sequence, token: int) -> str | None:
-        params, detokenizer = sequence.request.params, sequence.detokenizer
-        complete = sequence.grammar is not None and sequence.grammar.is_complete(sequence.generated)
-        reason, is_text = None, True
-        if token in (params.stop_token_ids or ()):
-            reason, sequence.stop_reason, is_text = "stop", token, False
-        elif token in self.model.eos_token_ids and not params.ignore_eos:
-            reason, is_text = "stop", False
-        elif complete:
-            reason = "stop"
-        elif len(sequence.generated) >= sequence.max_tokens:
-            reason = "length"
-        if detokenizer is not None:
-            if is_text or params.include_stop_str_in_output:
-                detokenizer.append(token, len(sequence.generated) - 1)
-            if reason:
-                detokenizer.finish()
-            if detokenizer.stopped_by is not None:
-                reason, sequence.stop_reason = "stop", detokenizer.stopped_by
-        return reason

@@ -190,14 +190,14 @@ class Request:
         self,
         max_tokens: int,
         decode: Callable[..., str] | None,
-        make_generator: Callable[[int], torch.Generator],
+        make_generator: Callable[[SamplingParams], torch.Generator],
     ) -> None:
         """Make the `n` sequences."""
         params, stop_strings = self.params, StopStrings(self.params.stop_strings)
         if decode is not None and not params.skip_special_tokens:
             decode = partial(decode, special=True)
         for index in range(params.n):
-            sequence = Sequence(self, index, max_tokens, make_generator(index))
+            sequence = Sequence(self, index, max_tokens, make_generator(params))
             if decode is not None:
                 sequence.detokenizer = Detokenizer(
                     decode, stop_strings, params.min_tokens, params.include_stop_str_in_output

@@ -205,12 +205,14 @@ def test_a_failure_while_telling_ends_every_wait(llm: LLM, monkeypatch: pytest.M
     assert llm.generate("x", GREEDY)[0].finished
 
 
-@pytest.mark.parametrize("place", ["schedule", "_run", "_finish"])
+@pytest.mark.parametrize("place", ["schedule", "_run", "finish"])
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_aborted_after_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     (wanted,) = llm.generate("fine", LONG)
-    owner = llm.engine.scheduler if place == "schedule" else llm.engine
+    engine = llm.engine
+    owners = {"schedule": engine.scheduler, "_run": engine, "finish": engine.output_processor}
+    owner = owners[place]
     inner, collected, left = getattr(owner, place), [], [llm.stream("left", LONG)]
     next(left[0])
 

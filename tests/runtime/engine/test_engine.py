@@ -116,13 +116,13 @@ def test_logits_agree_with_plain_transformers_to_1e_4(
     asked = prompts(min(model.vocab_size, 250))
     engine = make_engine(path, "radix", page_size, max_num_batched_tokens=24, layers=layers)
     seen: list[torch.Tensor] = []
-    sample = engine._sample
+    sample = engine.sampler.sample
 
     def spy(sequences: list[Sequence], logits: torch.Tensor) -> Any:
         seen.extend(logits)
         return sample(sequences, logits)
 
-    monkeypatch.setattr(engine, "_sample", spy)
+    monkeypatch.setattr(engine.sampler, "sample", spy)
     for prompt in asked:  # one after the other, so that row i of `seen` is known
         seen.clear()
         (request,) = run(engine, [prompt], GREEDY)

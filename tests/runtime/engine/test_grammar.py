@@ -25,7 +25,7 @@ from radixcache import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine import sampler
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -86,7 +86,7 @@ def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200
         model, pool, index, scheduler, text.decode,  # type: ignore[arg-type]
         encode=lambda word: text.encode(word, special=False), grammar_backend=grammar_backend(),
     )  # fmt: skip
-    engine._forces_tokens = forces
+    engine.output_processor.forces_tokens = forces
     return engine
 
 
@@ -360,7 +360,7 @@ def test_a_guide_begins_behind_the_text_that_is_named() -> None:
 
 def test_a_token_that_the_grammar_refuses_fails_its_request_alone(monkeypatch) -> None:
     engine = make_engine()
-    monkeypatch.setattr(engine_module, "mask", lambda logits, *_: logits.clone())
+    monkeypatch.setattr(sampler, "mask", lambda logits, *_: logits.clone())
     params = SamplingParams(
         temperature=0, max_tokens=9, structured_outputs=StructuredOutputsParams.regex("q{5}")
     )

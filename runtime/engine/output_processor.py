@@ -1,0 +1,117 @@
+"""Reads the tokens of a step: appends them to their sequences, and ends those that are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.sampler import PendingStep
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.sampling.grammar import GrammarError
+from radixcache.runtime.sampling.penalties import NOTHING_LEFT
+
+NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
+"""Why a sequence fails."""
+
+
+class OutputProcessor:
+    """What comes of tokens, on the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> None:
+        self._scheduler = scheduler
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self.forces_tokens = True
+        """Tokens that a grammar leaves no choice of are computed in one step."""
+        self.num_generated = 0
+        """Tokens, since the engine was made."""
+        self.changed: dict[Request, None] = {}
+        """Requests that `Engine.step` has yet to tell of: those of a step that failed after it had
+        read some of its tokens."""
+
+    def finish(self, step: PendingStep) -> None:
+        """Read the tokens of a step, and note the requests that got one."""
+        tokens, highest_logits, *told = step.fetched.read()
+        top = dict(zip(step.asking, zip(*told, strict=True), strict=True))
+        for row, (sequence, token, highest) in enumerate(
+            zip(step.sequences, tokens, highest_logits, strict=True)
+        ):
+            if sequence.finish_reason is not None:  # since the step was launched
+                continue
+            self.changed[sequence.request] = None
+            if not highest < inf:
+                self._scheduler.fail(sequence, NOT_A_NUMBER)
+                continue
+            if not sequence.max_tokens:  # the prompt was all
+                self._scheduler.finish(sequence, "length")
+                sequence.request.note_end()
+                continue
+            if highest == -inf:
+                if sequence.grammar is not None and sequence.grammar.may_end(sequence.generated):
+                    if sequence.detokenizer is not None:
+                        sequence.detokenizer.finish()
+                    self._scheduler.finish(sequence, "stop")
+                    sequence.request.note_end()
+                else:
+                    self._scheduler.fail(sequence, NOTHING_LEFT, invalid=True)
+                continue
+            logprobs = None
+            if row in top:
+                end = 1 + (sequence.request.params.logprobs or 0)
+                ids, values = top[row]
+                logprobs = dict(zip(ids[:end], values[:end], strict=True))
+            sequence.append(token, logprobs)
+            self.num_generated += 1
+            self.end_if_done(sequence)
+            self._append_forced(sequence)
+
+    def _append_forced(self, sequence: Sequence) -> None:
+        """Append the tokens that must come: the next step computes all of them in one chunk."""
+        grammar, request = sequence.grammar, sequence.request
+        if grammar is None or sequence.finish_reason is not None or not self.forces_tokens:
+            return
+        if request.params.logprobs is not None or request.edits is not None:
+            return  # logits are asked for, or a token may be forbidden
+        for token in grammar.forced(sequence.generated):
+            sequence.append(token)
+            self.num_generated += 1
+            self.end_if_done(sequence)
+            if sequence.finish_reason is not None:
+                break
+
+    def end_if_done(self, sequence: Sequence) -> None:
+        """Look at a sequence's last token, which may be its end; again, if that was cut off."""
+        token = sequence.generated.item(-1)
+        try:
+            reason = self._end_reason(sequence, token)
+        except (MemoryError, RecursionError):
+            raise
+        except GrammarError as error:
+            self._scheduler.fail(sequence, str(error), invalid=True)
+        except Exception as error:  # text that cannot be made ends this sequence, no other
+            self._scheduler.fail(sequence, f"token {token} gives no text: {error}")
+        else:
+            if reason:
+                self._scheduler.finish(sequence, reason)
+        sequence.request.note_token()
+
+    def _end_reason(self, sequence: Sequence, token: int) -> str | None:
+        params, detokenizer = sequence.request.params, sequence.detokenizer
+        complete = sequence.grammar is not None and sequence.grammar.is_complete(sequence.generated)
+        reason, is_text = None, True
+        if token in (params.stop_token_ids or ()):
+            reason, sequence.stop_reason, is_text = "stop", token, False
+        elif token in self._eos_token_ids and not params.ignore_eos:
+            reason, is_text = "stop", False
+        elif complete:
+            reason = "stop"
+        elif len(sequence.generated) >= sequence.max_tokens:
+            reason = "length"
+        if detokenizer is not None:
+            if is_text or params.include_stop_str_in_output:
+                detokenizer.append(token, len(sequence.generated) - 1)
+            if reason:
+                detokenizer.finish()
+            if detokenizer.stopped_by is not None:
+                reason, sequence.stop_reason = "stop", detokenizer.stopped_by
+        return reason
