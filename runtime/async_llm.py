@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from radixcache.errors import EngineStopped, InvalidRequest
-from radixcache.runtime.engine.explain import Explanation
-from radixcache.runtime.engine.named_prefixes import NamedPrefix
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.input_processor import Prompt, Prompts
+from radixcache.runtime.engine.listeners import AsyncJob, listen_async
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.worker import News
-from radixcache.runtime.llm import LLM, Finals, Outputs, Prompt, Prompts
+from radixcache.runtime.llm import LLM
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _on_thread(
+    method: Callable[Concatenate[LLM, P], T],
+) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]:
+    """The same method as a coroutine, run on a thread."""
+
+    @wraps(method)
+    async def call(self: AsyncLLM, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self.llm, *args, **kwargs)
+
+    return call
 
 
 class AsyncLLM:
@@ -58,13 +69,19 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """End the engine's thread; who waits for an answer, or asks later, gets `EngineStopped`."""
-        await asyncio.to_thread(self.llm.close)
-
     async def check_health(self) -> None:
         """Return once the engine has answered; `EngineStopped` if it never will."""
         await self.call(lambda: None)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """See `LLM.call`."""
+        return await asyncio.wrap_future(self.llm.worker.call(function))
+
+    close = _on_thread(LLM.close)
+    explain = _on_thread(LLM.explain)
+    pin_prefix = _on_thread(LLM.pin_prefix)
+    unpin_prefix = _on_thread(LLM.unpin_prefix)
+    reset_prefix_cache = _on_thread(LLM.reset_prefix_cache)
 
     async def generate(
         self,
@@ -75,12 +92,10 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
-        tokenise = partial(self.llm._inputs, prompts, sampling_params, special=prefix is None)
-        inputs = await asyncio.to_thread(tokenise)
-        job = Finals()
-        async with aclosing(
-            self._run(job, partial(self.llm._add, inputs, cache_salt, prefix))
-        ) as ends:
+        process = partial(self.llm.inputs.process, special=prefix is None)
+        inputs = await asyncio.to_thread(process, prompts, sampling_params)
+        job, add = AsyncJob(stream=False), partial(self.llm.add, inputs, cache_salt, prefix)
+        async with aclosing(listen_async(self.llm.worker, job, add)) as ends:
             async for _ in ends:
                 pass
         return job.outputs()
@@ -94,10 +109,10 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `LLM.stream`."""
-        tokenise = partial(self.llm._inputs, [prompt], sampling_params, special=prefix is None)
-        inputs = await asyncio.to_thread(tokenise)
-        add = partial(self.llm._add, inputs, cache_salt, prefix)
-        async with aclosing(self._run(Outputs(), add)) as outputs:
+        process = partial(self.llm.inputs.process, special=prefix is None)
+        inputs = await asyncio.to_thread(process, [prompt], sampling_params)
+        job, add = AsyncJob(stream=True), partial(self.llm.add, inputs, cache_salt, prefix)
+        async with aclosing(listen_async(self.llm.worker, job, add)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -114,7 +129,7 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """See `LLM.chat`."""
         render = partial(
-            self.llm._render,
+            self.llm.inputs.render,
             tools=tools or (),
             template_kwargs=chat_template_kwargs,
             ask=add_generation_prompt,
@@ -123,69 +138,5 @@ class AsyncLLM:
         texts = await asyncio.to_thread(render, messages, cache_salt)
         prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
         outputs = await self.generate(prompts, sampling_params, cache_salt=cache_salt)
-        await asyncio.to_thread(self.llm._remember, texts, outputs)
+        await asyncio.to_thread(self.llm.inputs.remember, texts, outputs)
         return outputs
-
-    async def explain(
-        self,
-        prompt: Prompt | Sequence[Message],
-        *,
-        prefix: str | None = None,
-        cache_salt: str | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Explanation:
-        """See `LLM.explain`."""
-        explain = partial(
-            self.llm.explain, prompt, prefix=prefix, cache_salt=cache_salt, tools=tools
-        )
-        return await asyncio.to_thread(explain)
-
-    async def pin_prefix(
-        self,
-        name: str,
-        prompt: Prompt,
-        *,
-        lifetime: float | None = None,
-        cache_salt: str | None = None,
-    ) -> NamedPrefix:
-        """See `LLM.pin_prefix`."""
-        pin = partial(self.llm.pin_prefix, name, prompt, lifetime=lifetime, cache_salt=cache_salt)
-        return await asyncio.to_thread(pin)
-
-    async def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
-        """See `LLM.unpin_prefix`."""
-        await self.call(lambda: self.llm.prefixes.unpin(name, cache_salt))
-
-    async def reset_prefix_cache(self) -> None:
-        """See `LLM.reset_prefix_cache`."""
-        await asyncio.to_thread(self.llm.reset_prefix_cache)
-
-    async def call(self, function: Callable[[], T]) -> T:
-        """See `LLM.call`."""
-        return await asyncio.wrap_future(self.llm.worker.call(function))
-
-    async def _run(
-        self, job: Outputs | Finals, add: Callable[[], list[Request]]
-    ) -> AsyncGenerator[Any, None]:
-        """Submit a job; the iterator gives what it reports, and aborts it if closed early."""
-        loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[list[News]] = asyncio.Queue()
-
-        def tell(news: list[News]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(heard.put_nowait, news)
-
-        try:
-            await asyncio.wrap_future(self.llm.worker.submit(job, add, tell))
-            while True:
-                for news in await heard.get():
-                    for item in news.items:
-                        yield item
-                    if news.error is not None:
-                        raise news.error
-                    if news.finished:
-                        return
-        finally:
-            aborted = asyncio.wrap_future(self.llm.worker.abort(job))
-            with suppress(EngineStopped):
-                await asyncio.shield(aborted)  # whoever is cancelled twice aborts nevertheless

@@ -31,7 +31,7 @@ from radixcache.runtime.server.http.listener import address_of, listen
 
 if TYPE_CHECKING:
     from radixcache import LLM, Chat, RequestOutput
-    from radixcache.runtime.llm import Prompt
+    from radixcache.runtime.engine.input_processor import Prompt
 
 Note = Callable[[str], None]
 

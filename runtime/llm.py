@@ -3,62 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import finalize
 
-import numpy as np
 import torch
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.base import PrefixCache, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.build import build_engine, model_path
 from radixcache.runtime.engine.explain import Explanation
+from radixcache.runtime.engine.input_processor import (
+    EngineInput,
+    InputProcessor,
+    Prompt,
+    Prompts,
+    naming_prompt,
+)
+from radixcache.runtime.engine.listeners import listen
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.worker import Job, News, Worker
+from radixcache.runtime.engine.worker import Job, Worker
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import give_back, resident_bytes
-from radixcache.runtime.sampling.grammar import CompiledGrammar
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import format_memory
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
-from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
-from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.runtime.tokens.history import TokenHistory
+from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 T = TypeVar("T")
-
-
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already."""
-
-    prompt_token_ids: TokensLike
-
-
-Prompt = str | TokensPrompt | TokensLike
-Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
-"""One prompt or several; token ids alone are one."""
-
-
-class _Input(NamedTuple):
-    """A prompt in tokens, and what was asked of it."""
-
-    text: str | None
-    tokens: TokensLike
-    params: SamplingParams
-    grammar: CompiledGrammar | None
-    """Compiled: as long as it is held, the engine finds it at once."""
 
 
 class LLM:
@@ -92,11 +75,13 @@ class LLM:
         self.model_name = Path(model_path(args)).name
         self.engine, self.tokenizer, self.grammar_backend = built[:3]
         self.explainer, self.kv_events, self.default_params = built[3:]
+        self.inputs = InputProcessor(
+            self.model_name, self.tokenizer, self.grammar_backend, self.default_params
+        )
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
         self._close = finalize(self, _close, self.worker, self.kv_events, self.engine.model)
-        self._turns = Conversations(TokenHistory(self.tokenizer)) if self.tokenizer else None
         give_back()  # what loading took of memory, and no longer needs
         self.load_seconds = time.perf_counter() - start
 
@@ -126,9 +111,7 @@ class LLM:
     @property
     def turns(self) -> Conversations:
         """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
-        self._need_tokenizer()
-        assert self._turns is not None
-        return self._turns
+        return self.inputs.turns
 
     def __repr__(self) -> str:
         engine = getattr(self, "engine", None)  # none while it is made, as a debugger shows it
@@ -196,7 +179,7 @@ class LLM:
         """
         from tqdm import tqdm
 
-        inputs = self._inputs(prompts, sampling_params, special=prefix is None)
+        inputs = self.inputs.process(prompts, sampling_params, special=prefix is None)
         bar = tqdm(
             total=len(inputs),
             desc="Prompts",
@@ -204,9 +187,9 @@ class LLM:
             disable=not use_tqdm or len(inputs) < 2,
             leave=False,
         )
-        job = Finals()
+        job = Job()
         with bar:
-            for _ in self._run(job, lambda: self._add(inputs, cache_salt, prefix)):
+            for _ in listen(self.worker, job, lambda: self.add(inputs, cache_salt, prefix)):
                 bar.update()
         return job.outputs()
 
@@ -222,8 +205,9 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        inputs = self._inputs([prompt], sampling_params, special=prefix is None)
-        return self._run(Outputs(), lambda: self._add(inputs, cache_salt, prefix))
+        inputs = self.inputs.process([prompt], sampling_params, special=prefix is None)
+        add = partial(self.add, inputs, cache_salt, prefix)
+        return listen(self.worker, Job(stream=True), add)
 
     def explain(
         self,
@@ -279,9 +263,9 @@ class LLM:
             PinError: the salt has that name, or there are too few pages left to pin.
             InvalidRequest: the prompt is unusable.
         """
-        tokens, job, prefixes = self.encode(prompt), Finals(), self.prefixes
+        tokens, job, prefixes = self.encode(prompt), Job(), self.prefixes
         prepare = partial(prefixes.prepare, name, tokens, lifetime=lifetime, cache_salt=cache_salt)
-        for _ in self._run(job, lambda: [prepare()]):
+        for _ in listen(self.worker, job, lambda: [prepare()]):
             pass
         return self.call(lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime))
 
@@ -313,7 +297,7 @@ class LLM:
             continue_final_message: go on with the last message instead; `add_generation_prompt`
                 does not matter then.
         """
-        texts = self._render(
+        texts = self.inputs.render(
             messages,
             cache_salt,
             tools=tools or (),
@@ -323,7 +307,7 @@ class LLM:
         )
         prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
         outputs = self.generate(prompts, sampling_params, cache_salt=cache_salt, use_tqdm=use_tqdm)
-        self._remember(texts, outputs)
+        self.inputs.remember(texts, outputs)
         return outputs
 
     def read_message(
@@ -342,7 +326,7 @@ class LLM:
             index: of the completion.
             cache_salt: that of `chat`.
         """
-        tokenizer, completion = self._need_tokenizer(), output.outputs[index]
+        tokenizer, completion = self.inputs.tokenizer, output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
         check_tools(tools)
         functions = [tool["function"] for tool in tools]
@@ -364,80 +348,23 @@ class LLM:
         Raises:
             InvalidRequest: it is neither text nor token ids, or the model has no tokenizer.
         """
-        if isinstance(prompt, str):
-            return self._need_tokenizer().encode(prompt, special=special)
-        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"]
-        if isinstance(prompt, Sequence | np.ndarray):
-            return cast(TokensLike, prompt)
-        raise InvalidRequest(
-            "a prompt is a string or token ids ([...] or {'prompt_token_ids': [...]}), not "
-            f"{type(prompt).__name__}"
-        )
+        return self.inputs.encode(prompt, special=special)
 
-    def _render(
+    def add(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        cache_salt: str | None,
-        **how: Any,
-    ) -> list[TokenisedText]:
-        """The prompts that conversations make; `how` as in `Tokenizer.render_chat`."""
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        return [self.turns.encode(one, cache_salt, **how) for one in conversations]
-
-    def _remember(self, prompts: list[TokenisedText], outputs: list[RequestOutput]) -> None:
-        """Let the conversations go on from their answers."""
-        for prompt, output in zip(prompts, outputs, strict=True):
-            for completion in output.outputs:
-                self.turns.remember(prompt, completion.token_ids)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest(f"{self.model_name} has no tokenizer: give prompt_token_ids")
-        return self.tokenizer
-
-    def _inputs(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        special: bool,
-    ) -> list[_Input]:
-        """The prompts in tokens, made on the caller's thread: a long text holds up nobody else."""
-        many = _as_prompts(prompts)
-        if isinstance(params, Sequence) and not isinstance(params, str):
-            if len(params) != len(many):
-                raise InvalidRequest(f"{len(params)} parameters for {len(many)} prompts")
-            each = list(params)
-        else:
-            each = [self.default_params if params is None else params] * len(many)
-        inputs: list[_Input] = []
-        for prompt, one in zip(many, each, strict=True):
-            with _naming(len(inputs), len(many)):
-                check_params(one)
-                if one.stop_strings and self.tokenizer is None:
-                    raise InvalidRequest("stop strings need a tokenizer, and this model has none")
-                grammar = (
-                    None
-                    if one.structured_outputs is None
-                    else self.grammar_backend.compile(one.structured_outputs)
-                )
-                text = prompt if isinstance(prompt, str) else None
-                inputs.append(_Input(text, self.encode(prompt, special=special), one, grammar))
-        return inputs
-
-    def _add(
-        self,
-        inputs: Sequence[_Input],
-        cache_salt: str | None,
-        prefix: str | None,
+        inputs: Sequence[EngineInput],
+        cache_salt: str | None = None,
+        prefix: str | None = None,
         client: Hashable = None,
     ) -> list[Request]:
-        """Queue one request for each input, or none if any of them is unusable."""
+        """Queue a request for each input, or none if any is unusable; on the engine's thread.
+
+        Clients share the engine fairly (see `radixcache.runtime.engine.fairness`).
+        """
         requests: list[Request] = []
         try:
             for text, tokens, params, _ in inputs:
-                with _naming(len(requests), len(inputs)):
+                with naming_prompt(len(requests), len(inputs)):
                     whole = tokens
                     if prefix is not None:
                         whole = self.prefixes.extend(prefix, tokens, cache_salt)
@@ -453,87 +380,6 @@ class LLM:
             raise
         return requests
 
-    def add_requests(
-        self,
-        prompts: Sequence[TokensLike],
-        params: SamplingParams,
-        cache_salt: str | None,
-        client: Hashable = None,
-    ) -> list[Request]:
-        """Queue requests, or none if any is unusable: for functions that `worker` is given.
-
-        Clients share the engine fairly (see `radixcache.runtime.engine.scheduler`).
-        """
-        inputs = [_Input(None, tokens, params, None) for tokens in prompts]
-        return self._add(inputs, cache_salt, None, client)
-
-    def _run(
-        self, job: Outputs | Finals, add: Callable[[], list[Request]]
-    ) -> Generator[Any, None, None]:
-        """Submit a job; the iterator gives what it reports, and aborts it if closed early."""
-        heard: SimpleQueue[list[News]] = SimpleQueue()
-        submitted = self.worker.submit(job, add, heard.put)
-
-        def listen() -> Generator[Any, None, None]:
-            try:
-                submitted.result()
-                yield None
-                while True:
-                    for news in heard.get():
-                        yield from news.items
-                        if news.error is not None:
-                            raise news.error
-                        if news.finished:
-                            return
-            finally:  # without waiting: where this is collected as garbage, others may hold locks
-                self.worker.abort(job)
-
-        listening = listen()
-        next(listening)  # closing a generator that has not begun would abort nothing
-        return listening
-
-
-class Outputs(Job):
-    """Requests whose states are told after every token."""
-
-    def report(self, request: Request) -> RequestOutput:
-        return request.output()
-
-
-class Finals(Job):
-    """Requests whose ends only are told."""
-
-    def report(self, request: Request) -> bool | None:
-        return True if request.finished else None
-
-    def outputs(self) -> list[RequestOutput]:
-        """Of the requests, in the order of their prompts; once all have ended."""
-        return [request.output() for request in self.requests]
-
-
-@contextmanager
-def _naming(index: int, count: int) -> Iterator[None]:
-    """Let errors say which of several prompts is meant."""
-    try:
-        yield
-    except InvalidRequest as error:
-        where = f"prompt {index}: " if count > 1 else ""
-        raise type(error)(f"{where}{error}") from None
-
-
-def _as_prompts(prompts: Prompts) -> list[Prompt]:
-    """The prompts in a list; token ids alone are one prompt."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise InvalidRequest(
-            f"prompts are strings, token ids or dicts, not {type(prompts).__name__}"
-        )
-    many = cast(list[Prompt], list(prompts))
-    if many and isinstance(many[0], int | np.integer):
-        return [cast(TokensLike, many)]
-    return many
-
 
 def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel) -> None:
     if model.ranks is not None:  # first: the step under way may wait for one that hangs
@@ -543,12 +389,3 @@ def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel
         kv_events.close()
     if model.ranks is not None:
         model.ranks.close()
-
-
-def check_params(params: object) -> None:
-    """Refuse what are no sampling parameters."""
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(
-            f"sampling_params are SamplingParams, not {type(params).__name__}: say, for example, "
-            "SamplingParams(temperature=0, max_tokens=64)"
-        )

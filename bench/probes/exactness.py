@@ -28,9 +28,9 @@ from radixcache import LLM, NoCache, PagePool, SamplingParams
 from radixcache.bench.probes.people import FIELDS, make_table
 from radixcache.bench.probes.random_llama import save_random_llama
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.llm import Prompt
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from radixcache import LLM, SamplingParams
 from radixcache.bench.probes.random_llama import save_random_llama
-from radixcache.runtime.llm import Prompt
+from radixcache.runtime.engine.input_processor import Prompt
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 

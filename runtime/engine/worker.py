@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from radixcache.errors import EngineFailed, EngineStopped, RanksLost, WrongThread
 from radixcache.runtime.engine.named_prefixes import NamedPrefixes
+from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class Job:
     """Requests that are submitted together.
 
     Attributes:
+        stream: report their outputs after every token, not only that they have ended.
         requests: their prompts never change, and what is finished is final; anything else is the
             engine thread's.
     """
@@ -57,15 +59,22 @@ class Job:
     tell: Callable[[list[News]], object]
     """See `Worker.submit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: bool = False) -> None:
+        self.stream = stream
         self.requests: list[Request] = []
+
+    def outputs(self) -> list[RequestOutput]:
+        """Of the requests, in the order of their prompts; once all have ended."""
+        return [request.output() for request in self.requests]
 
     def report(self, request: Request) -> Any:
         """What to tell of a request that got a token or ended; None is nothing.
 
         Called on the engine's thread.
         """
-        return None
+        if self.stream:
+            return request.output()
+        return True if request.finished else None
 
     def report_prefill(self) -> Any:
         """What to tell of the prompts before the first token; None is nothing. See `follow`.

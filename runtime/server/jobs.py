@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from radixcache.errors import EngineStopped
-from radixcache.runtime.engine import worker
+from radixcache.runtime.engine.listeners import AsyncJob, deliver_to
 from radixcache.runtime.engine.outputs import Delta, RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.worker import News, Worker
@@ -44,22 +44,17 @@ class Prefilled(NamedTuple):
     tokens: int
 
 
-class Job(worker.Job):
-    """The requests of one client. Belongs to the event loop; the engine's thread only feeds it."""
+class Job(AsyncJob):
+    """The requests of one client."""
 
     def __init__(
         self, metrics: Metrics, stream: bool, num_sequences: int, client: Hashable
     ) -> None:
-        super().__init__()
-        self.stream = stream
+        super().__init__(stream)
         self.num_sequences = num_sequences
         self.client = client
-        self.done = False
         self._metrics = metrics
-        self._deltas: list[PromptDelta | Prefilled] = []
         self._prefilled = 0
-        self.error: Exception | None = None
-        self._news = asyncio.Event()
         self._on_end: list[Callable[[], object]] = []
 
     # -- on the engine's thread ----------------------------------------------------------------
@@ -85,56 +80,31 @@ class Job(worker.Job):
 
     # -- on the event loop ---------------------------------------------------------------------
 
-    async def deltas(self) -> AsyncIterator[list[PromptDelta | Prefilled]]:
-        """What was generated since the last look, until all is; a slow reader gets more at once.
+    async def finished(self) -> list[RequestOutput]:
+        """The outputs once all are finished.
 
         Raises:
             ApiError: a request failed, took too long, or the server is shutting down.
         """
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            deltas, self._deltas = self._deltas, []
-            if deltas:
-                yield deltas
-            if self.error is not None:
-                raise self.error
-            if self.done:
-                return
-
-    async def outputs(self) -> list[RequestOutput]:
-        """The outputs in the order of the prompts, once all are finished; errors as above."""
-        while not self.done:
-            await self._news.wait()
-            self._news.clear()
-        if self.error is not None:
-            raise self.error
-        return [request.output() for request in self.requests]
+        async for _ in self.batches():
+            pass
+        return self.outputs()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes. What is unfinished is aborted. Does nothing the second time."""
         if not self.done:
-            self.done = True
-            self.error = error
-            self._news.set()
+            super().end(error)
             for function in self._on_end:
                 function()
 
     def hear(self, news: News) -> None:
-        """Take in what a step has brought."""
-        if self.done:
-            return
-        if news.items:
-            self._deltas += [delta for deltas in news.items for delta in deltas]
-            self._news.set()
+        news = news._replace(items=[delta for deltas in news.items for delta in deltas])
         failed = next((r for r in self.requests if r.error is not None), None)
         if news.error is not None:
-            self.end(as_api_error(news.error))
+            news = news._replace(error=as_api_error(news.error))
         elif failed is not None:
             make = ApiError.invalid if failed.error_is_invalid else ApiError.internal
-            self.end(make(str(failed.error)))
-        elif news.finished:
-            self.end()
+            news = news._replace(error=make(str(failed.error)), finished=True)
+        super().hear(news)
 
 
 jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
@@ -183,6 +153,7 @@ class RequestTracker:
     def start(self) -> None:
         """Take jobs; the running event loop is theirs."""
         self._loop = asyncio.get_running_loop()
+        self._deliver = deliver_to(self._loop)
 
     async def call(self, function: Callable[[], T]) -> T:
         """The result of `function`, run on the engine's thread between two steps.
@@ -247,7 +218,7 @@ class RequestTracker:
         Args:
             num_sequences: completions that the requests have together.
             client: whose they are.
-            stream: whether `Job.deltas` will be read, else `Job.outputs`.
+            stream: whether `Job.batches` will be read, else `Job.finished`.
             timeout: seconds until the job ends with an error.
 
         Raises:
@@ -259,7 +230,7 @@ class RequestTracker:
         self._take(job, timeout)
         jobs_of_task.get([]).append(job)
         try:
-            await asyncio.wrap_future(self.worker.submit(job, add, self._tell))
+            await asyncio.wrap_future(self.worker.submit(job, add, self._deliver))
         except BaseException:
             job.end()
             raise
@@ -300,14 +271,3 @@ class RequestTracker:
         await self.drain(0)
         with suppress(EngineStopped):
             await self.call(lambda: None)  # their requests are aborted when this is answered
-
-    def _tell(self, news: list[News]) -> None:
-        """Called on the engine's thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(_deliver, news)
-
-
-def _deliver(news: list[News]) -> None:
-    for one in news:
-        assert isinstance(one.job, Job)
-        one.job.hear(one)

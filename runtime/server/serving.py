@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
+from radixcache.runtime.engine.input_processor import EngineInput
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.params import SamplingParams
@@ -200,8 +201,9 @@ class Backend:
         grammar = params.structured_outputs and await self._compile(
             params.structured_outputs, client
         )
+        inputs = [EngineInput(None, tokens, params) for tokens in prompts]
         job = await self.jobs.submit(
-            lambda: self.llm.add_requests(prompts, params, wants.cache_salt, client),
+            lambda: self.llm.add(inputs, wants.cache_salt, client=client),
             len(prompts) * params.n,
             client=client,
             stream=bool(wants.stream),

@@ -18,7 +18,7 @@ import torch
 
 import radixcache
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams
-from radixcache.runtime.llm import Prompt
+from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.sampling.sampler import sample, top_logprobs
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings

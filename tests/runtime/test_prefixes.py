@@ -241,3 +241,11 @@ def test_of_many_that_are_preferred_those_asked_for_last_stay(
         told = [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
         last = [*range(min(20, length + 3), length - 1, -1)]
         assert told == ([14] if seconds == 10 else last)
+
+
+def test_async_reset_prefix_cache_drops_preferred(llm: LLM) -> None:
+    llm.generate(SYSTEM, GREEDY)
+    llm.call(lambda: llm.prefixes.prefer(llm.encode(SYSTEM), 60.0))
+    asyncio.run(AsyncLLM(llm).reset_prefix_cache())
+    assert not llm.call(llm.prefixes.list)
+    assert llm.generate(SYSTEM, GREEDY)[0].num_cached_tokens == 0

@@ -20,7 +20,8 @@ import pytest
 
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams, WrongThread
 from radixcache.errors import EngineFailed, EngineStopped
-from radixcache.runtime.llm import Finals
+from radixcache.runtime.engine.input_processor import EngineInput
+from radixcache.runtime.engine.worker import Job
 from radixcache.runtime.model.load import load_model
 from tests.models import tiny_model
 
@@ -310,9 +311,9 @@ def test_a_listener_that_fails_keeps_no_other_from_its_end(path: Path) -> None:
         raise MemoryError
 
     with LLM(path, kv_cache_memory_bytes="1MiB") as llm, ThreadPoolExecutor(1) as pool:
-        bad = Finals()
+        bad = Job()
         llm.worker.submit(
-            bad, lambda: llm.add_requests([[1, 2]], SamplingParams(max_tokens=3), None), fail
+            bad, lambda: llm.add([EngineInput(None, [1, 2], SamplingParams(max_tokens=3))]), fail
         )
         waiting = pool.submit(llm.generate, "x", LONG)
         with pytest.raises((EngineFailed, EngineStopped)):

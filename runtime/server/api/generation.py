@@ -48,7 +48,7 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
 
     watcher = asyncio.create_task(watch())
     try:
-        return await job.outputs()
+        return await job.finished()
     finally:
         watcher.cancel()
         job.end()
@@ -99,9 +99,9 @@ async def _events(
     end: str,
 ) -> AsyncIterator[str]:
     try:
-        async for deltas in job.deltas():
+        async for deltas in job.batches():
             yield "".join(event(chunk) for delta in deltas for chunk in chunks(delta))
-        yield "".join(map(event, last([request.output() for request in job.requests])))
+        yield "".join(map(event, last(job.outputs())))
     except Exception as error:  # the status is sent already
         if not isinstance(error, ApiError):
             log.exception("a stream failed")

@@ -14,9 +14,10 @@ import torch
 
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.llm import LLM, Prompt
+from radixcache.runtime.llm import LLM
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings

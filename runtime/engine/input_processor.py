@@ -1,0 +1,169 @@
+"""What callers give, made into what the engine takes: token ids, parameters, compiled grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypedDict, cast
+
+import numpy as np
+
+from radixcache.base import Tokens, TokensLike
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.tokens.conversation import Conversations
+from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
+from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenised already."""
+
+    prompt_token_ids: TokensLike
+
+
+Prompt = str | TokensPrompt | TokensLike
+Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
+"""One prompt or several; token ids alone are one."""
+
+
+class EngineInput(NamedTuple):
+    """A prompt in tokens, and its parameters."""
+
+    text: str | None
+    tokens: TokensLike
+    params: SamplingParams
+    grammar: CompiledGrammar | None = None
+    """Compiled: as long as it is held, the engine finds it at once."""
+
+
+class InputProcessor:
+    """Tokenises and checks on the caller's thread: a long text delays no other request.
+
+    Args:
+        model_name: for errors.
+        default_params: of prompts that come without.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        grammar_backend: GrammarBackend,
+        default_params: SamplingParams,
+    ) -> None:
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._grammar_backend = grammar_backend
+        self._default_params = default_params
+        self._turns = Conversations(TokenHistory(tokenizer)) if tokenizer else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; `InvalidRequest` if it has none."""
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{self._model_name} has no tokenizer: give prompt_token_ids")
+        return self._tokenizer
+
+    @property
+    def turns(self) -> Conversations:
+        """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
+        _ = self.tokenizer
+        assert self._turns is not None
+        return self._turns
+
+    def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
+        """See `LLM.encode`."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special=special)
+        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            return prompt["prompt_token_ids"]
+        if isinstance(prompt, Sequence | np.ndarray):
+            return cast(TokensLike, prompt)
+        raise InvalidRequest(
+            "a prompt is a string or token ids ([...] or {'prompt_token_ids': [...]}), not "
+            f"{type(prompt).__name__}"
+        )
+
+    def process(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        special: bool = True,
+    ) -> list[EngineInput]:
+        """The inputs that prompts make; `special` as in `encode`.
+
+        Raises:
+            InvalidRequest: any of them is unusable.
+        """
+        many = as_prompts(prompts)
+        if isinstance(params, Sequence) and not isinstance(params, str):
+            if len(params) != len(many):
+                raise InvalidRequest(f"{len(params)} parameters for {len(many)} prompts")
+            each = list(params)
+        else:
+            each = [self._default_params if params is None else params] * len(many)
+        inputs: list[EngineInput] = []
+        for prompt, one in zip(many, each, strict=True):
+            with naming_prompt(len(inputs), len(many)):
+                check_params(one)
+                if one.stop_strings and self._tokenizer is None:
+                    raise InvalidRequest("stop strings need a tokenizer, and this model has none")
+                structured = one.structured_outputs
+                grammar = None if structured is None else self._grammar_backend.compile(structured)
+                text = prompt if isinstance(prompt, str) else None
+                inputs.append(EngineInput(text, self.encode(prompt, special=special), one, grammar))
+        return inputs
+
+    def render(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        cache_salt: str | None,
+        **how: Any,
+    ) -> list[TokenisedText]:
+        """The prompts that conversations make; `how` as in `Tokenizer.render_chat`."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        return [self.turns.encode(one, cache_salt, **how) for one in conversations]
+
+    def remember(self, prompts: list[TokenisedText], outputs: list[RequestOutput]) -> None:
+        """Let conversations go on from their answers with the same tokens."""
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for completion in output.outputs:
+                self.turns.remember(prompt, completion.token_ids)
+
+
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Let errors say which of several prompts is meant."""
+    try:
+        yield
+    except InvalidRequest as error:
+        where = f"prompt {index}: " if count > 1 else ""
+        raise type(error)(f"{where}{error}") from None
+
+
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """The prompts in a list; token ids alone are one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(
+            f"prompts are strings, token ids or dicts, not {type(prompts).__name__}"
+        )
+    many = cast(list[Prompt], list(prompts))
+    if many and isinstance(many[0], int | np.integer):
+        return [cast(TokensLike, many)]
+    return many
+
+
+def check_params(params: object) -> None:
+    """Refuse what are no sampling parameters."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(
+            f"sampling_params are SamplingParams, not {type(params).__name__}: say, for example, "
+            "SamplingParams(temperature=0, max_tokens=64)"
+        )
