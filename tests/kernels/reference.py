@@ -55,19 +55,16 @@ def make_step(
     dim: int = 16,
     dtype: torch.dtype = torch.float32,
     share: int = 0,
-    consecutive: bool = False,
 ) -> Step:
     """A step of sequences with (new tokens, cached tokens) each, in shuffled pages.
 
     Slots that hold no cached token are NaN. With `share`, all sequences have their first `share`
-    pages in common, as prefix caching gives; with `consecutive`, pages are taken in order.
+    pages in common, as prefix caching gives.
     """
     rng, torch_rng = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     queries, kv_lens = [q for q, _ in lens], [q + c for q, c in lens]
     counts = [-(-n // page_size) for n in kv_lens]
     free = [int(page) for page in rng.permutation(sum(counts) + share + 3)]
-    if consecutive:
-        free.sort(reverse=True)
     stem = [free.pop() for _ in range(share)]
     tables = [stem + [free.pop() for _ in range(n - share)] for n in counts]
 
