@@ -96,10 +96,15 @@ pictures: $(VENV)/.stamp-dev  ## take the pictures of docs/ anew, in headless Ch
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)
 
-check: $(VENV)/.stamp-dev  ## lint, formatting and types
+check: $(VENV)/.stamp-dev  ## lint, formatting, types and which room imports which
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@rm -rf build/rooms && mkdir -p build/rooms && cp -rL radixcache pyproject.toml build/rooms
+	@rm -rf build/rooms/radixcache/bench/peers  # they are imported by another name
+	@for room in runtime kernels bench; do touch build/rooms/radixcache/$$room/__init__.py; done
+	@cd build/rooms && if [ ! -x $(CURDIR)/$(BIN)/lint-imports ]; then echo "import-linter needs Python 3.11"; \
+		else PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --no-cache; fi
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -191,7 +191,7 @@ def _serve(args: argparse.Namespace) -> int:
 
             deploy.run(engine, server, listener)
             return 0
-        from radixcache.runtime.server.http.loading import Loading
+        from radixcache.runtime.server.loading import Loading
 
         with Loading(server, listener) as loading:
             with progress.watch(loading.report):

@@ -232,6 +232,8 @@ def test_every_requirement_has_one_exact_pin_that_satisfies_it(
     for requirement in requirements(installed, "cuda"):  # that one follows the GPU's driver
         if requirement.name == "radixcache":  # an extra that includes another
             continue
+        if python == "3.10" and requirement.name == "import-linter":  # it needs a newer one
+            continue
         version = str(pinned[canonicalize_name(requirement.name)].specifier).removeprefix("==")
         assert version in requirement.specifier
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 
 from radixcache.base import Tokens, TokensLike
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:  # imports torch, which a router does without
+    from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
 
 
 class TokensPrompt(TypedDict):

@@ -216,7 +216,7 @@ def load_stock(
     from transformers import AutoModelForCausalLM
 
     from radixcache.runtime.model.operations.exact import make_exact
-    from radixcache.runtime.model.parallel.row_parallel_linear import take_local
+    from radixcache.runtime.model.row_parallel_linear import take_local
     from radixcache.runtime.model.transformers_model import TransformersModel
 
     config = load_config(name_or_path)

@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from radixcache.runtime.router.ingress import Ingress, portable
+from radixcache.runtime.server import guards
 from radixcache.runtime.server.admin.queries import QUERY
-from radixcache.runtime.server.http import errors, guards
+from radixcache.runtime.server.http import errors
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.answers import Health

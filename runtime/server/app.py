@@ -11,8 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixcache import __version__
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.server.admin import cache, explain, prefixes
-from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server import guards
+from radixcache.runtime.server.admin import cache, explain, page, prefixes
 from radixcache.runtime.server.admin.queries import QUERY
 from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
@@ -20,7 +20,7 @@ from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
 from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.args import ServerArgs
-from radixcache.runtime.server.http import errors, guards
+from radixcache.runtime.server.http import errors, static
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
@@ -74,8 +74,8 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     app.include_router(router, dependencies=[QUERY])
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])
+    app.include_router(page.router)
     app.include_router(static.router)
-    app.include_router(static.files)
     errors.install(app)
     guards.install(app, backend.options)
     if backend.tracing is not None:

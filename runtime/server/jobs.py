@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from radixcache.errors import EngineStopped
@@ -21,6 +20,7 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.worker import News, Worker
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.observe.metrics import Metrics
+from radixcache.runtime.server.observe.request_log import jobs_of_task
 
 if TYPE_CHECKING:  # it needs packages that most servers do without
     from radixcache.runtime.server.observe.tracing import Tracing
@@ -105,10 +105,6 @@ class Job(AsyncJob):
             make = ApiError.invalid if failed.error_is_invalid else ApiError.internal
             news = news._replace(error=make(str(failed.error)), finished=True)
         super().hear(news)
-
-
-jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
-"""Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
 
 
 class RequestTracker:

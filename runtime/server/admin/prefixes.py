@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.server.api.generation import finish
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.answers import DeletedPrefix, Prefix, PrefixList
-from radixcache.runtime.server.protocol.fields import HeaderSalt, PrefixName
+from radixcache.runtime.server.protocol.fields import CacheSalt, PrefixName
 from radixcache.runtime.server.protocol.openai import PrefixRequest
 from radixcache.runtime.server.serving import BackendDep, client_of, plain_messages
 
 router = APIRouter(route_class=BodyRoute)
-
-CacheSalt = Annotated[HeaderSalt | None, Header()]
-"""The header `Cache-Salt`, for requests without a body that could say it."""
 
 
 @router.post("/v1/prefixes")

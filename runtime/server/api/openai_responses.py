@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.admin.prefixes import CacheSalt
 from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
 from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
@@ -24,6 +23,7 @@ from radixcache.runtime.server.api.response_store import (
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import PromptDelta
+from radixcache.runtime.server.protocol.fields import CacheSalt
 from radixcache.runtime.server.protocol.responses import Item, ResponsesRequest, merge
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message

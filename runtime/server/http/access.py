@@ -11,10 +11,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.args import ServerArgs
+from radixcache.runtime.server.http import static
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.serving import backend_of
 
 OPEN_PATHS = {"/health", *static.FILES}
 """What needs no key, and may be asked for by any name of the server."""
@@ -106,7 +105,7 @@ class Access:
 
 def _require_administrator(request: Request) -> None:
     if not request.scope[_ADMINISTRATES]:
-        if backend_of(request).options.admin_key is not None:
+        if request.app.state.backend.options.admin_key is not None:
             raise ApiError.unauthorized("the server's admin key")
         raise ApiError.forbidden(
             "the cache and the metrics of all clients are for the server's administrator: start it "

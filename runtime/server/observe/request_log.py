@@ -7,17 +7,23 @@ import logging
 import re
 import time
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixcache.runtime.server.http.errors import as_api_error
-from radixcache.runtime.server.jobs import Job, jobs_of_task
+
+if TYPE_CHECKING:
+    from radixcache.runtime.server.jobs import Job
 
 REQUEST_ID = "X-Request-Id"
+
+jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
+"""Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
 
 _log = logging.getLogger(__name__)
 

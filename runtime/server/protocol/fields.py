@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
+from fastapi import Header
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -122,7 +123,8 @@ Allowed = Annotated[
 ]
 LogitBias = Annotated[dict[str, Any], AfterValidator(_check_bias)]
 Salt = Annotated[Text, Field(min_length=1, max_length=512)]
-HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
+_HeaderSalt = Annotated[str, AfterValidator(_decode_header), Field(min_length=1, max_length=512)]
+CacheSalt = Annotated[_HeaderSalt | None, Header()]
 PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
 

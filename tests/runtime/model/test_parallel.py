@@ -29,9 +29,9 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
+from radixcache.runtime.model import row_parallel_linear as local_linear
 from radixcache.runtime.model.operations.linear import NativeLinear
 from radixcache.runtime.model.parallel import load as parallel
-from radixcache.runtime.model.parallel import row_parallel_linear as local_linear
 from radixcache.runtime.model.parallel import workers as ranks
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
 from radixcache.runtime.model.transformers_model import TransformersModel

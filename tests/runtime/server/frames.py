@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.http import static
 from tests.forks import open_nursery
 from tests.runtime.server import http
 from tests.runtime.server.browser import browser

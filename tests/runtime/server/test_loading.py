@@ -20,11 +20,11 @@ from radixcache import LLM
 from radixcache.errors import ModelError
 from radixcache.runtime import cli
 from radixcache.runtime.model import progress
-from radixcache.runtime.server.admin import page as static
 from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.args import ServerArgs
+from radixcache.runtime.server.http import static
 from radixcache.runtime.server.http.listener import address_of, listen
-from radixcache.runtime.server.http.loading import Loading
+from radixcache.runtime.server.loading import Loading
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain
 from tests.runtime.server.browser import INSTALLED, browser

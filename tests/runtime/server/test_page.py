@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 from radixcache import LLM
 from radixcache.runtime.demo.script import TABLE
-from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server.http import static
 from tests.runtime.server import http
 from tests.runtime.server.browser import INSTALLED, Page, browser
 from tests.runtime.server.live import LiveServer, ask, live

@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from radixcache.runtime.server.admin import page as static
+from radixcache.runtime.server import guards
 from radixcache.runtime.server.args import ServerArgs
-from radixcache.runtime.server.http import guards
+from radixcache.runtime.server.http import static
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.http.serve import Server, announce, configure
 
@@ -30,7 +30,7 @@ class Loading:
 
     def __init__(self, options: ServerArgs, listener: socket.socket) -> None:
         self._app = FastAPI(lifespan=self._live, docs_url=None, redoc_url=None, openapi_url=None)
-        self._app.include_router(static.files)
+        self._app.include_router(static.router)
         self._app.add_exception_handler(HTTPException, self._refuse)
         guards.install(self._app, options)
         self._progress: tuple[str, float | None] = "starting", 0.0
