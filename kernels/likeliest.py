@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,9 +27,6 @@ def choose_filter(device: torch.device) -> KeepLikeliest:
         import flashinfer
 
         keep = partial(_by_flashinfer, flashinfer)
-        both = flashinfer.top_k_renorm_probs, flashinfer.top_p_renorm_probs
-        if not all("is_deterministic" in inspect.signature(one).parameters for one in both):
-            return by_sort  # before 0.7.2, tokens would depend on the order of blocks
         probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
         if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):
             raise RuntimeError("its kernels give wrong results")

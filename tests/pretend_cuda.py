@@ -204,6 +204,7 @@ class Device(TorchDispatchMode):
         launches: operations so far.
         ops: their names, but for views, until somebody clears the list.
         waits: for each time that the host waited, how many of them it did not wait for.
+        staged: copies from memory that is not pinned, for which nobody waits, but the driver.
         capturing: the graph that records, if any.
     """
 
@@ -214,6 +215,7 @@ class Device(TorchDispatchMode):
         self.launches = 0
         self.ops: list[str] = []
         self.waits: list[int] = []
+        self.staged = 0
         self.capturing: Graph | None = None
         self._pinned: dict[int, torch.Tensor] = {}  # by address, which is so not used again
 
@@ -344,11 +346,14 @@ class Device(TorchDispatchMode):
             if target.type != "cuda" and not (name == "_to_copy" and kwargs.get("non_blocking")):
                 self.wait("a copy to the host")
         elif target.type == "cuda" and source.numel() and (source.ndim or name == "_to_copy"):
-            asynchronous = kwargs.get("non_blocking") or args[2:3] == (True,)
-            if not asynchronous or not self.is_pinned(source):
-                self.wait("a copy that is not asynchronous, from pinned memory")
-            else:
+            if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+                self.wait("a copy that is not asynchronous")
+            elif self.is_pinned(source):
                 Copies("a copy to the device", {"the source": source})
+            elif self.capturing is not None:
+                raise RuntimeError("a copy from pageable memory: not permitted in a capture")
+            else:  # CUDA keeps a copy of it and returns
+                self.staged += 1
 
 
 def _check_mask(attn_mask: torch.Tensor | None = None, **_: object) -> None:

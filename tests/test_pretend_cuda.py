@@ -98,7 +98,7 @@ def test_it_counts_what_the_host_waits_for(device) -> None:
         lambda: a[[1, 0]],
         lambda: a[torch.tensor([1])],
         lambda: torch.tensor([1.0, 2.0], device="cuda"),
-        lambda: a.copy_(torch.ones(4), non_blocking=True),
+        lambda: a.copy_(torch.ones(4)),
         lambda: a.copy_(pinned),
         lambda: pinned.copy_(a),
         lambda: torch.cuda.synchronize(),

@@ -13,15 +13,14 @@ from radixcache.kernels import choice
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels import fake_flashinfer
-from tests.kernels.stand_in import Gpu, pretend_gpu
+from tests.kernels.gpu import Attention, Gpu, pretend_gpu
 
 KINDS = [LayerKind(8, 2, 64, 64, 0.125), LayerKind(8, 2, 64, 64, 0.125, window=100)]
 GPU = torch.device("cuda", 0)
 NAME = "radixcache.kernels.flashinfer_backend"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def gpu() -> Iterator[Gpu]:
     with pretend_gpu(any_dtype=False) as gpu:
         yield gpu
@@ -45,18 +44,18 @@ def test_a_cpu_takes_native_kernels_or_torch_and_says_nothing(
     assert type(backend) is taken and not caplog.records
 
 
-def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(caplog) -> None:
+def test_a_gpu_takes_flashinfer_after_every_kernel_has_run(gpu, caplog) -> None:
     caplog.set_level(logging.INFO)
     backend = choice.choose_backend(GPU, torch.bfloat16, KINDS)
     assert backend.name.startswith("FlashInfer 0.")
-    ran = {call[1].partition("-")[0] for call in fake_flashinfer.calls if call[0] == "run"}
-    assert ran == {"decode", "prefill", "ragged"} and not caplog.records
+    assert gpu.kernels.calls.keys() >= {"paged", "ragged", "append"} and not caplog.records
+    assert not gpu.kernels.calls["merge"]
     backend = choice.choose_backend(GPU, torch.bfloat16, KINDS[:1])  # no window: cascades
     assert backend.reads_shared_once
-    assert any(call[0] == "merge" for call in fake_flashinfer.calls)
+    assert gpu.kernels.calls["merge"]
 
 
-def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) -> None:
+def test_without_flashinfer_one_sentence_names_the_extra(gpu, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, NAME, None)
     backend = choice.choose_backend(GPU, torch.bfloat16, KINDS)
     assert isinstance(backend, TorchBackend)
@@ -69,25 +68,22 @@ def test_without_flashinfer_one_sentence_names_the_extra(monkeypatch, caplog) ->
     (torch.float64, KINDS, "not torch.float64"),
     (torch.bfloat16, [LayerKind(4, 4, 80, 80, 0.1)], "no kernel for heads of 80/80"),
 ])  # fmt: skip
-def test_what_flashinfer_cannot_do_falls_back_with_the_reason(caplog, dtype, kinds, reason) -> None:
+def test_what_flashinfer_cannot_do_falls_back_with_the_reason(
+    gpu, caplog, dtype, kinds, reason
+) -> None:
     assert isinstance(choice.choose_backend(GPU, dtype, kinds), TorchBackend)
     assert reason in caplog.text
 
 
-def test_kernels_that_fail_or_compute_nonsense_fall_back(monkeypatch, caplog) -> None:
+def test_kernels_that_fail_or_compute_nonsense_fall_back(gpu, monkeypatch, caplog) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("nvcc not found\nmore lines")
 
-    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", fail)
+    monkeypatch.setattr(Attention, "paged_run", fail)
     assert isinstance(choice.choose_backend(GPU, torch.bfloat16, KINDS), TorchBackend)
     assert "does not run here: nvcc not found" in caplog.text and "more lines" not in caplog.text
     monkeypatch.undo()
     caplog.clear()
-    decode = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
-
-    def garbage(self, q, pages, *, out, **options):
-        return out.fill_(1)
-
-    monkeypatch.setattr(decode, "run", garbage)
+    monkeypatch.setattr(Attention, "_attend", lambda self, q, k, v, *_: (q + 1, q[..., 0]))
     assert isinstance(choice.choose_backend(GPU, torch.bfloat16, KINDS), TorchBackend)
     assert "wrong results" in caplog.text

@@ -1,4 +1,4 @@
-"""The FlashInfer backend over a stand-in for the package, against a naive float64 reference."""
+"""The FlashInfer backend over the package's own Python, against a naive float64 reference."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.upload import Upload
-from tests.kernels import fake_flashinfer
+from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.kernels.reference import Step, make_batch, make_step, naive_attention
 from tests.kernels.reference import error as error_on_cpu
-from tests.kernels.stand_in import Gpu, pretend_gpu
 from tests.kernels.test_cpu_backends import SHAPES
 from tests.pretend_cuda import CUDA
 
@@ -103,21 +102,23 @@ def test_random_mixed_steps(seed) -> None:
         assert error(step, out, scale=0.3, window=window) < 2e-5
 
 
-def test_prompts_without_a_cached_prefix_read_no_page() -> None:
+def test_prompts_without_a_cached_prefix_read_no_page(gpu) -> None:
     step = make_step(3, SHAPES["fresh"])
     attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
-    assert {name.partition("-")[0] for what, *names in fake_flashinfer.calls for name in names} == {
-        "ragged"
-    }
+    assert gpu.kernels.calls.keys() & {"paged", "decode", "ragged"} == {"ragged"}
 
 
-def test_decodes_use_tensor_cores_from_four_query_heads_a_kv_head() -> None:
-    for heads, expected in {(4, 4): False, (4, 2): False, (8, 2): True, (8, 1): True}.items():
+def test_decodes_use_tensor_cores_from_four_query_heads_a_kv_head(gpu) -> None:
+    for heads, name in {
+        (4, 4): "decode",
+        (4, 2): "decode",
+        (8, 2): "paged",
+        (8, 1): "paged",
+    }.items():
         step = make_step(3, SHAPES["decode"], heads=heads)
-        backend = make_backend(kind_of(step, 0.3))
-        attend(backend, step, scale=0.3)
-        (wrapper,) = backend._wrappers.values()
-        assert wrapper._tensor_cores is expected
+        gpu.kernels.calls.clear()
+        attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
+        assert gpu.kernels.calls.keys() & {"paged", "decode", "ragged"} == {name}
 
 
 def test_a_new_token_sees_what_another_sequence_of_the_step_writes() -> None:
@@ -143,7 +144,9 @@ def test_a_new_token_sees_what_another_sequence_of_the_step_writes() -> None:
     [([], False), ([], True), ([(9, 70)], False)],
     ids=["decodes", "fixed", "mixed"],
 )
-def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(page_size, tail, fixed) -> None:
+def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(
+    gpu, page_size, tail, fixed
+) -> None:
     lens = [(1, 64 + n) for n in (3, 0, 17, 30, 6)] + tail
     share = 64 // page_size
     step = make_step(2, lens, page_size=page_size, heads=(4, 2), share=share)
@@ -151,18 +154,18 @@ def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(page_size, t
     flat = make_backend(kind)
     flat.allocate_fixed(8, 1000)
     attend(flat, step, fixed=fixed, scale=0.3)
-    flat_reads, fake_flashinfer.kv_tokens_read = fake_flashinfer.kv_tokens_read, 0
+    flat_reads = gpu.kernels.kv_tokens_read
     any_groups = [[(0, 2, share), (2, 3, share - 1 or 1)], [(1, 3, share)], [(0, 2, share)]]
     for groups in ([(0, 5, share)], [(0, 4, share)], *([] if fixed else any_groups)):
         backend = make_backend(kind)
         backend.allocate_fixed(8, 1000)
-        fake_flashinfer.kv_tokens_read = 0
+        gpu.kernels.kv_tokens_read = 0
         batch = with_shared(step.batch, *groups)
         out = attend(backend, step, batch, fixed=fixed, scale=0.3)
         assert error(step, out, scale=0.3) < 2e-5
         saved = sum((size - 1) * pages * page_size for _, size, pages in groups)
         gaps = 2  # the rows before and after the groups see one token each, which is not merged
-        assert fake_flashinfer.kv_tokens_read <= flat_reads - saved + gaps
+        assert gpu.kernels.kv_tokens_read <= flat_reads - saved + gaps
 
 
 def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
@@ -205,6 +208,52 @@ def test_the_pinned_buffers_are_not_overwritten_while_they_are_read(monkeypatch)
     monkeypatch.setattr(backend._fence, "wait", lambda: None)
     with pytest.raises(AssertionError, match="in flight"):
         backend.plan(step.batch)
+
+
+DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "change", "message"),
+    [
+        ("append_paged_kv_cache", "positions", lambda t: t.cpu(), "must be a CUDA tensor"),
+        ("append_paged_kv_cache", "append_key", lambda t: t.half(), "copied, not converted"),
+        ("append_paged_kv_cache", "kv_indices", lambda t: t + 99, "outside of the pool"),
+        (f"{DECODE}.plan", "last_page_len", lambda t: t * 0, "last_page_len 0"),
+        (f"{DECODE}.plan", "q_data_type", lambda _: torch.float16, "float16"),
+        (f"{DECODE}.plan", "page_size", None, "page_size"),
+        (f"{DECODE}.run", "out", lambda t: t[:1], "shape"),
+    ],
+)
+def test_a_planted_fault_is_found(gpu, monkeypatch, function, argument, change, message) -> None:
+    """A wrong side, dtype, value or shape, or an argument too few: in the package or below it."""
+    owner, _, name = function.rpartition(".")
+    place = getattr(gpu.flashinfer, owner) if owner else gpu.flashinfer
+    right = getattr(place, name)
+
+    def wrong(*args, **options):
+        value = options.pop(argument)
+        if change is not None:
+            options[argument] = change(value)
+        return right(*args, **options)
+
+    step = make_step(3, SHAPES["decode"], heads=(4, 4))
+    backend = make_backend(kind_of(step, 0.3))
+    monkeypatch.setattr(place, name, wrong)
+    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
+        attend(backend, step, scale=0.3)
+
+
+def test_a_graph_that_gets_another_length_is_found(monkeypatch) -> None:
+    few, many = make_step(3, SHAPES["decode"]), make_step(3, [*SHAPES["decode"], (1, 9)])
+    backend = make_backend(kind_of(few, 0.3))
+    backend.allocate_fixed(16, 1000)
+    attend(backend, few, fixed=True, scale=0.3)
+    make = backend._plan_wrapper
+    size = len(few.query_lens)
+    monkeypatch.setattr(backend, "_plan_wrapper", lambda *args: make(*args[:-1], size))
+    with pytest.raises((AssertionError, ValueError), match=r"batch size|baked in"):
+        attend(backend, many, fixed=True, scale=0.3)
 
 
 def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:

@@ -22,7 +22,7 @@ from radixcache.runtime import cli
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.model import cuda_graphs as decode_graphs
-from tests.kernels.stand_in import pretend_gpu
+from tests.kernels.gpu import pretend_gpu
 from tests.pretend_cuda import CUDA, Device
 from tests.runtime.server.live import live
 

@@ -23,7 +23,7 @@ from radixcache.bench.gpu.report import Report
 from radixcache.kernels.choice import try_out
 from radixcache.runtime.model.load import VERIFIED
 from tests.bench.gpu.rehearsal import rehearsal_place
-from tests.kernels.stand_in import pretend_gpu
+from tests.kernels.gpu import pretend_gpu
 from tests.pretend_cuda import CUDA
 
 NAMES = [*COMMON, *(kernel.name for kernel in all_kernels())]
@@ -59,7 +59,7 @@ def test_the_backend_asks_for_these_kernels(model: str) -> None:
             try_out(backend, CUDA, torch.bfloat16, [kind])
             decode = [w for (use, *_), w in backend._wrappers.items() if use == "decode"]
             assert {use for use, *_ in backend._wrappers} >= {"decode", "prefill", "ragged"}
-            plain = not all(wrapper._tensor_cores for wrapper in decode)
+            plain = not all(wrapper._use_tensor_cores for wrapper in decode)
         uses = ["fa2", "decode"] if plain else ["fa2"]
         found = attention_kernels([kind], torch.bfloat16)
         assert [kernel.use for kernel in found] == uses

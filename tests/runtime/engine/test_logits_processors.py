@@ -23,7 +23,7 @@ from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from tests import engines
 from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
-from tests.kernels.stand_in import pretend_gpu
+from tests.kernels.gpu import pretend_gpu
 from tests.models import EOS, VOCAB_SIZE, tiny_model
 
 SEED = random.randrange(1 << 30)

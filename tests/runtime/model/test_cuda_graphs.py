@@ -25,8 +25,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines
 from tests.cover import covering
 from tests.engines import generated, plain_greedy, run
-from tests.kernels import fake_flashinfer
-from tests.kernels.stand_in import Gpu, pretend_gpu
+from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.models import tiny_model
 
 
@@ -45,9 +44,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
 
 def load(path: Path, stock: bool = False) -> PagedModel:
     """A model of its own on the GPU: backends keep state."""
-    model = load_model(path, device="cuda", dtype="float32")
-    fake_flashinfer.calls.clear()  # which were to try the kernels out
-    return model
+    return load_model(path, device="cuda", dtype="float32")
 
 
 def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
@@ -113,7 +110,7 @@ def test_without_flashinfer_plain_torch_serves_the_gpu(folders, family) -> None:
     assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
 
 
-def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, monkeypatch) -> None:
+def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, monkeypatch) -> None:
     grouped = []
 
     def group(tables, page_size):
@@ -125,26 +122,28 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, monkey
     stems = [rng.integers(0, 256, 50).tolist() for _ in range(2)]
     prompts = [stems[i % 2] + rng.integers(0, 256, 3 + i).tolist() for i in range(11)]
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    flat = generated(run(engines.make_engine(folders["llama"], page_size=4), prompts, params))
-    merges = len([call for call in fake_flashinfer.calls if call[0] == "merge"])
-    assert not merges
+    made = engines.make_engine(folders["llama"], page_size=4)
+    gpu.kernels.calls.clear()  # which were to try the kernels out
+    flat = generated(run(made, prompts, params))
+    assert not gpu.kernels.calls["merge"]
     monkeypatch.setattr(engine, "group_by_prefix", group)
     made = engines.make_engine(folders["llama"], page_size=4)
     assert generated(run(made, prompts, params)) == flat
     assert max(grouped) == 2
-    assert [call for call in fake_flashinfer.calls if call[0] == "merge"]
+    assert gpu.kernels.calls["merge"]
     assert (16, True) in graphs_of(made)  # eleven rows, filled up
 
 
-def test_completions_of_one_prompt_share_it(folders, monkeypatch) -> None:
+def test_completions_of_one_prompt_share_it(folders, gpu, monkeypatch) -> None:
     monkeypatch.setattr(
         engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16)
     )
     prompt = np.random.default_rng(8).integers(0, 256, 61).tolist()
     params = SamplingParams(n=6, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
     made = engines.make_engine(folders["llama"], page_size=4)
+    gpu.kernels.calls.clear()
     tokens = generated(run(made, [prompt], params))
-    assert any(call[0] == "merge" for call in fake_flashinfer.calls)
+    assert bool(gpu.kernels.calls["merge"])
     monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: (range(len(tables)), ()))
     again = engines.make_engine(folders["llama"], page_size=4)
     assert generated(run(again, [prompt], params)) == tokens
@@ -353,7 +352,7 @@ def test_inference_mode_around_some_calls_does_not_matter(folders, monkeypatch) 
 
 @pytest.mark.parametrize("cascades", [False, True])
 def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
-    folders, monkeypatch, cascades
+    folders, gpu, monkeypatch, cascades
 ) -> None:
     """As on a GPU: the next step's tokens never leave the device."""
     if cascades:
@@ -367,6 +366,7 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
     prompts = [stem + rng.integers(0, 256, 1 + i).tolist() for i in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=5 + i, ignore_eos=True) for i in range(6)]
     made = engines.make_engine(folders["llama"], page_size=4)
+    gpu.kernels.calls.clear()
     requests = [made.add_request(p, one) for p, one in zip(prompts, params, strict=True)]
     ahead = 0
     while made.has_work:
@@ -376,7 +376,7 @@ def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
     expected = [plain_greedy_all(folders["llama"], p)[: 5 + i] for i, p in enumerate(prompts)]
     assert [tokens for (tokens,) in generated(requests)] == expected
     assert ahead > 3 and graphs_of(made)
-    assert cascades == any(call[0] == "merge" for call in fake_flashinfer.calls)
+    assert cascades == bool(gpu.kernels.calls["merge"])
 
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.8, None), (0.0, 2)])

@@ -12,7 +12,7 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.load import load_model
 from tests.engines import generated, plain_greedy, run
-from tests.kernels.stand_in import pretend_gpu
+from tests.kernels.gpu import pretend_gpu
 from tests.models import tiny_model
 
 

@@ -18,7 +18,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests.kernels.stand_in import Gpu, pretend_gpu
+from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.models import tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
@@ -99,7 +99,7 @@ def test_a_layer_is_few_kernels(folders, gpu, family, most, graph) -> None:
     layer -= Counter({name: layer[name] for name in ("empty_like", "new_empty")})  # no kernels
     # Attention is one kernel, and where it splits the KV, as in a graph, one more that merges.
     assert sum(layer.values()) / runs + 1 <= most, layer
-    names = ("fused_add_rmsnorm", "apply_rope_with_cos_sin_cache_inplace", "silu_and_mul")
+    names = ("fused_add_rmsnorm", "rope", "silu_and_mul")
     assert [layer[name] / runs for name in names] == [2, 1, 1]
     products = layer["mm"] + layer["addmm"]
     assert products / runs == 4, "one product for queries, keys and values, one for gate and up"

@@ -1,0 +1,435 @@
+"""A pretended GPU on which FlashInfer's own Python runs, over kernels of ours.
+
+The package is the real one, which imports without CUDA (`make test-flashinfer` brings it). What its
+wrappers refuse, copy and freeze is theirs. Its C++ begins behind functions like
+`get_page_module`: there stand the kernels below, in plain torch, with the arguments that the C++
+takes. What the C++ checks is an assertion here, beside the name of its file in
+flashinfer/data/csrc; where it would read garbage in silence, there is one too.
+
+What a CPU hides is made visible: `plan()` copies out of a pinned buffer of the wrapper, which the
+next `plan()` overwrites (`pretend_cuda.Copies`); a captured graph launches with the plan of its
+capture; `kv_tokens_read` counts the tokens whose K/V would be loaded, once a query tile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.pretend_cuda import Copies, Device, DeviceTensor, pretend_cuda
+
+NUM_SMS = 132
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+DECODE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # utils.cuh: DISPATCH_GQA_GROUP_SIZE
+
+
+class Gpu(NamedTuple):
+    """A pretended device, FlashInfer there, our backend's module over it, and what is launched."""
+
+    device: Device
+    flashinfer: ModuleType
+    backend: ModuleType
+    kernels: Kernels
+
+
+@contextmanager
+def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
+    """A GPU with FlashInfer; with `any_dtype`, in float32 and with heads of 16 too, which the real
+    kernels do not have."""
+    flashinfer = pytest.importorskip("flashinfer", reason="`make test-flashinfer` brings it")
+    backend = importlib.import_module("radixcache.kernels.flashinfer_backend")
+    parts = {
+        name: importlib.import_module(f"flashinfer.{name}")
+        for name in "prefill decode page cascade norm rope activation sampling utils".split()
+    }
+    with pretend_cuda(index) as device, ExitStack() as stack:
+        kernels = Kernels(device, any_dtype)
+        attention = kernels.attention
+        for part, name, value in (
+            ("prefill", "get_batch_prefill_module", lambda _, *key: attention("prefill", *key)),
+            ("decode", "get_batch_prefill_module", lambda _, *key: attention("prefill", *key)),
+            ("decode", "get_batch_decode_module", lambda *key: attention("decode", *key)),
+            ("page", "get_page_module", lambda: kernels),
+            ("cascade", "get_cascade_module", lambda: kernels),
+            ("norm", "get_norm_module", lambda: kernels),
+            ("norm", "_use_cuda_norm", lambda _: True),
+            ("rope", "get_rope_module", lambda: kernels),
+            ("activation", "get_act_and_mul_module", lambda _: kernels),
+            ("sampling", "get_sampling_module", lambda: kernels),
+            ("utils", "_cache_buf", {}),
+            *((p, "device_support_pdl", lambda _: True) for p in parts),
+        ):
+            if hasattr(parts[part], name):
+                stack.enter_context(patch.object(parts[part], name, value))
+        if any_dtype:
+            stack.enter_context(patch.object(backend, "DTYPES", (*DTYPES, torch.float32)))
+            stack.enter_context(patch.object(backend, "HEAD_DIMS", (16, *HEAD_DIMS)))
+        # Tests take either away, to see what happens.
+        both = {"flashinfer": flashinfer, backend.__name__: backend}
+        stack.enter_context(patch.dict(sys.modules, both))
+        # Zeroing more takes long.
+        stack.enter_context(patch.object(backend, "_WORKSPACE", 16 << 20))
+        yield Gpu(device, flashinfer, backend, kernels)
+
+
+class Kernels:
+    """What FlashInfer launches.
+
+    Attributes:
+        calls: how often each kernel ran, and each attention was planned, by name.
+        kv_tokens_read: tokens whose K/V attention has loaded.
+    """
+
+    def __init__(self, device: Device, any_dtype: bool) -> None:
+        self.device, self.any_dtype = device, any_dtype
+        self.calls: Counter[str] = Counter()
+        self.kv_tokens_read = 0
+        self.copies: dict[int, Copies] = {}
+        self.frozen: dict[int, tuple[Any, ...]] = {}
+
+    def attention(self, kind: str, q: Any, kv: Any, o: Any, index: Any, *key: Any) -> Attention:
+        """The compiled module for these types and heads."""
+        assert q == kv == o and (self.any_dtype or q in DTYPES), f"no kernel for {q}, {kv}, {o}"
+        dim, value_dim = key[:2]
+        assert dim == value_dim or kind == "prefill", "batch_decode.cu: one head_dim"
+        assert self.any_dtype or {dim, value_dim} <= {*HEAD_DIMS}, f"no kernel for heads of {dim}"
+        assert index == torch.int32, "the kernels would misread other indices"
+        return Attention(self, kind, q, tuple(key))
+
+    def check(self, **tensors: torch.Tensor) -> None:
+        """tvm_ffi_utils.h: CHECK_INPUT, which is CHECK_CUDA and CHECK_CONTIGUOUS."""
+        for name, tensor in tensors.items():
+            assert isinstance(tensor, DeviceTensor), f"{name} must be a CUDA tensor"
+            assert tensor.is_contiguous(), f"{name} must be contiguous"
+
+    def append_paged_kv_cache(
+        self, key: Any, value: Any, owners: Any, positions: Any, k_pages: Any, v_pages: Any,
+        indices: Any, indptr: Any, last_page_len: Any, layout: int,
+    ) -> None:  # fmt: skip
+        index = {"batch_indices": owners, "positions": positions, "kv_indices": indices,
+                 "kv_indptr": indptr, "kv_last_page_len": last_page_len}  # fmt: skip
+        self.check(**index)
+        for name, array in index.items():  # the kernel gets their addresses alone
+            assert array.dtype == torch.int32 and array.ndim == 1, f"{name} must be flat int32"
+        assert layout == 0, "NHD"
+        assert k_pages.stride() == v_pages.stride(), "page.cu: k_strides == v_strides"
+        assert len(indptr) == len(last_page_len) + 1 and len(owners) == len(positions) == len(key)
+        for rows in (key, value):
+            assert rows.shape == (len(owners), *k_pages.shape[2:]) and rows.stride(-1) == 1
+            assert rows.dtype == k_pages.dtype == v_pages.dtype, "bytes are copied, not converted"
+        # A graph may read more page numbers than there were at its capture.
+        memory = indices.memory
+        length = memory.untyped_storage().nbytes() // 4 - memory.storage_offset()
+        everything = DeviceTensor(memory.as_strided((length,), (1,)))
+        arrays = (owners, positions, k_pages, v_pages, everything, indptr, last_page_len)
+        self.device.launch(self.append, key, value, *arrays)
+
+    def append(
+        self, key: Any, value: Any, owners: Any, positions: Any, k_pages: Any, v_pages: Any,
+        indices: Any, indptr: Any, last_page_len: Any,
+    ) -> None:  # fmt: skip
+        self.calls["append"] += 1
+        page_size, starts = k_pages.shape[1], indptr.tolist()
+        lens = _lens(starts, last_page_len.tolist(), page_size)
+        written: dict[tuple[int, int], int] = {}
+        places = zip(owners.tolist(), positions.tolist(), strict=True)
+        for row, (owner, position) in enumerate(places):
+            assert 0 <= position < lens[owner], f"row {row}: no page holds position {position}"
+            page = int(indices[starts[owner] + position // page_size])
+            assert 0 <= page < len(k_pages), f"page {page} lies outside of the pool"
+            slot = page, position % page_size
+            # Which of two rows wins is not determined: both must stand for one token.
+            other = written.setdefault(slot, row)
+            for rows in (key, value):
+                same = torch.allclose(rows[row].float(), rows[other].float(), 0.02, 0.02)
+                assert same, f"two rows with other K/V go to slot {slot}"
+            k_pages[slot], v_pages[slot] = key[row], value[row]
+
+    def merge_state_in_place(self, v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> None:
+        self.check(v=v, s=s, v_other=v_other, s_other=s_other)  # cascade.cu
+        assert v.shape == v_other.shape and s.shape == s_other.shape == v.shape[:2]
+        assert s.dtype == s_other.dtype == torch.float32
+        assert mask is None or (mask.shape == v.shape[:1] and mask.dtype == torch.uint8)
+        threads = -(-v.shape[2] // max(8, v.shape[2] // 32)) * v.shape[1]
+        assert threads <= 1024, "cascade.cuh: too many heads for one block of threads"
+        self.device.launch(self.merge, v, s, v_other, s_other, mask)
+
+    def merge(self, v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> None:
+        self.calls["merge"] += 1
+        merged = torch.ones(len(v), dtype=torch.bool) if mask is None else mask.bool()
+        total = torch.logaddexp2(s.double(), s_other.double())
+        reference = total.nan_to_num(neginf=0)
+        own, other = (torch.exp2(side.double() - reference)[:, :, None] for side in (s, s_other))
+        mixed = (v.double() * own + v_other.double() * other).to(v.dtype)
+        v[merged], s[merged] = mixed[merged], total.float()[merged]
+
+    def rmsnorm(self, out: Any, x: Any, weight: Any, eps: float, pdl: bool) -> None:
+        assert x.ndim in (2, 3) and weight.shape == x.shape[-1:] and out.shape == x.shape  # norm.cu
+        assert x.stride(-1) == out.stride(-1) == 1 and x.dtype == weight.dtype == out.dtype
+
+        def rmsnorm(out: Any, x: Any, weight: Any) -> None:
+            out.copy_(_normed(x, weight, eps))
+
+        self.device.launch(rmsnorm, out, x, weight)
+
+    def fused_add_rmsnorm(self, x: Any, residual: Any, weight: Any, eps: float, pdl: bool) -> None:
+        assert x.ndim == 2 and x.shape == residual.shape and weight.shape == x.shape[1:]  # norm.cu
+        assert x.stride(-1) == residual.stride(-1) == 1 and x.data_ptr() != residual.data_ptr()
+
+        def fused_add_rmsnorm(x: Any, residual: Any, weight: Any) -> None:
+            residual.add_(x)
+            x.copy_(_normed(residual, weight, eps))
+
+        self.device.launch(fused_add_rmsnorm, x, residual, weight)
+
+    def silu_and_mul(self, out: Any, x: Any, pdl: bool) -> None:
+        self.check(out=out, input=x)  # activation.cuh takes no strides
+        assert x.dtype == out.dtype
+
+        def silu_and_mul(out: Any, x: Any) -> None:
+            gate, up = x.double().chunk(2, -1)
+            out.copy_(gate * gate.sigmoid() * up)
+
+        self.device.launch(silu_and_mul, out, x)
+
+    def apply_rope_pos_ids_cos_sin_cache(
+        self, q: Any, k: Any, q_rope: Any, k_rope: Any, table: Any, positions: Any, interleave: bool
+    ) -> None:
+        self.check(cos_sin_cache=table, pos_ids=positions)  # rope.cu
+        assert q.ndim == k.ndim == 3 and len(q) == len(k) == len(positions) and not interleave
+        assert q.data_ptr() == q_rope.data_ptr() and k.data_ptr() == k_rope.data_ptr()
+        assert table.dtype == torch.float32 and table.shape[1] == q.shape[2] == k.shape[2]
+
+        def rope(q: Any, k: Any, table: Any, positions: Any) -> None:
+            assert ((positions >= 0) & (positions < len(table))).all(), "it reads past its table"
+            cos, sin = table.double()[positions.long()][:, None].chunk(2, -1)
+            for heads in (q, k):
+                low, high = heads.double().chunk(2, -1)
+                heads.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], -1))
+
+        self.device.launch(rope, q, k, table, positions)
+
+    def top_k_renorm_probs(
+        self, probs: Any, top_k: Any, _: int, buffer: Any, is_deterministic: bool = False
+    ) -> Any:
+        self.check(probs=probs, top_k=top_k)  # renorm.cu
+        assert is_deterministic, "sums would depend on the order of blocks"
+
+        def top_k_renorm_probs(probs: Any, top_k: Any) -> Any:
+            ordered = probs.sort(-1, descending=True).values
+            last = top_k[:, None].long().clamp(max=probs.shape[1]) - 1
+            return _renormalised(probs, ordered.gather(-1, last))
+
+        return self.device.launch(top_k_renorm_probs, probs, top_k)
+
+    def top_p_renorm_probs(
+        self, probs: Any, top_p: Any, _: float, is_deterministic: bool, workspace: Any
+    ) -> Any:
+        self.check(probs=probs, top_p=top_p)  # renorm.cu
+        assert top_p.dtype == torch.float32
+        assert is_deterministic, "sums would depend on the order of blocks"
+
+        def top_p_renorm_probs(probs: Any, top_p: Any) -> Any:
+            ordered = probs.double().sort(-1, descending=True).values
+            reached = ordered.cumsum(-1) >= top_p[:, None] * ordered.sum(-1, keepdim=True)
+            last = torch.where(reached.any(-1), reached.int().argmax(-1), probs.shape[1] - 1)
+            return _renormalised(probs, ordered.gather(-1, last[:, None]).float())
+
+        return self.device.launch(top_p_renorm_probs, probs, top_p)
+
+
+class Attention(SimpleNamespace):
+    """A compiled module of batch_prefill.cu or batch_decode.cu, by dtype and head sizes."""
+
+    def __init__(self, kernels: Kernels, kind: str, dtype: Any, key: tuple[Any, ...]) -> None:
+        super().__init__(kernels=kernels, kind=kind, dtype=dtype, head_dim=key[0], value_dim=key[1])
+
+    def plan(self, workspace: Any, ints: Any, pinned: Any, *rest: Any) -> list[int]:
+        """The plan; what `run` gets of it is the size of the query tile, in packed rows."""
+        own = self.kernels
+        own.check(float_workspace=workspace, int_workspace=ints)
+        assert own.device.capturing is None, "plan() in a capture"
+        assert own.device.is_pinned(pinned), "the wrapper's int workspace is not pinned"
+        address = pinned.data_ptr()
+        assert address not in own.copies or not own.copies[address].in_flight, (
+            "plan() while the copies of its last plan() are in flight: the pinned buffer is "
+            "overwritten (record an Event after plan(), synchronize it first)"
+        )
+        own.copies[address] = Copies("plan()", {})
+        own.calls[f"plan {self.kind}"] += 1
+        if self.kind == "decode":
+            indptr, batch, heads, kv_heads, page_size, graph, *_ = rest
+            rows, arrays = batch, {"indptr": indptr}
+            group = heads // kv_heads
+            assert group in DECODE_GROUPS, f"no decode kernel for groups of {group}"
+            empty = bool((torch.diff(indptr) <= 0).any())
+            assert not graph or not empty, "a padding request wants a dummy page"
+            tile = group
+            frozen: tuple[Any, ...] = (batch, heads, kv_heads, page_size)
+        else:
+            qo, indptr, lens, rows, batch, heads, kv_heads, page_size, graph, *_ = rest
+            causal, window, split_size, no_split = rest[11:15]
+            assert int(qo[-1]) <= rows, "more query rows than the graph was planned for"
+            assert not graph or (split_size in (None, -1) and not no_split), "not safe in graphs"
+            arrays, group = (
+                {"qo_indptr": qo, "kv_indptr": indptr, "kv_lens": lens},
+                heads // kv_heads,
+            )
+            mean = ((rows - batch + 1) % 2**32 if graph else rows // batch) * group
+            # utils.cuh: FA2DetermineCtaTileQ
+            tile = 128 if mean > 64 and self.value_dim < 256 else 64 if mean > 16 else 16
+            longest = int(torch.diff(qo).max()) if batch else 0
+            assert causal or window < 0 or longest <= tile, (
+                "a window without causal: split KV covers window_left and one query tile of keys"
+            )
+            # scheduler.cuh: partial outputs of split KV, float32.
+            padded = -(-rows * group // tile) + batch - 1 if graph else 0
+            splits = 2 * NUM_SMS // kv_heads
+            need = heads * (self.value_dim + 1) * 4 * max(splits * 128, max(splits, padded) * tile)
+            assert workspace.numel() >= need, f"the workspace is short of {need} bytes"
+            frozen = (tile, batch, heads, kv_heads, page_size, causal, window)
+        for name, array in arrays.items():
+            assert not isinstance(array, DeviceTensor), f"{name} must be on the host"
+            assert array.dtype == torch.int32 and array.is_contiguous(), f"{name} must be int32"
+            assert name == "kv_lens" or (torch.diff(array) >= 0).all(), f"{name} must ascend"
+        if graph:
+            before = own.frozen.setdefault(address, frozen)
+            assert frozen == before, f"a captured graph has {before} baked in, not {frozen}"
+        return [tile, *[0] * 14]
+
+    def _shape(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        own = self.kernels
+        own.check(out=out, **({} if lse is None else {"lse": lse}))
+        for tensor, dim in ((q, self.head_dim), (k, self.head_dim), (v, self.value_dim)):
+            assert isinstance(tensor, DeviceTensor) and tensor.dtype == self.dtype, "plan()'s dtype"
+            assert tensor.shape[-1] == dim and tensor.stride(-1) == 1
+        assert out.dtype == self.dtype and out.shape == (*q.shape[:2], self.value_dim)
+        assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32)
+
+    def paged_run(
+        self, workspace: Any, ints: Any, info: list[int], q: Any, k_pages: Any, v_pages: Any,
+        qo_indptr: Any, indptr: Any, indices: Any, last: Any, out: Any, lse: Any, mask_mode: int,
+        layout: int, window: int, pdl: bool, *rest: Any,
+    ) -> None:  # fmt: skip
+        self._shape(q, k_pages, v_pages, out, lse)
+        self._pages(k_pages, v_pages, indptr, indices, last)
+        self.kernels.check(qo_indptr=qo_indptr)
+        options = (mask_mode == 1, window, *rest[6:8], info[0], "paged")
+        args = (q, k_pages, v_pages, qo_indptr, indptr, indices, last, out, lse)
+        self.kernels.device.launch(self.attend, *args, *options)
+
+    def ragged_run(
+        self, workspace: Any, ints: Any, info: list[int], q: Any, k: Any, v: Any, qo_indptr: Any,
+        kv_indptr: Any, out: Any, lse: Any, mask_mode: int, layout: int, window: int, pdl: bool,
+        *rest: Any,
+    ) -> None:  # fmt: skip
+        self._shape(q, k, v, out, lse)
+        self.kernels.check(qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+        options = (mask_mode == 1, window, *rest[6:8], info[0], "ragged")
+        args = (q, k, v, qo_indptr, kv_indptr, None, None, out, lse)
+        self.kernels.device.launch(self.attend, *args, *options)
+
+    def run(
+        self, workspace: Any, ints: Any, info: list[int], q: Any, k_pages: Any, v_pages: Any,
+        indptr: Any, indices: Any, last: Any, out: Any, lse: Any, layout: int, window: int,
+        pdl: bool, alibi: Any, cap: float, scale: float, *rest: Any,
+    ) -> None:  # fmt: skip
+        self._shape(q, k_pages, v_pages, out, lse)
+        self._pages(k_pages, v_pages, indptr, indices, last)
+        options = (True, window, cap, scale, info[0], "decode")
+        args = (q, k_pages, v_pages, None, indptr, indices, last, out, lse)
+        self.kernels.device.launch(self.attend, *args, *options)
+
+    def _pages(self, k_pages: Any, v_pages: Any, indptr: Any, indices: Any, last: Any) -> None:
+        self.kernels.check(indptr=indptr, indices=indices, last_page_len=last)
+        assert k_pages.stride() == v_pages.stride(), "batch_decode.cu: k_strides == v_strides"
+
+    def attend(
+        self, q: Any, keys: Any, values: Any, qo_indptr: Any, indptr: Any, indices: Any, last: Any,
+        out: Any, lse: Any, causal: bool, window: int, cap: float, scale: float, tile: int,
+        name: str,
+    ) -> None:  # fmt: skip
+        """Each request's rows over its keys: of its pages, or, without `indices`, its own rows."""
+        self.kernels.calls[name] += 1
+        starts = indptr.tolist()
+        rows = list(range(len(starts))) if qo_indptr is None else qo_indptr.tolist()
+        if indices is not None:
+            lens = _lens(starts, last.tolist(), keys.shape[1])
+        for owner in range(len(starts) - 1):
+            own = slice(rows[owner], rows[owner + 1])
+            mine = slice(starts[owner], starts[owner + 1])
+            k, v = keys[mine], values[mine]
+            if indices is not None:
+                table = indices[mine].long()
+                assert ((table >= 0) & (table < len(keys))).all(), "pages outside of the pool"
+                k, v = (side[table].flatten(0, 1)[: lens[owner]] for side in (keys, values))
+            result, sums = self._attend(q[own], k, v, causal, window, cap, scale)
+            out[own] = result.to(out.dtype)
+            if lse is not None:
+                lse[own] = sums.float()
+            self._count(len(q[own]), len(k), q.shape[1] // keys.shape[-2], causal, window, tile)
+
+    def _attend(
+        self, q: Any, k: Any, v: Any, causal: bool, window: int, cap: float, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [m, Hq, D], k and v [n, Hkv, D] -> out [m, Hq, Dv], lse [m, Hq] of base 2."""
+        read = slice(0 if window < 0 else max(0, len(k) - len(q) - window), None)
+        assert not len(q) or not (k[read].isnan().any() or v[read].isnan().any()), (
+            "the kernel reads K/V that is NaN: a slot that was not appended to before run()"
+        )
+        position = torch.arange(len(k) - len(q), len(k))[:, None]
+        key = torch.arange(len(k))[None]
+        seen = torch.ones(len(q), len(k), dtype=torch.bool)
+        if causal:
+            seen &= key <= position
+        if window >= 0:
+            seen &= key >= position - window
+        group = q.shape[1] // k.shape[1]
+        k, v = (side.double().nan_to_num().repeat_interleave(group, dim=1) for side in (k, v))
+        scores = torch.einsum("mhd,nhd->mhn", q.double(), k) * scale
+        if cap > 0:
+            scores = cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~seen[:, None, :], -math.inf)
+        lse = torch.logsumexp(scores, dim=-1)  # -inf where nothing is seen
+        weights = torch.exp(scores - lse.nan_to_num(neginf=0)[:, :, None])
+        return torch.einsum("mhn,nhd->mhd", weights, v), lse / math.log(2)
+
+    def _count(
+        self, queries: int, keys: int, group: int, causal: bool, window: int, tile: int
+    ) -> None:
+        """Add what the query tiles of one request load."""
+        for start in range(0, queries * group, tile):
+            first, last = start // group, (min(start + tile, queries * group) - 1) // group
+            end = min(keys, keys - queries + last + 1) if causal else keys
+            begin = 0 if window < 0 else max(0, keys - queries + first - window)
+            self.kernels.kv_tokens_read += max(0, end - begin)
+
+
+def _lens(starts: Sequence[int], last: Sequence[int], page_size: int) -> list[int]:
+    """Tokens of each request; 0 without pages, as the kernels have it."""
+    lens = []
+    for first, end, used in zip(starts, starts[1:], last, strict=False):
+        assert end == first or 1 <= used <= page_size, f"last_page_len {used} of {page_size}"
+        lens.append((end - first - 1) * page_size + used if end > first else 0)
+    return lens
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    rows = x.double()
+    return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def _renormalised(probs: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    kept = probs.masked_fill(probs < least, 0)
+    return kept / kept.sum(-1, keepdim=True)
