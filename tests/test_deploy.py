@@ -30,7 +30,7 @@ def test_the_image_copies_what_a_build_reads_and_what_the_context_holds():
     assert ignored[0] == "*"
     copied = {word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]}
     assert {f"!{name}" for name in copied} == {name for name in ignored if name[0] == "!"}
-    assert copied >= {"pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", *PACKAGES}
+    assert copied >= {"pyproject.toml", "README.md", "LICENSE", *PACKAGES}
     assert all((ROOT / name).exists() for name in copied)
 
 

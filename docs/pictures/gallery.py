@@ -30,7 +30,7 @@ workload's distinct tokens. `hash-16` is vLLM's scheme with blocks of 16 tokens,
 model: every figure is a count. `make pictures ARGS=gallery` measures and draws this page anew; it
 needs the data, in `../shared/data` or in the folder `RADIXCACHE_DATA`. What a workload is made of
 stands in [public_data.py](../bench/workloads/public_data.py), what the figures mean in
-[benchmark.md](benchmark.md).
+[benchmarks.md](benchmarks.md).
 """
 CHAPTER = """
 ## {name}

@@ -8,7 +8,7 @@
 In every round each engine in turn is started in a process of its own, in its own environment,
 warmed up, sent all workloads, and ended, so no engine ever works while another one is there. A
 round that does not count comes first. An engine that cannot be started, or fails, is named and left
-out. `docs/benchmark.md` says what each engine is given.
+out. `docs/benchmarks.md` says what each engine is given.
 """
 
 from __future__ import annotations

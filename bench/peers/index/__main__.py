@@ -7,7 +7,7 @@
 Every library runs in processes of its own, in its own environment, and they take turns round by
 round: same tokens, same pool, same operations, so that what the machine does meanwhile hits all of
 them. Times are thread CPU time, medians. A library that cannot be loaded is named and left out.
-`docs/index-benchmark.md` says what each row drives, and what it does not.
+`docs/benchmarks.md` says what each row drives, and what it does not.
 """
 
 from __future__ import annotations
