@@ -11,7 +11,7 @@ VLLM_CPU := .venv-vllm-cpu
 LLAMA_CPP := .venv-llama-cpp
 CLIENTS := .venv-clients
 REPLICAS := .venv-replicas
-FLASHINFER := .venv-flashinfer
+GPU := .venv-gpu
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve chat-smollm test test-flashinfer test-clients test-replicas test-exhaustive test-machines \
+.PHONY: help demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
 	stress soak bench bench-ttft bench-index bench-peers bench-trimming bench-exact conformance \
 	gpu-check pictures check clean
 
@@ -48,8 +48,9 @@ demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the 
 test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (4 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 
-test-flashinfer: $(VENV)/.stamp-dev $(FLASHINFER)/.stamp  ## the GPU path: FlashInfer's own Python over pretended kernels, on a CPU (2 minutes)
-	@PYTHONPATH=$(FLASHINFER) $(BIN)/python -m pytest $(PROCESSES) tests/kernels tests/runtime/model tests/runtime/engine tests/bench/gpu $(ARGS)
+test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over pretended kernels; Triton's interpreter (3 minutes)
+	@PYTHONPATH=$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels tests/runtime/model tests/runtime/engine tests/bench/gpu $(ARGS)
+	@TRITON_INTERPRET=1 PYTHONPATH=$(GPU)/triton $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_triton_backend.py $(ARGS)
 
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
@@ -91,7 +92,7 @@ bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and 
 bench-exact: $(VENV)/.stamp-runtime  ## what a hit and a batch change of logits and answers (10 minutes)
 	@$(BIN)/python -m radixcache.bench.probes.exactness $(ARGS)
 
-gpu-check: $(VENV)/.stamp-runtime  ## with an NVIDIA GPU: is it right, how fast is it (20 minutes)
+gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (20 minutes)
 	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
 
 pictures: $(VENV)/.stamp-dev  ## take the pictures of docs/ anew, in headless Chromium (10 minutes)
@@ -128,6 +129,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
 $(VENV)/.stamp-server: EXTRAS := server
+$(VENV)/.stamp-cuda: EXTRAS := cuda
 $(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing radixcache[$(EXTRAS)] into $(VENV); the first time takes a minute or more ..."
@@ -171,10 +173,11 @@ $(LLAMA_CPP)/.stamp: bench/peers/llama-cpp-requirements.txt
 		|| { echo "llama.cpp could not be compiled into $(LLAMA_CPP); it needs PyPI, Python 3.11 or newer and a C++ compiler"; exit 1; }
 	@touch $@
 
-# FlashInfer's Python alone: what else it needs is CUDA's, and gigabytes.
-$(FLASHINFER)/.stamp: constraints.txt | $(BIN)/pip
-	@echo "Installing FlashInfer's Python into $(FLASHINFER): 60 MB ..."
-	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(FLASHINFER) -c $< flashinfer-python apache-tvm-ffi nvidia-ml-py
+# FlashInfer's Python alone: what else it needs is CUDA's, and gigabytes. Torch's own builds for CUDA bring Triton.
+$(GPU)/.stamp: constraints.txt | $(BIN)/pip
+	@echo "Installing FlashInfer's Python and Triton into $(GPU): 260 MB ..."
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(GPU)/flashinfer -c $< flashinfer-python apache-tvm-ffi nvidia-ml-py
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(GPU)/triton triton==3.7.1
 	@touch $@
 
 $(CLIENTS)/.stamp: tests/clients/requirements.txt

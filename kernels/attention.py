@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -67,18 +68,18 @@ class PagedBatch:
             shared=shared,
         )
 
-    @property
+    @cached_property
     def num_decodes(self) -> int:
         """Leading sequences with one new token each."""
         longer = np.flatnonzero(self.query_lens != 1)
         return int(longer[0]) if len(longer) else len(self.query_lens)
 
-    @property
+    @cached_property
     def query_lens(self) -> NDArray[np.int32]:
         """[B] new tokens of each sequence."""
         return np.diff(self.qo_indptr)
 
-    @property
+    @cached_property
     def kv_lens(self) -> NDArray[np.int32]:
         """[B] tokens of each sequence, new ones included."""
         return (np.diff(self.kv_indptr) - 1) * np.int32(self.page_size) + self.kv_last_page_len
@@ -86,6 +87,8 @@ class PagedBatch:
     def positions(self) -> NDArray[np.int64]:
         """[T] absolute position of each new token in its sequence."""
         lens = self.query_lens
+        if self.num_decodes == len(lens):
+            return self.kv_lens.astype(np.int64) - 1
         first = self.kv_lens - lens - self.qo_indptr[:-1]
         return np.arange(self.qo_indptr[-1], dtype=np.int64) + np.repeat(first, lens)
 
@@ -97,6 +100,8 @@ class PagedBatch:
 
     def rows(self, first: int, end: int) -> PagedBatch:
         """The batch of sequences [first, end) alone, without `shared`."""
+        if not first and end == len(self.query_lens):
+            return self if not self.shared else replace(self, shared=())
         qo_indptr, kv_indptr = self.qo_indptr[first : end + 1], self.kv_indptr[first : end + 1]
         return PagedBatch(
             qo_indptr=qo_indptr - qo_indptr[0],

@@ -1,8 +1,9 @@
-"""Chooses the attention backend: FlashInfer or native kernels where they work, else plain torch."""
+"""Chooses the attention backend: FlashInfer, Triton or native kernels, else plain torch."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from radixcache.kernels.attention import (
     PagedBatch,
     SharedPrefix,
 )
+from radixcache.kernels.load_flashinfer import explain_failure
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.torch_backend import TorchBackend
@@ -24,29 +26,56 @@ _log = logging.getLogger("radixcache")
 def choose_backend(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
-    """FlashInfer on a GPU whose kernels run for all these layers, native kernels on a CPU where
-    they could be compiled, else torch.
+    """FlashInfer on a GPU whose kernels run for all these layers, else Triton if its do; native
+    kernels on a CPU where they could be compiled; else torch.
 
-    Torch on a GPU is much slower, so taking it there is a warning that says why.
+    A warning says why a GPU takes another than FlashInfer, and what to do.
     """
-    if device.type == "cpu" and dtype in DTYPES and problem() is None:
-        return NativeBackend()
-    if device.type != "cuda":
+    if device.type == "cpu":
+        native = dtype in DTYPES and problem() is None
+        return NativeBackend() if native else TorchBackend(device)
+    if device.type not in ("cuda", "xpu"):
         return TorchBackend(device)
-    try:
-        from radixcache.kernels.flashinfer_backend import FlashInferBackend
-
-        backend = FlashInferBackend(device, dtype, kinds)
-        try_out(backend, device, dtype, kinds)
-    except ImportError as error:
-        reason = f"FlashInfer is not installed ({error}): pip install '.[cuda]' in a checkout"
-    except Exception as error:  # whatever a missing kernel, compiler or driver raises
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        reason = f"FlashInfer, from the extra 'cuda', does not run here: {first}"
-    else:
-        return backend
-    _log.warning("attention runs in plain torch, which is slow on a GPU: %s", reason)
+    reasons = []
+    for make in (_flashinfer, _triton):
+        start = time.perf_counter()
+        try:
+            backend = make(device, dtype, kinds)
+            try_out(backend, device, dtype, kinds)
+        except Exception as error:  # whatever a missing kernel, compiler or driver raises
+            reasons.append(explain_failure(error) if make is _flashinfer else _first_line(error))
+        else:
+            if reasons:
+                _log.warning("attention runs in Triton: %s", reasons[0])
+            _log.info("%s is ready after %.1f s", backend.name, time.perf_counter() - start)
+            return backend
+    flashinfer, triton = reasons
+    _log.warning(
+        "attention runs in plain torch, which is slow on a GPU: %s. Nor does Triton run: %s",
+        flashinfer, triton,
+    )  # fmt: skip
     return TorchBackend(device)
+
+
+def _flashinfer(
+    device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+) -> AttentionBackend:
+    from radixcache.kernels.flashinfer_backend import FlashInferBackend
+
+    _log.info("FlashInfer compiles kernels that it has not compiled before: that takes minutes")
+    return FlashInferBackend(device, dtype, kinds)
+
+
+def _triton(
+    device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+) -> AttentionBackend:
+    from radixcache.kernels.triton_backend import TritonBackend
+
+    return TritonBackend(device, dtype, kinds)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @torch.inference_mode()

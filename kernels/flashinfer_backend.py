@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import flashinfer
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.cascade import MIN_ROWS, split_levels
+from radixcache.kernels.load_flashinfer import load_flashinfer
 from radixcache.kernels.upload import Fence, Staged, Upload
+
+flashinfer = load_flashinfer()
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -356,7 +358,9 @@ def _upload_capacity(max_rows: int, max_indices: int) -> int:
 
 def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
     """The fields of `_Tables` whose lengths depend on the numbers of sequences and tokens only."""
-    sequence = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+    sequence = np.arange(len(batch.query_lens))
+    if batch.num_decodes < len(sequence):
+        sequence = np.repeat(sequence, batch.query_lens)
     lengths = (batch.kv_last_page_len, batch.kv_lens)
     return [batch.qo_indptr, batch.kv_indptr, *lengths, sequence, batch.positions()]
 

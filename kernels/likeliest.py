@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from radixcache.kernels.load_flashinfer import load_flashinfer
 from radixcache.kernels.upload import send
 
 _log = logging.getLogger("radixcache")
@@ -24,8 +25,7 @@ def choose_filter(device: torch.device) -> KeepLikeliest:
     if device.type != "cuda":
         return by_sort
     try:
-        import flashinfer
-
+        flashinfer = load_flashinfer()
         keep = partial(_by_flashinfer, flashinfer)
         probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
         if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):

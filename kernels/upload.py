@@ -54,7 +54,7 @@ class Upload:
         ]
 
     def _grow(self, capacity: int) -> None:
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._place.type == "cuda")
         self._view = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
 

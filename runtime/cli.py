@@ -15,8 +15,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixcache import __version__
@@ -242,20 +244,37 @@ def _info(_: argparse.Namespace) -> int:
 
     from radixcache.kernels.native.library import problem as native_problem
     from radixcache.runtime.model import exact
+    from radixcache.runtime.model.load import driver_problem, nvidia_driver
 
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    problem, threads = native_problem(), torch.get_num_threads()
+    problem, threads, driver = native_problem(), torch.get_num_threads(), nvidia_driver()
+    gpu = [("GPU", "none")]
+    if torch.cuda.is_available():
+        gpu = [
+            ("GPU", f"{torch.cuda.get_device_name()}, driver {driver or 'unknown'}"),
+            ("CUDA of torch", torch.version.cuda or "ROCm"),
+            ("FlashInfer", _version_of("flashinfer-python") or "not installed: '.[cuda]'"),
+            ("Triton", _version_of("triton") or "not installed"),
+            ("nvcc", which("nvcc") or "none: what FlashInfer has not built cannot be compiled"),
+        ]
+    elif driver is not None:
+        gpu = [("GPU", driver_problem(driver))]
     for name, text in (
         ("radixcache", __version__),
         ("python", sys.version.partition(" ")[0]),
         ("torch", f"{torch.__version__}, {threads} thread{'s' * (threads != 1)}"),
         ("transformers", transformers.__version__),
-        ("GPU", cuda),
+        *gpu,
         ("native kernels", "yes" if problem is None else f"no, models run slower: {problem}"),
         ("exact mode", exact.describe()),
     ):
         print(f"{name:15} {text}")
     return 0
+
+
+def _version_of(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:

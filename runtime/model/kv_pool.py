@@ -108,6 +108,7 @@ def default_memory(device: torch.device, taken: int = 0) -> int:
     """Bytes for KV pages if nobody says: most of what a GPU has free besides what will be `taken`,
     little of a CPU's."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has used, and torch has kept
         free, _ = torch.cuda.mem_get_info(device)
         return max(0, int(0.9 * free) - _CUDA_MARGIN - taken)
     return min(_CPU_LIMIT, _available_memory() // 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -285,7 +286,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         InvalidRequest: there is no such device here.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if (driver := nvidia_driver()) is not None:
+            _log.warning("the CPU is taken: %s", driver_problem(driver))
+        return torch.device("cpu")
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -300,6 +305,29 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         except (RuntimeError, AssertionError):  # not built in, not here, or without memory (meta)
             raise InvalidRequest(f"device {str(device)!r} cannot be used here") from None
     return place
+
+
+def nvidia_driver() -> str | None:
+    """The version of this machine's NVIDIA driver; None if there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return "unknown" if found is None else found[0]
+
+
+def driver_problem(driver: str) -> str:
+    """Why torch does not see the GPU of a driver."""
+    if torch.version.cuda is None:
+        return (
+            f"there is an NVIDIA driver ({driver}), but torch {torch.__version__} is built without "
+            "CUDA: remove .venv and say make TORCH=cuda"
+        )
+    return (
+        f"torch {torch.__version__} is for CUDA {torch.version.cuda}, and finds no GPU with the "
+        f"NVIDIA driver {driver}: a newer driver, or a torch for an older CUDA"
+    )
 
 
 def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:

@@ -16,6 +16,8 @@ import torch
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.architecture import Architecture
 
+_PART = 8192  # rows of a weight
+
 Weight = torch.Tensor | Quantized
 Weights = Mapping[str, Weight]
 
@@ -73,7 +75,10 @@ def rms_norm(x: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    return x @ _dense(weight).T
+    """[T, out]; in parts, so that no head of 128,000 rows is there in float32 as well."""
+    if isinstance(weight, Quantized):
+        return x @ weight.dense().T
+    return torch.cat([x @ part.float().T for part in weight.split(_PART)], 1)
 
 
 def rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:

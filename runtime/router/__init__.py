@@ -1,1 +1,1 @@
-"""Several servers of one model behind one address, run by Ray Serve. See `docs/deploy/README.md`."""
+"""Several servers behind one address, run by Ray Serve. See `docs/deploy/README.md`."""

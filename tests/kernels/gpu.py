@@ -1,6 +1,6 @@
 """A pretended GPU on which FlashInfer's own Python runs, over kernels of ours.
 
-The package is the real one, which imports without CUDA (`make test-flashinfer` brings it). What its
+The package is the real one, which imports without CUDA (`make test-gpu` brings it). What its
 wrappers refuse, copy and freeze is theirs. Its C++ begins behind functions like
 `get_page_module`: there stand the kernels below, in plain torch, with the arguments that the C++
 takes. What the C++ checks is an assertion here, beside the name of its file in
@@ -47,7 +47,7 @@ class Gpu(NamedTuple):
 def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     """A GPU with FlashInfer; with `any_dtype`, in float32 and with heads of 16 too, which the real
     kernels do not have."""
-    flashinfer = pytest.importorskip("flashinfer", reason="`make test-flashinfer` brings it")
+    flashinfer = pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
     backend = importlib.import_module("radixcache.kernels.flashinfer_backend")
     parts = {
         name: importlib.import_module(f"flashinfer.{name}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.load_flashinfer import load_flashinfer
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.operations.base import Layer, Operations, Weight
 
@@ -22,8 +23,7 @@ class FusedOperations(Operations):
     def __init__(
         self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
     ) -> None:
-        import flashinfer
-
+        flashinfer = load_flashinfer()
         super().__init__(architecture, attention, dtype)
         self._kernels: Any = flashinfer
         self.name = f"FlashInfer {flashinfer.__version__}"

@@ -94,3 +94,10 @@ def test_unused_pages_cost_no_memory() -> None:
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 << 10  # KiB
     assert pool.layers[0][0].data_ptr() % HUGE == 0
+
+
+def test_what_loading_has_used_is_given_back_before_memory_is_counted(monkeypatch) -> None:
+    free = [1 << 30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(9 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 16 << 30))
+    assert default_memory(torch.device("cuda", 0)) == int(0.9 * (9 << 30)) - (1 << 30)

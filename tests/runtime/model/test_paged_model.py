@@ -19,7 +19,7 @@ from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.cover import covering_of
@@ -337,6 +337,15 @@ def test_a_model_of_the_hub_that_does_not_load_is_not_called_absent(error, said,
     with pytest.raises(ModelError, match=said) as refused:
         load_model("a/b", device="cpu")
     assert ("no such folder" in str(refused.value)) == ("no such folder" in said)
+
+
+def test_a_driver_that_torch_cannot_use_is_a_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto").type == "cpu" and not caplog.records
+    monkeypatch.setattr(load, "nvidia_driver", lambda: "470.1")
+    assert resolve_device("auto").type == "cpu"
+    (record,) = caplog.records
+    assert "the CPU is taken" in record.getMessage() and "470.1" in record.getMessage()
 
 
 def test_dtypes_and_devices(llama) -> None:

@@ -1,0 +1,36 @@
+"""Imports FlashInfer, for all who need it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+
+def load_flashinfer() -> Any:
+    """The package.
+
+    Its norms are the CUDA kernels, which are compiled once and kept, unless the variable says
+    otherwise: those of CuTe DSL, its default where that is installed, are compiled in each process.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    import flashinfer
+
+    return flashinfer
+
+
+def explain_failure(error: Exception) -> str:
+    """Why FlashInfer does not run, and what to do, in one sentence."""
+    if isinstance(error, ImportError):
+        return f"FlashInfer is not installed ({error}): pip install '.[cuda]' in a checkout"
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
+    remedy = ""
+    if shutil.which("nvcc") is None:
+        remedy = (
+            "; there is no nvcc to compile its kernels with: install the CUDA toolkit, or fetch "
+            "built ones with `flashinfer download-kernels`"
+        )
+    return f"FlashInfer, from the extra 'cuda', does not run here: {first}{remedy}"

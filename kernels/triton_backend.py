@@ -1,0 +1,325 @@
+"""Attention over pages with Triton: for GPUs where FlashInfer does not run.
+
+That is NVIDIA without nvcc, AMD and Intel. Decodes split their keys into a fixed number of parts
+whose size depends on the row's own length alone, and merge them (split KV, as in FlashDecoding);
+prompts and suffixes go through one causal kernel over pages. Blocks of keys begin at fixed
+positions, and nothing is added atomically: **a row's result does not depend on the rest of the
+batch**, for one shape of the launch (decode or prefill).
+
+Its arithmetic is tested on a CPU by Triton's interpreter, and its code is compiled ahead for
+sm_80, sm_90 and gfx942 (`make test-gpu`). No GPU has run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.upload import Fence, Upload
+
+MAX_FIXED_ROWS = 256
+"""Sequences in a batch for `plan_fixed`."""
+
+SPLITS = 16
+"""Parts of a decode's keys; with 8 KV heads, one row fills a GPU of 128 processors."""
+MIN_SPLIT = 256  # keys
+BLOCK, ROWS = 64, 64
+"""Keys that are read at a time, and query heads times tokens of a prefill's tile; half of each in
+float32, so that a tile fits 64 KiB of shared memory."""
+
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels run in Python, on CPU tensors, as tests have it."""
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+class TritonBackend(AttentionBackend):
+    """`AttentionBackend` for float32, float16 and bfloat16, any head size and page size."""
+
+    name = f"Triton {triton.__version__}"
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+    ) -> None:
+        if device.type == "cpu" and not INTERPRETED:
+            raise ValueError("it computes on a CPU in the interpreter alone")
+        self.max_fixed_rows = MAX_FIXED_ROWS if device.type == "cuda" else 0
+        self._device, self._kinds = device, list(dict.fromkeys(kinds))
+        self._fence, self._upload = Fence(device), Upload(device)
+        self._fixed_upload: Upload | None = None
+        self._step: _Step | None = None
+
+    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        return self._plan(batch, arrays, self._upload)
+
+    def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
+        if self._fixed_upload is None:
+            self._fixed_upload = Upload(self._device, _capacity(max_rows, max_indices))
+
+    def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
+        parts = max(k.query_heads * (k.value_dim + 1) * SPLITS for k in self._kinds)
+        return 4 * (max(sizes) * parts + _capacity(max(sizes), max_indices))
+
+    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
+        assert self._fixed_upload is not None, "allocate_fixed() first"
+        return self._plan(batch, arrays, self._fixed_upload)
+
+    def _plan(
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], upload: Upload
+    ) -> list[torch.Tensor]:
+        queries, lens = batch.query_lens, batch.kv_lens
+        if (queries > lens).any():
+            raise ValueError("a sequence has more new tokens than its pages hold")
+        tables = (batch.qo_indptr, batch.kv_indptr, lens, batch.slots(), batch.kv_indices)
+        self._step = None
+        self._fence.wait()  # until the step before no longer reads the pinned buffer
+        try:
+            staged = [one.device for one in upload([*arrays, *tables])]
+        finally:
+            self._fence.record()
+        longest = int(queries[batch.num_decodes :].max(initial=0))
+        qo_indptr, kv_indptr, kv_lens, slots, kv_indices = staged[len(arrays) :]
+        self._step = _Step(
+            qo_indptr, kv_indptr, kv_lens, slots, kv_indices, batch.page_size, len(queries),
+            batch.num_decodes, longest,
+        )  # fmt: skip
+        return staged[: len(arrays)]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        step = self._step
+        if step is None:
+            raise RuntimeError("run() before plan()")
+        (tokens, heads, dim), (kv_heads, value_dim) = query.shape, value.shape[1:]
+        out = query.new_empty(tokens, heads, value_dim)
+        strides = (k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2))
+        new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+        sizes = {"DIM": dim, "DIM_2": _power(dim), "VALUE": value_dim, "VALUE_2": _power(value_dim)}
+        _append[tokens, kv_heads](key, value, k_pages, v_pages, step.slots, *new, *strides, **sizes)
+        group, exact = heads // kv_heads, query.dtype == torch.float32
+        block, tile = (BLOCK // 2, ROWS // 2) if exact else (BLOCK, ROWS)
+        tables = (step.kv_indptr, step.kv_indices, step.kv_lens)
+        pages = (k_pages, v_pages, *tables, query.stride(0), query.stride(1), *strides)
+        common = {
+            "scale": scale, "window": window or 0, "softcap": softcap or 0.0,
+            "WINDOW": window is not None, "SOFTCAP": softcap is not None,
+            "PAGE": step.page_size, "GROUP": group, "BLOCK": block, "EXACT": exact,
+            # The interpreter multiplies the bits of bfloat16 as integers.
+            "UPCAST": INTERPRETED and query.dtype == torch.bfloat16, **sizes,
+        }  # fmt: skip
+        if step.decodes:
+            parts = query.new_empty(step.decodes, heads, SPLITS, value_dim, dtype=torch.float32)
+            sums = parts.new_empty(step.decodes, heads, SPLITS)
+            rows = max(16, triton.next_power_of_2(group))
+            _decode[step.decodes, kv_heads, SPLITS](
+                query, parts, sums, *pages, **common, ROWS=rows, SPLITS=SPLITS, MIN_SPLIT=MIN_SPLIT
+            )
+            _merge[step.decodes, heads](
+                parts, sums, out, SPLITS=SPLITS, VALUE=value_dim, VALUE_2=sizes["VALUE_2"]
+            )
+        if step.longest:
+            tiles = triton.cdiv(step.longest * group, tile)
+            _prefill[step.sequences - step.decodes, kv_heads, tiles](
+                query, out, step.qo_indptr, *pages, step.decodes, **common, ROWS=tile
+            )
+        return out
+
+
+class _Step(NamedTuple):
+    """Index arrays on the device (int32), and what the launches need to know on the host."""
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_lens: torch.Tensor
+    slots: torch.Tensor
+    kv_indices: torch.Tensor
+    page_size: int
+    sequences: int
+    decodes: int
+    longest: int
+    """Most new tokens of a sequence that prefills."""
+
+
+def _power(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))  # which products take
+
+
+def _capacity(max_rows: int, max_indices: int) -> int:
+    """int32s for token ids, positions, rows, four tables and the page numbers, each aligned."""
+    return 8 * (max_rows + 8) + max_indices
+
+
+@triton.jit
+def _append(
+    key, value, k_pages, v_pages, slots, key_row, key_head, value_row, value_head,
+    k_slot, k_head, v_slot, v_head,
+    DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
+):  # fmt: skip
+    """Write one token's K and V of one head to its slot."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    d, v = tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
+    k = tl.load(key + row * key_row + head * key_head + d, mask=d < DIM)
+    tl.store(k_pages + slot * k_slot + head * k_head + d, k, mask=d < DIM)
+    k = tl.load(value + row * value_row + head * value_head + v, mask=v < VALUE)
+    tl.store(v_pages + slot * v_slot + head * v_head + v, k, mask=v < VALUE)
+
+
+@triton.jit
+def _attend_block(
+    q, best, total, mixed, begin, stop, low, high, k_pages, v_pages, table, k_slot, v_slot, scale,
+    softcap, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_2: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys [begin, begin + BLOCK), of which a row sees [low, high]."""
+    at, d, v = begin + tl.arange(0, BLOCK), tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
+    there = at < stop
+    page = tl.load(table + at // PAGE, mask=there, other=0).to(tl.int64)
+    slot = page * PAGE + at % PAGE
+    k_mask = there[:, None] & (d < DIM)[None, :]
+    v_mask = there[:, None] & (v < VALUE)[None, :]
+    keys = tl.load(k_pages + slot[:, None] * k_slot + d[None, :], mask=k_mask, other=0.0)
+    values = tl.load(v_pages + slot[:, None] * v_slot + v[None, :], mask=v_mask, other=0.0)
+    if UPCAST:
+        q, keys, values = q.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
+    if EXACT:  # not TF32
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    else:
+        scores = tl.dot(q, tl.trans(keys)) * scale
+    if SOFTCAP:
+        decay = tl.exp(-2 * tl.abs(scores) / softcap)
+        tanh = (1 - decay) / (1 + decay)
+        scores = softcap * tl.where(scores < 0, -tanh, tanh)
+    seen = (at[None, :] >= low[:, None]) & (at[None, :] <= high[:, None])
+    scores = tl.where(seen, scores * LOG2_E, -float("inf"))
+    most = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(most == -float("inf"), 0.0, most)
+    weights, shrink = tl.exp2(scores - safe[:, None]), tl.exp2(best - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    if EXACT:
+        more = tl.dot(weights, values, input_precision="ieee")
+    else:
+        more = tl.dot(weights.to(values.dtype), values)
+    return most, total, mixed * shrink[:, None] + more
+
+
+@triton.jit
+def _decode(
+    query, parts, sums, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
+    k_slot, k_head, v_slot, v_head, scale, window, softcap, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One token's query heads of one KV head, over one part of its keys."""
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(kv_lens + row)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - start, SPLITS), BLOCK) * BLOCK, MIN_SPLIT)
+    first = start + split * size
+    stop = tl.minimum(first + size, length)
+    r, d, v = tl.arange(0, ROWS), tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
+    head = kv_head * GROUP + r
+    part = (row * tl.num_programs(1) * GROUP + head) * SPLITS + split
+    lse = tl.full((ROWS,), -float("inf"), tl.float32)
+    if first < stop:
+        q_at = query + row * query_row + head[:, None] * query_head + d[None, :]
+        q = tl.load(q_at, mask=(r < GROUP)[:, None] & (d < DIM)[None, :], other=0.0)
+        low = tl.zeros((ROWS,), tl.int32)
+        if WINDOW:
+            low += tl.maximum(length - window, 0)
+        high = tl.zeros((ROWS,), tl.int32) + length - 1
+        best = tl.full((ROWS,), -float("inf"), tl.float32)
+        total, mixed = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_2), tl.float32)
+        table = kv_indices + tl.load(kv_indptr + row)
+        for begin in range(first, stop, BLOCK):
+            best, total, mixed = _attend_block(
+                q, best, total, mixed, begin, stop, low, high, k_pages + kv_head * k_head,
+                v_pages + kv_head * v_head, table, k_slot, v_slot, scale, softcap, SOFTCAP, PAGE,
+                BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+            )  # fmt: skip
+        out_mask = (r < GROUP)[:, None] & (v < VALUE)[None, :]
+        tl.store(parts + part[:, None] * VALUE + v[None, :], mixed / total[:, None], mask=out_mask)
+        lse = best + tl.log2(total)
+    tl.store(sums + part, lse, mask=r < GROUP)
+
+
+@triton.jit
+def _merge(parts, sums, out, SPLITS: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr):
+    """The parts of one row and head, weighted by their sums."""
+    at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    s, v = tl.arange(0, SPLITS), tl.arange(0, VALUE_2)
+    lse = tl.load(sums + at * SPLITS + s)
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    weights /= tl.sum(weights, 0)
+    part = parts + (at * SPLITS + s)[:, None] * VALUE + v[None, :]
+    there = (lse > -float("inf"))[:, None] & (v < VALUE)[None, :]
+    mixed = tl.load(part, mask=there, other=0.0)
+    result = tl.sum(weights[:, None] * mixed, 0)
+    tl.store(out + at * VALUE + v, result.to(out.dtype.element_ty), mask=v < VALUE)
+
+
+@triton.jit
+def _prefill(
+    query, out, qo_indptr, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
+    k_slot, k_head, v_slot, v_head, first_sequence, scale, window, softcap, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile of a sequence's last tokens times query heads of one KV head, causal."""
+    sequence, kv_head = first_sequence + tl.program_id(0), tl.program_id(1)
+    first_token = tl.load(qo_indptr + sequence)
+    count = tl.load(qo_indptr + sequence + 1) - first_token
+    r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(2) * ROWS < count * GROUP:
+        length = tl.load(kv_lens + sequence)
+        token, head = r // GROUP, kv_head * GROUP + r % GROUP
+        mine = token < count
+        d, v = tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
+        row = (first_token + token).to(tl.int64)
+        q_at = query + row[:, None] * query_row + head[:, None] * query_head + d[None, :]
+        q = tl.load(q_at, mask=mine[:, None] & (d < DIM)[None, :], other=0.0)
+        high = tl.where(mine, length - count + token, -1)
+        low = tl.zeros((ROWS,), tl.int32)
+        start = 0
+        if WINDOW:
+            low = tl.maximum(high - window + 1, 0)
+            first_high = length - count + tl.program_id(2) * ROWS // GROUP
+            start = tl.maximum(first_high - window + 1, 0) // BLOCK * BLOCK
+        stop = tl.max(high) + 1
+        best = tl.full((ROWS,), -float("inf"), tl.float32)
+        total, mixed = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_2), tl.float32)
+        table = kv_indices + tl.load(kv_indptr + sequence)
+        for begin in range(start, stop, BLOCK):
+            best, total, mixed = _attend_block(
+                q, best, total, mixed, begin, stop, low, high, k_pages + kv_head * k_head,
+                v_pages + kv_head * v_head, table, k_slot, v_slot, scale, softcap, SOFTCAP, PAGE,
+                BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+            )  # fmt: skip
+        mixed /= tl.where(total == 0, 1.0, total)[:, None]
+        heads = tl.num_programs(1) * GROUP
+        target = out + (row * heads + head)[:, None] * VALUE + v[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=mine[:, None] & (v < VALUE)[None, :])

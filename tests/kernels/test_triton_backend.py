@@ -1,0 +1,138 @@
+"""The Triton backend in Triton's interpreter, against a naive float64 reference and transformers;
+its kernels compiled for GPUs that are not here. `make test-gpu` brings what this needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache import LLM, SamplingParams
+from radixcache.kernels.attention import LayerKind, PagedBatch
+from radixcache.runtime.demo.play import Player
+from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, read_table
+from radixcache.runtime.engine import build
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.model.load import load_model
+from tests.cover import covering
+from tests.kernels.reference import Step, error, make_step, run
+from tests.kernels.test_cpu_backends import SHAPES
+from tests.models import tiny_model
+from tests.sources import ROOT
+
+pytest.importorskip("triton", reason="`make test-gpu` brings it")
+from radixcache.kernels import triton_backend
+
+if not triton_backend.INTERPRETED:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+CPU = torch.device("cpu")
+
+
+def make_backend(dtype: torch.dtype = torch.float32):
+    return triton_backend.TritonBackend(CPU, dtype, [LayerKind(4, 2, 16, 16, 1.0)])
+
+
+@covering(
+    shape=[*SHAPES],
+    page_size=[1, 16],
+    group=[1, 2, 4, 8],
+    dim=[64, 80, 128],
+    window=[None, 6, 20],
+    softcap=[None, 5.0],
+)
+def test_output_equals_the_reference(shape, page_size, group, dim, window, softcap) -> None:
+    options = {"window": window, "softcap": softcap}
+    step = make_step(7, SHAPES[shape], page_size=page_size, heads=(2 * group, 2), dim=dim)
+    out = run(step, make_backend(), scale=dim**-0.5, **options)
+    assert error(step, out, scale=dim**-0.5, **options) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
+def test_16_bits_are_off_by_their_rounding(dtype, limit) -> None:
+    step = make_step(3, SHAPES["mixed"], dim=64, dtype=dtype)
+    assert error(step, run(step, make_backend(dtype), scale=0.125), scale=0.125) < limit
+
+
+def test_keys_in_several_parts_are_merged() -> None:
+    step = make_step(5, [(1, 4 * triton_backend.MIN_SPLIT + 70), (1, 3)], heads=(2, 1), dim=16)
+    assert error(step, run(step, make_backend(), scale=0.25), scale=0.25) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(window) -> None:
+    lens = [(1, 300), (1, 40), (9, 70), (33, 0)]
+    step = make_step(4, lens, heads=(4, 2), dim=16)
+    together, first = run(step, make_backend(), scale=0.25, window=window), 0
+    for number, (count, _) in enumerate(lens):
+        rows = slice(first, first + count)
+        batch = step.batch.rows(number, number + 1)
+        new = (step.query[rows], step.key[rows], step.value[rows])
+        alone = Step(
+            batch, [step.tables[number]], [count], [step.kv_lens[number]], *new,
+            step.k_pages, step.v_pages,
+        )  # fmt: skip
+        assert torch.equal(run(alone, make_backend(), scale=0.25, window=window), together[rows])
+        first += count
+
+
+def test_more_tokens_than_pages_are_refused() -> None:
+    counts = np.array([0, 3], np.int32)
+    pages, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    with pytest.raises(ValueError, match="more new tokens"):
+        make_backend().plan(PagedBatch(counts, np.array([0, 1], np.int32), pages, one, 4))
+    with pytest.raises(RuntimeError, match="before plan"):
+        make_backend().run(*[torch.zeros(1, 2, 16)] * 3, *[torch.zeros(1, 4, 2, 16)] * 2, scale=1)
+
+
+def in_the_interpreter(path: Path | str, **options) -> LLM:
+    """An `LLM` whose model attends with Triton."""
+    model = load_model(path, device=CPU, attention=make_backend())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load", lambda args: model)
+        return LLM(path, kv_cache_memory_bytes="4MiB", **options)
+
+
+def test_an_engine_gives_the_same_tokens_over_its_page_tables(tmp_path: Path) -> None:
+    """Hits in mid-page, chunks and decodes of several sequences in one step."""
+    path = tiny_model("qwen3", tmp_path)
+    stem = "abcdefghijklmnopqrstuvwxyz"
+    prompts = [stem[:n] + tail for n, tail in ((20, "x"), (26, "yz"), (11, "Q"))]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    options = {"page_size": 4, "max_num_batched_tokens": 16}
+    with in_the_interpreter(path, **options) as triton, LLM(path) as llm:
+        for _ in range(2):
+            found = triton.generate(prompts, params, use_tqdm=False)
+            wanted = llm.generate(prompts, params, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in found] == [
+                o.outputs[0].token_ids for o in wanted
+            ]
+        assert triton.cache.stats.hit_tokens > 40
+
+
+@pytest.mark.exhaustive
+def test_the_demos_questions_are_answered() -> None:
+    with in_the_interpreter(BUNDLED_MODEL, max_num_batched_tokens=256) as llm:
+        player = Player(llm)
+        for question in SCRIPT:
+            output, new = player.ask(question)
+            cell = read_table(DOCUMENTS[question.user])[question.name][question.column]
+            assert output.outputs[0].text.endswith(f"is {cell}.")
+            assert output.metrics.prefilled_tokens == new
+
+
+DTYPES = ["bf16", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("fp16", "fp32"))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compile_for_gpus_that_are_not_here(dtype, tmp_path: Path) -> None:
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = (sys.executable, "-m", "tests.kernels.compile_triton", dtype)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 24
