@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -68,6 +69,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"sliding_window": 11, "query_pre_attn_scalar": 16, **_WINDOWS},
 }
+# Models that take images, too, with the family of their text.
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral3": ("mistral", {}),
+    "llava": ("llama", {}),
+    "internvl": ("qwen2", {}),
+    "smolvlm": ("llama", {}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": _MROPE}),
+    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _MROPE}),
+}
+
 # How much larger than variance-keeping the weights are, by parts of their names.
 _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "query": 2.5, "qkv": 2.5, "lm_head": 4.0}
 
@@ -82,7 +99,14 @@ def tiny_model(
     """
     torch.manual_seed(seed)
     settings = {**_BASE, **FAMILIES.get(family, {}), **options}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    kind: Any = AutoModelForCausalLM
+    if family in MULTIMODAL:
+        text, more = MULTIMODAL[family]
+        text_config = {"model_type": text, **settings, **more}
+        settings = {"text_config": text_config, "vision_config": _VISION, "eos_token_id": EOS}
+        settings["tie_word_embeddings"] = False
+        kind = AutoModelForImageTextToText
+    model = kind.from_config(AutoConfig.for_model(family, **settings))
     make_peaky(model)
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(folder)

@@ -214,8 +214,6 @@ def load_stock(
         ModelError: as `load_model`.
     """
     report("importing transformers' layers")
-    from transformers import AutoModelForCausalLM
-
     from radixcache.runtime.model.operations.exact import make_exact
     from radixcache.runtime.model.row_parallel_linear import take_local
     from radixcache.runtime.model.transformers_model import TransformersModel
@@ -227,7 +225,7 @@ def load_stock(
 
         parallel["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=ranks)
     read = partial(
-        AutoModelForCausalLM.from_pretrained,
+        _auto_class(config).from_pretrained,
         config=config,
         dtype=dtype,
         attn_implementation="eager",  # not what the config says: it may name a kernel of the hub
@@ -256,6 +254,17 @@ def load_stock(
             again = partial(load_stock, name_or_path, torch.float32, torch.device("cpu"))
             check_logits(paged, again if ranks == 1 else None)
     return paged
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """What of transformers loads a config: a causal LM, or one that takes images, too, which here
+    is given texts alone (Mistral 3, Qwen-VL, InternVL, ...)."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    causal = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    images = type(config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if images and not causal else AutoModelForCausalLM
 
 
 def load_config(name_or_path: str | Path) -> PreTrainedConfig:

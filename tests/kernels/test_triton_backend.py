@@ -95,7 +95,7 @@ def in_the_interpreter(path: Path | str, **options) -> LLM:
     model = load_model(path, device=CPU, attention=make_backend())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load", lambda args: model)
-        return LLM(path, kv_cache_memory_bytes="4MiB", **options)
+        return LLM(path, kv_cache_memory_bytes="32MiB", **options)
 
 
 def test_an_engine_gives_the_same_tokens_over_its_page_tables(tmp_path: Path) -> None:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import PagedBatch
@@ -27,6 +32,7 @@ from tests.models import (
     BYTES_PER_TOKEN,
     EOS,
     FAMILIES,
+    MULTIMODAL,
     HEAD_DIM,
     NUM_KV_HEADS,
     NUM_LAYERS,
@@ -57,7 +63,10 @@ def stock_model(folder: Path) -> TransformersModel:
 
 def plain_logits(folder: Path, sequences: list[np.ndarray]) -> list[torch.Tensor]:
     """Logits of every token with transformers alone, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder)
+    multimodal = config.model_type in MULTIMODAL
+    kind: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    model = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
@@ -197,6 +206,7 @@ PER_LAYER = {
         ("cohere", {}),
         ("gpt2", {}),  # learned positions
         ("deepseek_v3", LATENT),  # values wider than keys
+        *((family, {}) for family in MULTIMODAL),  # whose texts alone are taken
         ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
     ],
 )
