@@ -144,7 +144,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: `content` a string, arguments of calls a dict.
 
     Raises:
-        InvalidRequest: there is no content, or arguments are no JSON object.
+        InvalidRequest: there is no content, or not only text, or arguments are no JSON object.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
@@ -154,7 +154,23 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         message.setdefault("content", "")
     if not {"role", "content"} <= message.keys():
         raise InvalidRequest("a chat message has a 'role' and a 'content'")
+    if not isinstance(message["content"], str):
+        message["content"] = _text_of(message["content"])
     return message
+
+
+def _text_of(parts: Any) -> str:
+    """Content in parts as one text: no model is given images or sounds."""
+    if not isinstance(parts, Sequence):
+        raise InvalidRequest("the content of a message is a text, or a list of parts")
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(f"only text can be in a message, not a part of type {kind!r}")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def check_tools(tools: Any) -> None:

@@ -550,8 +550,19 @@ def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
 
 
 def test_bad_messages_are_one_sentence(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="'role' and a 'content'"):
-        llm.chat([{"role": "user"}])
+    for content, sentence in (
+        (None, "'role' and a 'content'"),
+        (7, "a text, or a list of parts"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "not a part of type 'image_url'"),
+        ([{"type": "text", "text": None}], "not a part of type 'text'"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            llm.chat([{"role": "user", "content": content}])
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    whole, joined = (
+        llm.chat([{"role": "user", "content": content}])[0].prompt for content in ("ab\nc", parts)
+    )
+    assert whole == joined
 
 
 @pytest.mark.exhaustive  # for the seconds that a process takes to start
