@@ -59,6 +59,9 @@ class EngineArgs:
     exact: bool = setting(
         False, "a token's bits do not depend on what is cached or computed beside it (on a CPU)"
     )
+    max_model_len: int | None = setting(
+        None, "tokens of a prompt and its answer (the model's context)", metavar="N", rule=_COUNT
+    )
     max_num_batched_tokens: int = setting(
         2048, "tokens per step; longer prompts are prefilled in chunks", metavar="N", rule=_COUNT
     )

@@ -69,6 +69,8 @@ def build_engine(args: EngineArgs) -> Built:
     kind, page_size = CACHES[args.cache], args.page_size
     events = KVEventsConfig.asked(args.kv_events_config, page_size, caches=args.cache != "none")
     model = load(args)
+    if args.max_model_len is not None:
+        model.max_context = min(model.max_context, args.max_model_len)
     try:
         report("preparing the engine", 1.0)
         cache = kind(PagePool(_count_pages(args, model), page_size))
@@ -124,7 +126,10 @@ def load(args: EngineArgs) -> PagedModel:
         ranks = args.tensor_parallel_size
         read = partial(load_parallel, path, ranks, args.dtype, args.device)
     else:
-        read = partial(load_model, path, dtype=args.dtype, device=args.device, exact=args.exact)
+        read = partial(
+            load_model, path, dtype=args.dtype, device=args.device, exact=args.exact,
+            max_model_len=args.max_model_len,
+        )  # fmt: skip
     if resolve_device(args.device).type != "cpu":
         return read()
     future: Future[PagedModel] = Future()

@@ -15,9 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import LayerKind
+from radixcache.runtime.model import rope_scaling
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 1 << 16, "head_dim": 1 << 16}
 
@@ -66,10 +66,9 @@ def check_config(config: PreTrainedConfig) -> None:
         raise refusal(
             config.model_type, f"it has layers of type {names}, not only full and sliding attention"
         )
-    rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one set, or one for each layer type
+    for parameters in (getattr(text, "rope_parameters", None) or {}).values():
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
-        if kind in _BATCH_DEPENDENT_ROPE:
+        if kind in rope_scaling.KINDS:  # of one layer type among others
             raise refusal(
                 config.model_type,
                 f"its {kind} RoPE rotates a key by the longest position of its batch",

@@ -58,6 +58,7 @@ def load_model(
     device: str | torch.device = "auto",
     attention: AttentionBackend | None = None,
     exact: bool = False,
+    max_model_len: int | None = None,
 ) -> PagedModel:
     """Load a causal LM from a folder, a GGUF file or the Hugging Face hub; refuse what goes wrong.
 
@@ -69,6 +70,7 @@ def load_model(
         device: a torch device; "auto" is CUDA where there is one.
         attention: the backend; None chooses the fastest that works.
         exact: a row's bits depend on its own tokens only (see `exact.py`).
+        max_model_len: the most tokens of a sequence; None is what the config says.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded or trusted over pages; or it, or
@@ -96,10 +98,19 @@ def load_model(
             raise _unread(name_or_path, reason) from None
         _log.info("transformers' own layers run this model: %s", reason)
     if model is None:
-        model = load_stock(name_or_path, kind, place, attention, exact)
+        make = partial(_transformers_model, max_model_len=max_model_len)
+        model = load_stock(name_or_path, kind, place, attention, exact, make=make)
     if exact:
         exactness.check(model)
     return model
+
+
+def _transformers_model(
+    model: Any, attention: AttentionBackend | None, exact: bool, max_model_len: int | None
+) -> TransformersModel:
+    from radixcache.runtime.model.transformers_model import TransformersModel
+
+    return TransformersModel(model, attention, exact, max_model_len)
 
 
 def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]:
@@ -251,7 +262,7 @@ def load_stock(
         paged = (make or TransformersModel)(model, attention, exact)
         if config.model_type not in VERIFIED:
             report("comparing logits")
-            again = partial(load_stock, name_or_path, torch.float32, torch.device("cpu"))
+            again = partial(load_stock, name_or_path, torch.float32, torch.device("cpu"), make=make)
             check_logits(paged, again if ranks == 1 else None)
     return paged
 

@@ -25,6 +25,7 @@ from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model.compatibility import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.rope_scaling import fix_frequencies
 
 _NAME = "radixcache"
 
@@ -81,8 +82,12 @@ class TransformersModel(PagedModel):
         model: PreTrainedModel,
         attention: AttentionBackend | None = None,
         exact: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         """Take over `model`, whose attention is replaced.
+
+        Args:
+            max_model_len: tokens of a sequence, which may decide RoPE's frequencies.
 
         Raises:
             ModelError: it would be wrong over pages.
@@ -90,6 +95,7 @@ class TransformersModel(PagedModel):
         self.config, self.device, self._model = model.config, model.device, model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         gate.check_config(model.config)
+        limit = fix_frequencies(model, max_model_len)
         calls, vocab_size = self._probe()
         gate.check_calls(model.config, calls)
         kinds = [call.kind for call in sorted(calls)]
@@ -101,7 +107,7 @@ class TransformersModel(PagedModel):
             model.device,
             kinds,
             vocab_size,
-            getattr(text, "max_position_embeddings", None),
+            limit or getattr(text, "max_position_embeddings", None),
             text.eos_token_id,
             attention,
             exact,

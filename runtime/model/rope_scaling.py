@@ -1,0 +1,57 @@
+"""RoPE whose frequencies depend on the length: fixed by the length that the user allows.
+
+transformers computes such frequencies anew by the longest position of a batch, so that a key would
+be turned otherwise than the ones that are cached. Up to a length of the config's they never change.
+Who wants longer sequences says so, and has the frequencies of long ones for all, from the start
+(as vLLM's `max_model_len` and llama.cpp's context size decide).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_log = logging.getLogger("radixcache")
+
+KINDS = ("dynamic", "longrope")
+
+
+def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | None:
+    """Make the frequencies of `model` those of sequences up to the length that is returned: the
+    most tokens of a sequence, None if RoPE sets no limit."""
+    text = model.config.get_text_config()
+    kind, short = _kind_of(text)
+    if kind is None:
+        return None
+    if max_model_len is None or max_model_len <= short:
+        if short < text.max_position_embeddings or kind == "dynamic":
+            _log.info(
+                "sequences have %d tokens at most, for which the frequencies of its %s RoPE stay "
+                "as they are; for more, say max_model_len",
+                short,
+                kind,
+            )
+        return short
+    length = max_model_len if kind == "dynamic" else short + 1
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "inv_freq") and getattr(module, "rope_type", None) == kind:
+            found, scaling = ROPE_INIT_FUNCTIONS[kind](text, module.inv_freq.device, length)
+            module.inv_freq.copy_(found)
+            module.rope_type, module.attention_scaling = "fixed", scaling
+    return max_model_len if kind == "dynamic" else int(text.max_position_embeddings)
+
+
+def _kind_of(text: PreTrainedConfig) -> tuple[str | None, int]:
+    """Which of `KINDS`, if any, and up to which length its frequencies are the first ones."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type")
+    if kind not in KINDS:
+        return None, 0
+    name = "original_max_position_embeddings"
+    return kind, int(parameters[name] if kind == "longrope" else text.max_position_embeddings)
