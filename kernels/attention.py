@@ -163,6 +163,7 @@ class AttentionBackend(ABC):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer over the planned batch.
 
@@ -175,6 +176,9 @@ class AttentionBackend(ABC):
             scale: factor on the scores.
             window: a query at position p sees keys at positions > p - window (transformers' rule).
             softcap: scores become ``softcap * tanh(scores / softcap)`` before masking.
+            sinks: [num_qo_heads] a score of each head's for one key more, whose value is 0, as in
+                gpt-oss: attention whose weights add up to ``exp(lse)`` is multiplied by
+                ``sigmoid(lse - sink)``.
 
         Returns:
             [T, num_qo_heads, value head_dim], contiguous, the query's dtype.

@@ -11,6 +11,7 @@ the two states.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -144,6 +145,7 @@ class FlashInferBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         step = self._step
         if step is None:
@@ -164,15 +166,23 @@ class FlashInferBackend(AttentionBackend):
                 kv_last_page_len=tables.last_page_len.device,
                 kv_layout="NHD",
             )
-        out = torch.empty_like(query)
+        out, sums = torch.empty_like(query), {}
+        if sinks is not None:
+            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         for part in step.parts:
             rows, wrapper = part.rows, part.wrappers[kind]
+            if sinks is not None:
+                sums = {"lse": lse[rows], "return_lse": True}
             if part.use == "ragged":
-                wrapper.run(query[rows], key[rows], value[rows], out=out[rows])
+                wrapper.run(query[rows], key[rows], value[rows], out=out[rows], **sums)
             elif part.use == "decode" and step.shared is not None:
-                self._run_levels(query[rows], pages, wrapper, step, kind, out[rows])
+                own = self._run_levels(query[rows], pages, wrapper, step, kind, out[rows])
+                if sinks is not None:
+                    lse[rows] = own
             else:
-                wrapper.run(query[rows], pages, out=out[rows])
+                wrapper.run(query[rows], pages, out=out[rows], **sums)
+        if sinks is not None:
+            out *= torch.sigmoid(lse * math.log(2) - sinks.float())[..., None]
         return out
 
     def _run_levels(
@@ -183,8 +193,9 @@ class FlashInferBackend(AttentionBackend):
         step: _Step,
         kind: LayerKind,
         out: torch.Tensor,
-    ) -> None:
-        """Attention of the decodes over the shared pages and over their own, into `out`."""
+    ) -> torch.Tensor:
+        """Attention of the decodes over the shared pages and over their own, into `out`; returns
+        the logarithm of base 2 of the sums of weights."""
         assert step.shared is not None
         shared_out = torch.empty_like(query)
         lse, shared_lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
@@ -193,6 +204,7 @@ class FlashInferBackend(AttentionBackend):
             query, pages, out=shared_out, lse=shared_lse, return_lse=True
         )
         flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse, mask=step.in_group)
+        return lse
 
     @torch.inference_mode()  # what is written here may be written again inside of it
     def _plan(

@@ -95,6 +95,7 @@ class TorchBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._batch is None:
             raise RuntimeError("run() before plan()")
@@ -105,7 +106,7 @@ class TorchBackend(AttentionBackend):
         key_bytes = kv_heads * dim * key.element_size()
         for tile in self._plan_tiles(self._batch, window, query.dtype, key_bytes):
             rows = query[tile.rows].unflatten(1, (kv_heads, -1))  # [rows, Hkv, group, D]
-            result = self._attend(tile, rows, k_pages, v_pages, scale, softcap)
+            result = self._attend(tile, rows, k_pages, v_pages, scale, softcap, sinks)
             out[tile.rows] = result.flatten(1, 2)
         return out
 
@@ -117,20 +118,24 @@ class TorchBackend(AttentionBackend):
         v_pages: torch.Tensor,
         scale: float,
         softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of the rows [rows, kv_heads, group, dim], in that shape."""
         keys, values = self._gather("key", tile, k_pages), self._gather("value", tile, v_pages)
         mask, group = tile.mask, rows.shape[2]
+        if sinks is not None:
+            sinks = sinks.float().unflatten(0, (-1, group))
+            sinks = sinks.T[:, :, None] if tile.queries > 1 else sinks
         if tile.queries > 1:  # [group, Hkv, queries, D]: the keys are shared, not copied
             rows = rows.permute(2, 1, 0, 3)
             keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
         elif mask is not None:
             mask = mask.expand(-1, -1, group, -1)
-        if softcap is None:
+        if softcap is None and sinks is None:
             with _no_cudnn(self.device):
                 result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
         else:
-            result = _softcapped_attention(rows, keys, values, mask, scale, softcap)
+            result = _explicit_attention(rows, keys, values, mask, scale, softcap, sinks)
         return result.permute(2, 1, 0, 3) if tile.queries > 1 else result
 
     def _gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
@@ -254,17 +259,23 @@ def _similar(spans: list[_Span], limit: int) -> list[list[_Span]]:
     return groups
 
 
-def _softcapped_attention(
+def _explicit_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scaled-dot-product attention with tanh-capped scores, computed in float32."""
-    scores = torch.matmul(query.float() * (scale / softcap), key.float().transpose(-1, -2))
-    scores = scores.tanh_().mul_(softcap)
+    """Scaled-dot-product attention with what torch's has not: tanh-capped scores, and sinks that
+    broadcast to the rows; computed in float32."""
+    scores = torch.matmul(query.float() * (scale / (softcap or 1)), key.float().transpose(-1, -2))
+    if softcap is not None:
+        scores = scores.tanh_().mul_(softcap)
     if mask is not None:
         scores += mask
-    return torch.matmul(scores.softmax(-1), value.float()).to(query.dtype)
+    result = torch.matmul(scores.softmax(-1), value.float())
+    if sinks is not None:
+        result *= (scores.logsumexp(-1) - sinks).sigmoid()[..., None]
+    return result.to(query.dtype)

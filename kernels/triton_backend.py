@@ -104,6 +104,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         step = self._step
         if step is None:
@@ -118,6 +119,7 @@ class TritonBackend(AttentionBackend):
         block, tile = (BLOCK // 2, ROWS // 2) if exact else (BLOCK, ROWS)
         tables = (step.kv_indptr, step.kv_indices, step.kv_lens)
         pages = (k_pages, v_pages, *tables, query.stride(0), query.stride(1), *strides)
+        sink = (query, False) if sinks is None else (sinks.float(), True)
         common = {
             "scale": scale, "window": window or 0, "softcap": softcap or 0.0,
             "WINDOW": window is not None, "SOFTCAP": softcap is not None,
@@ -133,12 +135,12 @@ class TritonBackend(AttentionBackend):
                 query, parts, sums, *pages, **common, ROWS=rows, SPLITS=SPLITS, MIN_SPLIT=MIN_SPLIT
             )
             _merge[step.decodes, heads](
-                parts, sums, out, SPLITS=SPLITS, VALUE=value_dim, VALUE_2=sizes["VALUE_2"]
+                parts, sums, out, *sink, SPLITS=SPLITS, VALUE=value_dim, VALUE_2=sizes["VALUE_2"]
             )
         if step.longest:
             tiles = triton.cdiv(step.longest * group, tile)
             _prefill[step.sequences - step.decodes, kv_heads, tiles](
-                query, out, step.qo_indptr, *pages, step.decodes, **common, ROWS=tile
+                query, out, step.qo_indptr, *pages, step.decodes, *sink, **common, ROWS=tile
             )
         return out
 
@@ -267,13 +269,20 @@ def _decode(
 
 
 @triton.jit
-def _merge(parts, sums, out, SPLITS: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr):
+def _merge(
+    parts, sums, out, sinks, SINKS: tl.constexpr, SPLITS: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_2: tl.constexpr,
+):  # fmt: skip
     """The parts of one row and head, weighted by their sums."""
     at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     s, v = tl.arange(0, SPLITS), tl.arange(0, VALUE_2)
     lse = tl.load(sums + at * SPLITS + s)
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    weights /= tl.sum(weights, 0)
+    most = tl.max(lse, 0)
+    weights = tl.exp2(lse - most)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + tl.program_id(1)) * LOG2_E - most)
+    weights /= total
     part = parts + (at * SPLITS + s)[:, None] * VALUE + v[None, :]
     there = (lse > -float("inf"))[:, None] & (v < VALUE)[None, :]
     mixed = tl.load(part, mask=there, other=0.0)
@@ -284,9 +293,9 @@ def _merge(parts, sums, out, SPLITS: tl.constexpr, VALUE: tl.constexpr, VALUE_2:
 @triton.jit
 def _prefill(
     query, out, qo_indptr, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
-    k_slot, k_head, v_slot, v_head, first_sequence, scale, window, softcap, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
+    k_slot, k_head, v_slot, v_head, first_sequence, sinks, SINKS: tl.constexpr, scale, window,
+    softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
     VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a sequence's last tokens times query heads of one KV head, causal."""
@@ -319,7 +328,9 @@ def _prefill(
                 v_pages + kv_head * v_head, table, k_slot, v_slot, scale, softcap, SOFTCAP, PAGE,
                 BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
             )  # fmt: skip
-        mixed /= tl.where(total == 0, 1.0, total)[:, None]
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head, mask=mine, other=0.0) * LOG2_E - best)
+        mixed /= tl.where(mine, total, 1.0)[:, None]
         heads = tl.num_programs(1) * GROUP
         target = out + (row * heads + head)[:, None] * VALUE + v[None, :]
         tl.store(target, mixed.to(out.dtype.element_ty), mask=mine[:, None] & (v < VALUE)[None, :])

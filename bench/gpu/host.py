@@ -70,10 +70,15 @@ def kernels_that_do_nothing() -> Iterator[None]:
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.cuda, "graph_pool_handle", nothing),
             (torch.cuda, "Stream", nothing),
-            (cuda_graphs._Capture, "__call__", lambda _, compute: lambda result=compute(): result),
+            (cuda_graphs._Capture, "__call__", _compute_once),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
+
+
+def _compute_once(_: Any, compute: Callable[[], Any]) -> Callable[[], Any]:
+    result = compute()
+    return lambda: result
 
 
 def make_engine(rows: int) -> Engine:

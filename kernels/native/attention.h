@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <utility>
 
 #include "threads.h"
@@ -157,6 +158,7 @@ struct Attention {
     Tokens<T> query;
     const T *k_pages, *v_pages;
     T* out;
+    const float* sinks = nullptr;  // a score of each head's for a key without a value
     const Batch& batch = plan.batch;
     const Heads& heads = plan.heads;
     float* states = nullptr;
@@ -310,9 +312,10 @@ struct Attention {
             State seen = state_of(part, i, head);
             for (int more = 1; more < part.apart; more++)
                 merge(seen, seen + more * plan.stride, plan.width);
+            float total = sinks ? seen[1] + std::exp(sinks[head] - seen[0]) : seen[1];
             T* to = out + (row + head) * heads.value_dim;
             for (int d = 0; d < heads.value_dim; d += W)  // + 0: keys unseen may turn -0 into 0
-                store(to + d, load(seen + W + d) / seen[1] + 0.0f, heads.value_dim - d);
+                store(to + d, load(seen + W + d) / total + 0.0f, heads.value_dim - d);
         }
     }
 };

@@ -119,6 +119,7 @@ class NativeBackend(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `AttentionBackend` says; tokens may stand apart, as columns of one product do.
 
@@ -134,11 +135,14 @@ class NativeBackend(AttentionBackend):
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
         check(k_pages, query, (pages, size, kv_heads, dim))
         check(v_pages, query, (pages, size, kv_heads, value_dim))
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+            check(sinks, sinks, (heads,))
         out = query.new_empty(tokens, heads, value_dim)
         kernel("attend", query.dtype)(
             *(batch, ctypes.addressof(layer)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
             *(value.data_ptr(), value.stride(0), k_pages.data_ptr(), v_pages.data_ptr()),
-            out.data_ptr(),
+            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
         )
         return out

@@ -16,12 +16,12 @@ int32_t enough_memory(const F& f) try {
 template <class T>
 int32_t attend(const Batch& batch, const Heads& heads, T* query, int64_t query_stride, T* key,
                int64_t key_stride, T* value, int64_t value_stride, T* k_pages, T* v_pages, T* out,
-               int threads) {
+               const float* sinks, int threads) {
     return enough_memory([&] {
         Tokens<T> q{query, query_stride}, k{key, key_stride}, v{value, value_stride};
         write_kv(batch, heads, q, k, v, Rope{}, HeadNorms<T>{}, k_pages, v_pages, threads);
         Plan plan(batch, heads);
-        Attention<T>{plan, q, k_pages, v_pages, out}.run(threads);
+        Attention<T>{plan, q, k_pages, v_pages, out, sinks}.run(threads);
     });
 }
 

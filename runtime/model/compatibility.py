@@ -29,7 +29,6 @@ class AttentionCall(NamedTuple):
     kind: LayerKind
     causal: bool
     masked: bool
-    sinks: bool
 
 
 def refusal(model_type: str, reason: str) -> ModelError:
@@ -79,8 +78,8 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     """Refuse a model whose attention is not one causal call of a known kind in every layer.
 
     Raises:
-        ModelError: layers without attention or with two calls, masks of the model's own, attention
-            sinks, bidirectional attention, or a window that is empty or only in the config.
+        ModelError: layers without attention or with two calls, masks of the model's own,
+            bidirectional attention, or a window that is empty or only in the config.
     """
     text = config.get_text_config()
     layers = [call.layer for call in calls]
@@ -98,8 +97,6 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
         raise refusal(config.model_type, "its attention is bidirectional")
     if any(call.masked for call in calls):
         raise refusal(config.model_type, "it builds attention masks of its own")
-    if any(call.sinks for call in calls):
-        raise refusal(config.model_type, "it has attention sinks")
     windows = {call.layer: call.kind.window for call in calls}
     if any(window is not None and window < 1 for window in windows.values()):
         raise refusal(config.model_type, "it has layers with a window of no token")

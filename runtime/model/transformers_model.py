@@ -31,7 +31,9 @@ _NAME = "radixcache"
 
 # The function that serves the attention calls of the forward pass under way. A context variable,
 # because keyword arguments of the model's forward do not reach the layers of every model.
-_Serve = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Serve = Callable[
+    [AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
+]
 _serve: ContextVar[_Serve] = ContextVar("serve_attention")
 
 
@@ -62,11 +64,10 @@ def _attention(
         ),
         causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
         masked=attention_mask is not None,
-        sinks=s_aux is not None,
     )
     # Fused QKV projections give strided slices.
     flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    return _serve.get()(call, flat[0], flat[1], flat[2])[None], None
+    return _serve.get()(call, flat[0], flat[1], flat[2], s_aux)[None], None
 
 
 AttentionInterface.register(_NAME, _attention)
@@ -121,8 +122,9 @@ class TransformersModel(PagedModel):
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         def serve(
-            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            sinks: torch.Tensor | None,
+        ) -> torch.Tensor:  # fmt: skip
             return self.attention.run(
                 query,
                 key,
@@ -131,6 +133,7 @@ class TransformersModel(PagedModel):
                 scale=call.kind.scale,
                 window=call.kind.window,
                 softcap=call.kind.softcap,
+                **({} if sinks is None else {"sinks": sinks}),
             )
 
         with _serving(serve):
@@ -163,7 +166,11 @@ class TransformersModel(PagedModel):
         calls: list[AttentionCall] = []
 
         def serve(
-            call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+            call: AttentionCall,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *_: Any,
         ) -> torch.Tensor:
             calls.append(call)
             fill = torch.nan if query.isnan().any() else 0.0  # as the attention would give

@@ -30,8 +30,8 @@ def constants(dtype: str, dim: int, rows: int) -> dict[str, Any]:
     return {
         "DIM": dim, "DIM_2": dim, "VALUE": dim, "VALUE_2": dim, "WINDOW": True, "SOFTCAP": True,
         "PAGE": 16, "GROUP": 4, "BLOCK": triton_backend.BLOCK // (1 + exact), "EXACT": exact,
-        "UPCAST": False, "SPLITS": triton_backend.SPLITS, "MIN_SPLIT": triton_backend.MIN_SPLIT,
-        "ROWS": rows,
+        "UPCAST": False, "SPLITS": triton_backend.SPLITS, "SINKS": True,
+        "MIN_SPLIT": triton_backend.MIN_SPLIT, "ROWS": rows,
     }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
             return "*i32"
         if argument in POINTERS:
             return f"*{dtype}"
-        if argument in ("parts", "sums"):
+        if argument in ("parts", "sums", "sinks"):
             return "*fp32"
         return "fp32" if argument in ("scale", "softcap") else "i32"
 

@@ -92,8 +92,9 @@ def make_step(
 
 
 def naive_attention(
-    step: Step, *, scale: float, window: int | None = None, softcap: float | None = None
-) -> np.ndarray:
+    step: Step, *, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> np.ndarray:  # fmt: skip
     """[T, heads, dim] float64, one query token and head at a time. Does not touch `step`."""
     page_size, group = step.batch.page_size, step.query.shape[1] // step.key.shape[1]
     query, key, value, k_pages, v_pages = (
@@ -115,8 +116,11 @@ def naive_attention(
             scores = scale * keys[:, head // group] @ query[row, head]
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
+            if sinks is not None:  # a key more, without a value
+                scores = np.append(scores, float(sinks[head]))
             weights = np.exp(scores - scores.max())
-            out[row, head] = (weights / weights.sum()) @ values[:, head // group]
+            weights = (weights / weights.sum())[: len(seen)]
+            out[row, head] = weights @ values[:, head // group]
     assert not np.isnan(out).any(), "the step reads an unwritten slot"
     return out
 

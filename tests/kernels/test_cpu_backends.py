@@ -50,6 +50,17 @@ def test_output_equals_the_reference_and_unwritten_slots_never_leak(
     assert error(step, out, scale=0.3, **options) < TOLERANCE[dtype]
 
 
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0, 40.0, -40.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"window": 6}, {"softcap": 5.0}], ids=str)
+def test_a_sink_takes_its_share(backend, shape, options) -> None:
+    step = make_step(9, SHAPES[shape], page_size=4)
+    options = {"scale": 0.3, "sinks": SINKS, **options}
+    assert error(step, run(step, backend, **options), **options) < 2e-5
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (8, 1)], ids=str)
 @pytest.mark.parametrize("dim", [16, 64])
 def test_query_heads_share_kv_heads_in_any_group_size(backend, heads, dim) -> None:

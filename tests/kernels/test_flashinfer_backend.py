@@ -76,6 +76,18 @@ def test_output_equals_the_reference(page_size, shape, options) -> None:
     assert error(step, out, scale=0.3, **options) < 2e-5
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("share", [0, 16])
+def test_a_sink_takes_its_share(shape, share) -> None:
+    lens = [(new, cached + 4 * share) for new, cached in SHAPES[shape]]
+    step = make_step(9, lens, page_size=4, heads=(8, 2), share=share)
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 9.0, 40.0, -40.0, 1.0, 0.0])
+    decodes = step.batch.num_decodes
+    batch = with_shared(step.batch, (0, decodes, share)) if share and decodes > 1 else step.batch
+    out = attend(make_backend(kind_of(step, 0.3)), step, batch, scale=0.3, sinks=sinks.to(CUDA))
+    assert error(step, out, scale=0.3, sinks=sinks) < 2e-5
+
+
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 def test_query_heads_share_kv_heads(heads) -> None:
     step = make_step(11, SHAPES["mixed"], page_size=4, heads=heads)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -251,10 +252,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
 def test_page_tables_that_contradict_each_other_are_refused(fields, match) -> None:
     good = make_batch([[0, 1], [2]], [1, 1], [5, 4], 4)
     NativeBackend().plan(good)
-    for name, value in fields.items():
-        object.__setattr__(good, name, np.array(value, np.int32))
+    bad = replace(good, **{name: np.array(value, np.int32) for name, value in fields.items()})
     with pytest.raises(ValueError, match=match):
-        NativeBackend().plan(good)
+        NativeBackend().plan(bad)
 
 
 # Threads.

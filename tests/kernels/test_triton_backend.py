@@ -53,6 +53,13 @@ def test_output_equals_the_reference(shape, page_size, group, dim, window, softc
     assert error(step, out, scale=dim**-0.5, **options) < 1e-5
 
 
+@pytest.mark.parametrize("shape", ["decode", "mixed"])
+def test_a_sink_takes_its_share(shape) -> None:
+    step, sinks = make_step(9, SHAPES[shape], page_size=4), torch.linspace(-9, 40, 8)
+    options = {"scale": 0.3, "window": 20, "sinks": sinks}
+    assert error(step, run(step, make_backend(), **options), **options) < 1e-5
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
 def test_16_bits_are_off_by_their_rounding(dtype, limit) -> None:
     step = make_step(3, SHAPES["mixed"], dim=64, dtype=dtype)

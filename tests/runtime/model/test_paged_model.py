@@ -32,8 +32,8 @@ from tests.models import (
     BYTES_PER_TOKEN,
     EOS,
     FAMILIES,
-    MULTIMODAL,
     HEAD_DIM,
+    MULTIMODAL,
     NUM_KV_HEADS,
     NUM_LAYERS,
     VOCAB_SIZE,
@@ -167,6 +167,7 @@ def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
         assert relative_error(damaged, plain) > (1e-2 if page_size == 1 else 0.1)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -204,6 +205,8 @@ PER_LAYER = {
         ("cohere", {}),
         ("gpt2", {}),  # learned positions
         ("deepseek_v3", LATENT),  # values wider than keys
+        ("gpt_oss", {"rope_parameters": YARN, "sliding_window": 11}),  # attention sinks
+        ("granite_swa", {"sliding_window": 11}),
         *((family, {}) for family in MULTIMODAL),  # whose texts alone are taken
         ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
     ],
@@ -265,7 +268,6 @@ def test_the_gate_refuses_logits_that_differ(llama, monkeypatch) -> None:
             load.check_logits(model)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {
     "rope_type": "longrope",
@@ -283,7 +285,6 @@ LONG = {
         ("mistral", {"sliding_window": 0}, "a window of no token"),
         ("llama4_text", {}, "chunked_attention"),
         ("jamba", {}, "linear_attention"),
-        ("gpt_oss", {"rope_parameters": YARN}, "attention sinks"),
         ("diffllama", {}, "more than once"),
         ("bloom", {}, "does not let its attention be replaced"),
         ("gptj", {}, "does not let its attention be replaced"),
