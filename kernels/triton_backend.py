@@ -295,8 +295,9 @@ def _prefill(
     query, out, qo_indptr, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
     k_slot, k_head, v_slot, v_head, first_sequence, sinks, SINKS: tl.constexpr, scale, window,
     softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr,
+    DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a sequence's last tokens times query heads of one KV head, causal."""
     sequence, kv_head = first_sequence + tl.program_id(0), tl.program_id(1)
