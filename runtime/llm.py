@@ -240,7 +240,8 @@ class LLM:
             tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
             self.engine.check_prompt(tokens)
             hit = self.engine.match(tokens, cache_salt)
-            misses = self.explainer.explain(tokens, hit, cache_salt)
+            kv = self.engine.cache.match(tokens, cache_salt)
+            misses = self.explainer.explain(tokens, hit, cache_salt, kv)
             return Explanation(len(tokens), hit, misses, decode)
 
         return self.call(explain)

@@ -15,9 +15,11 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.states import StateIndex
 
 Layers = Literal["chosen", "torch", "stock"]
 """As the runtime chooses; our loop in torch, attention too; transformers' own."""
@@ -53,12 +55,15 @@ def make_engine(
     max_num_seqs: int = 64,
     policy: Policy = "lpm",
     layers: Layers = "chosen",
+    num_states: int = 0,
 ) -> Engine:
-    """An engine with a pool of exactly `num_pages`, on shared weights."""
+    """An engine with a pool of exactly `num_pages`, on shared weights; of a recurrent model with
+    `num_states` slots."""
     model = paged_model(path, layers)
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-    scheduler = Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, policy)
-    return Engine(model, model.allocate(num_pages, page_size), prefix_cache, scheduler)
+    states = StatePlanner(StateIndex(num_states), cache != "none") if num_states else None
+    scheduler = Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, policy, states)
+    return Engine(model, model.allocate(num_pages, page_size, num_states), prefix_cache, scheduler)
 
 
 def run(

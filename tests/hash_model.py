@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import PagedBatch
+from radixcache.states import SequenceStates
 
 VOCAB = 29
 
@@ -27,9 +28,13 @@ def logits_after(tokens: NDArray[np.integer], vocab: int = VOCAB) -> NDArray[np.
 
 
 class HashPool:
-    """Pages whose KV is the tokens themselves; a slot that nobody has written holds -1."""
+    """Pages whose KV is the tokens themselves; a slot that nobody has written holds -1.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    A recurrent state is the checksum of all tokens before; at first, of some that nobody has sent.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
+        self.states = [-7] * num_states
         self.num_pages, self.page_size, self.spare_page = num_pages, page_size, num_pages
         self.slots = np.full((num_pages + 1, page_size), -1, np.int64)
 
@@ -56,6 +61,7 @@ class HashModel:
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         pool: HashPool,
+        states: Sequence[SequenceStates] = (),
     ) -> torch.Tensor:
         pool.slots.reshape(-1)[batch.slots()] = token_ids
         logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
@@ -63,6 +69,37 @@ class HashModel:
             self.unwritten += int((tokens < 0).sum())
             logits[out] = logits_after(tokens, self.vocab_size)
         return torch.from_numpy(logits)
+
+
+class RecurrentHashModel(HashModel):
+    """The same, but it goes wrong where a state is not that of the tokens that the pages hold."""
+
+    wrong_states = 0
+
+    def forward(
+        self,
+        token_ids: NDArray[np.integer],
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+        pool: HashPool,
+        states: Sequence[SequenceStates] = (),
+    ) -> torch.Tensor:
+        logits = super().forward(token_ids, batch, logit_rows, pool)
+        after = []
+        for i, state in enumerate(states):
+            before, keeps = 0 if state.read < 0 else pool.states[state.read], dict(state.keeps)
+            start, end = map(int, batch.qo_indptr[i : i + 2])
+            for count, token in enumerate(token_ids[start:end], 1):
+                before = crc32(np.int64(token).tobytes(), before) if before >= 0 else before
+                after.append(before)
+                if count in keeps:
+                    pool.states[keeps[count]] = before
+            pool.states[state.write] = before
+        for out, tokens in enumerate(read_rows(batch, logit_rows, pool.slots)):
+            if crc32(np.asarray(tokens, np.int64).tobytes()) != after[logit_rows[out]]:
+                self.wrong_states += 1
+                logits[out] = logits[out].flip(0)
+        return logits
 
 
 def read_rows(

@@ -85,6 +85,52 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _MROPE}),
 }
 
+# Models with recurrent layers: gated delta nets, KDA, Mamba 2 and short convolutions.
+_TURNS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+_DELTA = {
+    **_TURNS, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_MAMBA = {
+    "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+    "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 8,
+}  # fmt: skip
+_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
+    "qwen3_next": {**_DELTA, **_EXPERTS},
+    "olmo_hybrid": {
+        **_TURNS, "linear_num_value_heads": 4, "linear_num_key_heads": 4,
+        "linear_key_head_dim": 12, "linear_value_head_dim": 24,
+    },
+    "kimi_linear": {
+        **_TURNS, "num_key_value_heads": 4, "head_dim": None, "q_lora_rank": None,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "linear_num_heads": 4, "linear_head_dim": 16, "num_experts": 4,
+        "num_experts_per_token": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],
+        "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "chunk_size": 8, "conv_kernel": 4,
+    },
+    "granitemoehybrid": {
+        **_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "lfm2": _CONV,
+    "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 1},
+    "lfm3": _CONV,
+}  # fmt: skip
+
 # How much larger than variance-keeping the weights are, by parts of their names.
 _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "query": 2.5, "qkv": 2.5, "lm_head": 4.0}
 
@@ -98,7 +144,7 @@ def tiny_model(
     `options` override the config.
     """
     torch.manual_seed(seed)
-    settings = {**_BASE, **FAMILIES.get(family, {}), **options}
+    settings = {**_BASE, **FAMILIES.get(family, {}), **HYBRIDS.get(family, {}), **options}
     kind: Any = AutoModelForCausalLM
     if family in MULTIMODAL:
         text, more = MULTIMODAL[family]

@@ -34,6 +34,7 @@ class Mutant(NamedTuple):
 INDEX = "tests/index"
 ENGINE = "tests/runtime/engine"
 SERVER = "tests/runtime/server"
+STATES = f"{INDEX}/test_states.py {ENGINE}/test_hybrids.py"
 EXACT = "tests/runtime/model/test_exact.py"
 RULES = f"{INDEX}/test_hash_block_rules.py"
 
@@ -517,6 +518,62 @@ MUTANTS = [
         "for count in {*limits} - {max(limits)}:",
         "for count in ():",
         EXACT,
+    ),
+    Mutant(
+        "a state is found before it is written",
+        "radixcache/states.py",
+        "found = self._kept.get(key, found)",
+        "found = self._written.get(key, self._kept.get(key, found))",
+        STATES,
+    ),
+    Mutant(
+        "a state of a failed step is kept",
+        "radixcache/states.py",
+        'called again. O(num_slots).\n        """\n',
+        'called again. O(num_slots).\n        """\n        self._kept.update(self._written)\n',
+        STATES,
+    ),
+    Mutant(
+        "a state is given one token late",
+        "runtime/engine/state_planner.py",
+        "done, slot = sequence.tokens[: sequence.num_computed], plan.slot",
+        "done, slot = sequence.tokens[: sequence.num_computed + 1], plan.slot",
+        STATES,
+    ),
+    Mutant(
+        "a state in mid-chunk is that of the chunk's end",
+        "runtime/model/recurrent.py",
+        "if start < first + count:",
+        "if False:",
+        f"{ENGINE}/test_hybrids.py",
+    ),
+    Mutant(
+        "a state is found by its length alone",
+        "radixcache/states.py",
+        "key = Key(namespace, length, digest.copy().digest())",
+        "key = next((k for k in self._kept if k.length == length), Key(None, 0, b''))",
+        STATES,
+    ),
+    Mutant(
+        "a sequence begins from what is in a fresh slot",
+        "runtime/model/recurrent.py",
+        "for live in self._live.values() if fresh else ():",
+        "for live in ():",
+        f"{ENGINE}/test_hybrids.py",
+    ),
+    Mutant(
+        "a state that the step reads is evicted",
+        "radixcache/states.py",
+        "if self._kept[key].slot not in self._reads:",
+        "if True:",
+        STATES,
+    ),
+    Mutant(
+        "a hit of a hybrid goes on from where its KV ends",
+        "runtime/engine/state_planner.py",
+        "lease.cached_tokens = depth",
+        "pass",
+        STATES,
     ),
 ]
 

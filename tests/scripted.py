@@ -160,6 +160,7 @@ class ScriptedModel(PagedModel):
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         pool: KVPool,
+        states: object = (),
     ) -> torch.Tensor:
         keys, values = (pages.numpy()[..., 0, 0] for pages in pool.layers[0])
         for pages in (keys, values):  # whole numbers, which float32 holds; 0 is never written

@@ -49,6 +49,12 @@ class EngineArgs:
         metavar="SIZE",
         rule=_MEMORY,
     )
+    state_memory: int | str | None = setting(
+        None,
+        "of the KV memory, for states of recurrent layers (a quarter)",
+        metavar="SIZE",
+        rule=_MEMORY,
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format; auto is float32 on a CPU, the checkpoint's on a GPU"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -10,7 +11,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
-from radixcache.errors import ModelError, first_sentence
+from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
@@ -21,6 +22,7 @@ from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
@@ -32,13 +34,25 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sizes import parse_memory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.states import StateIndex
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,
     "hash-block": HashBlockCache,
     "none": NoCache,
 }
+
+
+_MOST_CHECKPOINTS = 1024
+"""States that are kept of no running sequence: each length among them is looked for."""
+
+_MARK_TOKENS = 3
+"""What comes after these of the mark of an answer may differ, as where a model thinks or does not.
+"""
+
+_log = logging.getLogger("radixcache")
 
 
 class Built(NamedTuple):
@@ -73,14 +87,26 @@ def build_engine(args: EngineArgs) -> Built:
         model.max_context = min(model.max_context, args.max_model_len)
     try:
         report("preparing the engine", 1.0)
-        cache = kind(PagePool(_count_pages(args, model), page_size))
+        num_pages, num_states = _share_memory(args, model)
+        cache = kind(PagePool(num_pages, page_size))
         tokenizer = Tokenizer.load(model_path(args), model.max_context)
         grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
+        states, max_num_seqs = None, args.max_num_seqs
+        if num_states:
+            mark = _answer_mark(tokenizer) if tokenizer else ()
+            states = StatePlanner(StateIndex(num_states), args.cache != "none", mark)
+            max_num_seqs = min(max_num_seqs, num_states - 1)
+            _log.info(
+                "%s recurrent states of %s bytes; %s sequences run at the same time",
+                f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
+            )  # fmt: skip
         engine = Engine(
             model,
-            model.allocate(cache.pool.num_pages, page_size),
+            model.allocate(num_pages, page_size, num_states),
             cache,
-            Scheduler(cache, args.max_num_batched_tokens, args.max_num_seqs, args.schedule_policy),
+            Scheduler(
+                cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states
+            ),
             tokenizer.decode if tokenizer else None,
             args.seed,
             partial(tokenizer.encode, special=False) if tokenizer else None,
@@ -98,17 +124,45 @@ def build_engine(args: EngineArgs) -> Built:
         raise
 
 
-def _count_pages(args: EngineArgs, model: PagedModel) -> int:
-    """KV pages that fit the memory; no more than every sequence at full context would ever use."""
+def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
+    """KV pages and recurrent states that fit the memory; of pages no more than every sequence at
+    full context would ever use.
+
+    Raises:
+        InvalidRequest: it does not hold them.
+    """
     page_size, max_num_seqs = args.page_size, args.max_num_seqs
     taken = bytes_beside_pages(model, page_size, max_num_seqs)
     taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
-    num_pages = count_pages(
-        args.kv_cache_memory_bytes, model.bytes_per_token * page_size, model.device, taken
-    )
-    if args.kv_cache_memory_bytes is not None:
-        return num_pages
-    return min(num_pages, (model.max_context // page_size + 2) * max_num_seqs * 4)
+    page_bytes, num_states = model.bytes_per_token * page_size, 0
+    num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
+    if size := model.bytes_per_state:
+        memory, asked = num_pages * page_bytes, args.state_memory
+        share = memory // 4 if asked is None else parse_memory(asked)
+        num_states = min(share // size, max_num_seqs + _MOST_CHECKPOINTS)
+        num_pages -= -(-num_states * size // page_bytes)
+        if num_states < 2 or num_pages < 1:
+            raise InvalidRequest(
+                f"{share:,} bytes for recurrent states, of {memory:,} bytes of KV memory, leave no "
+                f"room: a sequence takes two states of {size:,} bytes, and pages of {page_bytes:,}"
+            )
+    elif args.state_memory is not None:
+        raise InvalidRequest("state_memory is for models with recurrent layers, and this has none")
+    if args.kv_cache_memory_bytes is None:
+        num_pages = min(num_pages, (model.max_context // page_size + 2) * max_num_seqs * 4)
+    return num_pages, num_states
+
+
+def _answer_mark(tokenizer: Tokenizer) -> list[int]:
+    """The first tokens with which the chat template asks the model to speak."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        told, asked = (
+            tokenizer.encode(tokenizer.render_chat(question, ask=ask)) for ask in (False, True)
+        )
+    except InvalidRequest:  # no template, or no chat
+        return []
+    return asked[len(told) :][:_MARK_TOKENS] if asked[: len(told)] == told else []
 
 
 def load(args: EngineArgs) -> PagedModel:
@@ -153,8 +207,9 @@ def _before_publish(explainer: Explainer, sequence: Sequence, num_tokens: int) -
     """Explain a request when it is admitted, and remember what is computed of it."""
     request, lease = sequence.request, sequence.lease
     if request.explanation is None and lease is not None:
+        hit = lease.num_tokens - sequence.num_recomputed
         request.explanation = explainer.observe(
-            sequence.tokens, lease.num_tokens, request.namespace
+            sequence.tokens, hit, request.namespace, kv=lease.num_tokens
         )
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
 

@@ -88,7 +88,7 @@ class Engine:
         with on_device(model.device):
             self._graphs = (
                 CudaGraphRunner(model, kv_pool, scheduler.max_num_seqs)
-                if model.attention.max_fixed_rows
+                if model.attention.max_fixed_rows and scheduler.states is None
                 else None
             )
         self._decode = decode
@@ -97,12 +97,13 @@ class Engine:
         self.sampler = Sampler(model.device, seed, model.eos_token_ids)
         self.output_processor = OutputProcessor(scheduler, model.eos_token_ids)
         self._scored = ScoredPrompts(model.vocab_size)
-        if cache.full_prompt_hits:
+        if cache.full_prompt_hits and scheduler.states is None:  # the next token wants a state
             scheduler.kept = PromptLogitsCache(model.vocab_size)
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: PendingStep | None = None
         self._runs_ahead = model.device.type != "cpu" and model.ranks is None
+        self._runs_ahead &= scheduler.states is None  # one token too many would be in the state
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it could recover."""
@@ -233,7 +234,8 @@ class Engine:
         is_kept = kept is not None and prompt_key(tokens, namespace) in kept
         if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
             return len(tokens)
-        return self.cache.match(tokens, namespace)
+        match, states = self.cache.match(tokens, namespace), self.scheduler.states
+        return match if states is None else states.index.depth(tokens, namespace, match)
 
     def reset_cache(self) -> None:
         """Forget all KV and kept logits, and zero the statistics.
@@ -246,6 +248,8 @@ class Engine:
         self._before_flushes += stats
         if self.scheduler.kept is not None:
             self.scheduler.kept.clear()
+        if self.scheduler.states is not None:
+            self.scheduler.states.index.clear()
 
     @property
     def lifetime_stats(self) -> CacheStats:
@@ -269,6 +273,8 @@ class Engine:
             assert computed <= (lease.capacity if lease else 0), f"{lease} for {computed} tokens"
         leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
+        if scheduler.states is not None:
+            scheduler.states.check(running)
 
     @property
     def max_model_len(self) -> int:
@@ -335,6 +341,8 @@ class Engine:
         else:
             logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
         self.cache.commit()
+        if self.scheduler.states is not None:
+            self.scheduler.states.index.commit()
         logits = self._score(chunks + hits, logits)
         ends = [chunk for chunk in chunks if chunk.is_last]
         logits = self._with_cached_logits(ends, hits, logits)
@@ -423,7 +431,10 @@ class Engine:
             logits = self._graphs.run(tokens, batch)
             if logits is not None:
                 return logits
-        return self.model.forward(tokens, batch, rows, self.kv_pool)
+        if self.scheduler.states is None:
+            return self.model.forward(tokens, batch, rows, self.kv_pool)
+        states = [chunk.states for chunk in chunks if chunk.states is not None]
+        return self.model.forward(tokens, batch, rows, self.kv_pool, states)
 
     def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Score prompt tokens by the rows of `_run` for them; returns the rows before."""

@@ -15,6 +15,8 @@ would have taken to hit it:
 - `first_seen`: nothing of what follows is known. That is the normal case: a new turn, a new prompt.
   It may well begin as others do, with the first tokens of the chat template, a system prompt or the
   words of a question; what they share is cached, and to part from them has cost nothing.
+- `no_state`: its KV is cached, but of a recurrent model no state is kept so far into the text: it
+  is computed again from the last one on (see `radixcache.states`).
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
 
 Two texts go on alike where 8 tokens in a row are the same, within 16 tokens of where they part, or
@@ -43,7 +45,9 @@ from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 
-Reason = Literal["first_seen", "diverged", "evicted", "page_not_finished", "caching_off"]
+Reason = Literal[
+    "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "caching_off"
+]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 Decode = Callable[[list[int]], str]
@@ -74,6 +78,9 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
     ),
     ("page_not_finished", False): (
         "page not finished: {}, computed before, but only whole pages are cached"
+    ),
+    ("no_state", False): (
+        "no state: {}, whose KV is cached, but the last recurrent state is kept before them"
     ),
     ("caching_off", False): "caching is off: {}, computed before",
 }
@@ -190,8 +197,13 @@ class Explainer:
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
 
-    def explain(self, tokens: TokensLike, hit: int, namespace: Hashable = None) -> list[Miss]:
+    def explain(
+        self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
+    ) -> list[Miss]:
         """Why only the first `hit` tokens of a prompt were found; changes nothing.
+
+        Args:
+            kv: how many have KV, if these are more, as of a recurrent model.
 
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
@@ -200,6 +212,9 @@ class Explainer:
         last = len(tokens) - 1
         if hit >= last:
             return []
+        if kv > hit:
+            no_state = Miss("no_state", hit, min(kv, last), len(tokens))
+            return [no_state, *self.explain(tokens, kv, namespace)]
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
@@ -228,9 +243,11 @@ class Explainer:
         ]
         return [miss for miss in misses if len(miss)]
 
-    def observe(self, tokens: TokensLike, hit: int, namespace: Hashable = None) -> list[Miss]:
+    def observe(
+        self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
+    ) -> list[Miss]:
         """`explain` for a request that is being admitted: counts in `missed_tokens`."""
-        misses = self.explain(tokens, hit, namespace)
+        misses = self.explain(tokens, hit, namespace, kv)
         for miss in misses:
             self.missed_tokens[miss.reason] += len(miss)
         return misses

@@ -50,6 +50,8 @@ class Sequence:
         self.prefill_end = 0
         """Tokens that it had when it was admitted: up to there it prefills, then it decodes."""
         self.cached_tokens = 0
+        self.num_recomputed = 0
+        """Prompt tokens whose KV was cached, but computed again for want of a recurrent state."""
         self.preemptions = 0
         self.resumes = False
         """It was put back, and some of what it finds in the cache is its own."""

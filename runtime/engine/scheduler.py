@@ -28,6 +28,8 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.states import SequenceStates
 
 Policy = Literal["lpm", "fcfs"]
 
@@ -53,6 +55,8 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
+    states: SequenceStates | None = None
+    """Of a recurrent model."""
 
     @property
     def tokens(self) -> Tokens:
@@ -91,6 +95,7 @@ class Scheduler:
         max_num_seqs: running sequences.
         policy: "lpm" admits the longest cached prefix first (SGLang's cache-aware
             order), with ageing; "fcfs" admits in order of arrival.
+        states: of a recurrent model.
     """
 
     def __init__(
@@ -99,8 +104,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         policy: Policy = "lpm",
+        states: StatePlanner | None = None,
     ) -> None:
         self.cache = cache
+        self.states = states
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.policy = policy
@@ -250,6 +257,8 @@ class Scheduler:
             sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
         )
         lease.cached_tokens = min(lease.cached_tokens, end)
+        if self.states is not None:
+            self.states.find(sequence, lease)
         return lease
 
     def _candidates(self) -> Iterator[Sequence]:
@@ -291,6 +300,8 @@ class Scheduler:
         """
         lease = sequence.lease
         assert lease is not None
+        if self.states is not None:
+            self.states.take(sequence)
         tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
         end = sequence.num_computed + len(tokens)
         if sequence.num_computed < sequence.prefill_end or not len(tokens):
@@ -304,8 +315,9 @@ class Scheduler:
             self._shares.note(sequence.request.client, len(tokens))
         else:
             self.reserve_decode(sequence, len(tokens))
-        sequence.num_computed = end
-        return Chunk(sequence, len(tokens))
+        start, sequence.num_computed = sequence.num_computed, end
+        states = None if self.states is None else self.states.plan(sequence, start, end)
+        return Chunk(sequence, len(tokens), states)
 
     def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
         """Pages for the next tokens of a sequence that decodes, and for more if there are enough.
@@ -357,11 +369,15 @@ class Scheduler:
             if self.on_publish is not None:
                 self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
+        if self.states is not None:
+            self.states.leave(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
+        if self.states is not None:
+            self.states.release(sequence)
         self._ahead = DECODE_AHEAD
         sequence.lease = None
         sequence.num_computed = 0
@@ -390,6 +406,8 @@ class Scheduler:
             if sequence.lease is not None:
                 sequence.resumes |= sequence.lease.used
         self.cache.recover()
+        if self.states is not None:
+            self.states.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0
             if sequence.finish_reason is not None:

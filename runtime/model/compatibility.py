@@ -17,7 +17,10 @@ from radixcache.errors import ModelError
 from radixcache.kernels.attention import LayerKind
 from radixcache.runtime.model import rope_scaling
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION = {"full_attention", "sliding_attention"}
+RECURRENT = {"linear_attention", "conv", "hybrid"}
+"""Layer types that keep a state of all tokens before; a hybrid one attends, too."""
+_NEITHER = {"moe", "mlp"}
 
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 1 << 16, "head_dim": 1 << 16}
 
@@ -53,17 +56,18 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse what the config already gives away.
 
     Raises:
-        ModelError: encoder-decoder, layer types other than full and sliding attention, or RoPE
-            frequencies that change with the longest position of a batch.
+        ModelError: encoder-decoder, layer types that are neither full and sliding attention nor
+            recurrent, or RoPE frequencies that change with the longest position of a batch.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise refusal(config.model_type, "it is an encoder-decoder")
-    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    unknown = {*layer_types(config)} - _ATTENTION - RECURRENT - _NEITHER
     if unknown:
         names = ", ".join(sorted(unknown))
         raise refusal(
-            config.model_type, f"it has layers of type {names}, not only full and sliding attention"
+            config.model_type,
+            f"it has layers of type {names}, which are no attention and not recurrent",
         )
     for parameters in (getattr(text, "rope_parameters", None) or {}).values():
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
@@ -72,6 +76,16 @@ def check_config(config: PreTrainedConfig) -> None:
                 config.model_type,
                 f"its {kind} RoPE rotates a key by the longest position of its batch",
             )
+
+
+def is_recurrent(config: PreTrainedConfig) -> bool:
+    """Whether some layers keep a state of all tokens before."""
+    return not RECURRENT.isdisjoint(layer_types(config))
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """Of each layer; empty if the config says nothing of it, and all attend."""
+    return list(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> None:
@@ -87,10 +101,13 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
         raise refusal(config.model_type, "it has no layer with attention")
     if len(set(layers)) < len(layers):
         raise refusal(config.model_type, "it calls attention more than once in a layer")
-    if sorted(layers) != list(range(text.num_hidden_layers)):
+    types = layer_types(config)
+    attending = [i for i, kind in enumerate(types) if kind in _ATTENTION or kind == "hybrid"]
+    attending = attending if types else [*range(text.num_hidden_layers)]
+    if sorted(layers) != attending:
         raise refusal(
             config.model_type,
-            f"its config names {text.num_hidden_layers} layers, "
+            f"its config names {len(attending)} layers with attention, "
             f"but attention runs in {len(layers)}",
         )
     if not all(call.causal for call in calls):
@@ -100,9 +117,8 @@ def check_calls(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> Non
     windows = {call.layer: call.kind.window for call in calls}
     if any(window is not None and window < 1 for window in windows.values()):
         raise refusal(config.model_type, "it has layers with a window of no token")
-    types = getattr(text, "layer_types", None) or ()
-    for layer, kind in enumerate(types[: len(calls)]):
-        if (kind == "sliding_attention") != (windows[layer] is not None):
+    for layer, kind in enumerate(types):
+        if layer in windows and (kind == "sliding_attention") != (windows[layer] is not None):
             raise refusal(
                 config.model_type, f"layer {layer} is of type {kind}, window {windows[layer]}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import send
 from radixcache.runtime.model.system_memory import HUGE, use_small_pages
 from radixcache.runtime.sizes import parse_memory
+
+if TYPE_CHECKING:
+    from radixcache.runtime.model.recurrent import StatePool
 
 _CPU_LIMIT = 16 << 30
 _MOST_WASTE = 1 / 64
@@ -42,7 +45,10 @@ class KVPool:
         num_pages: pages per layer; page p of every layer belongs to the same tokens.
         spare_page: the page after those, `num_pages`. It belongs to nobody: rows that only fill up
             a batch write there.
+        states: of a recurrent model, in slots of their own.
     """
+
+    states: StatePool | None = None
 
     def __init__(
         self,

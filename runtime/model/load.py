@@ -35,6 +35,7 @@ from radixcache.runtime.model.gguf.config import (
 from radixcache.runtime.model.operations.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.states import SequenceStates
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.transformers_model import TransformersModel
@@ -230,6 +231,11 @@ def load_stock(
     from radixcache.runtime.model.transformers_model import TransformersModel
 
     config = load_config(name_or_path)
+    if exact and gate.is_recurrent(config):
+        raise gate.refusal(
+            config.model_type,
+            "exact mode is not for recurrent layers, which sum in blocks from where a chunk begins",
+        )
     parallel: dict[str, Any] = {}
     if ranks > 1:
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -373,7 +379,8 @@ def _load(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
 def check_logits(model: TransformersModel, again: Callable[[], object] | None = None) -> None:
     """Refuse a model whose logits over pages differ from those of the stock attention.
 
-    Two short random sequences run in chunks, together and alone, then token by token.
+    Two short random sequences run in chunks, together and alone, then token by token. Of a
+    recurrent model, a state of the first is kept in the middle of a chunk, and gone on from.
 
     Args:
         again: loads the model in float32, and raises what this does. That counts where 16 bits are
@@ -386,10 +393,12 @@ def check_logits(model: TransformersModel, again: Callable[[], object] | None = 
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.vocab_size, length) for length in lens]
     pages = np.array_split(rng.permutation(24).astype(np.int32), [14])
-    pool = model.allocate(24, page_size)
+    pool = model.allocate(24, page_size, 4)
     expected = [model.stock_logits(tokens) for tokens in sequences]
-    done, worst = [0, 0], 0.0
-    for step in ((17, 0), (21, 11), (0, 12), (1, 1), (1, 1), (64, 64)):  # 64: whatever is left
+    done, worst, middle = [0, 0], 0.0, min(22, lens[0] - 1)
+    for step in ((17, 0), (21, 11), (0, 12), (1, 1), (1, 1), (64, 64), (64, 0)):
+        again_from = step == (64, 0) and model.bytes_per_state and middle > 17
+        done = [middle, lens[1]] if again_from else done
         ends = [min(d + n, length) for d, n, length in zip(done, step, lens, strict=True)]
         runs = [i for i in (0, 1) if ends[i] > done[i]]
         if not runs:
@@ -397,7 +406,15 @@ def check_logits(model: TransformersModel, again: Callable[[], object] | None = 
         counts = [ends[i] - done[i] for i in runs]
         batch = PagedBatch.of([pages[i] for i in runs], counts, [ends[i] for i in runs], page_size)
         tokens = np.concatenate([sequences[i][done[i] : ends[i]] for i in runs])
-        got = model.forward(tokens, batch, np.arange(len(tokens)), pool)
+        states = [
+            SequenceStates(
+                3 if again_from else i if done[i] else -1,
+                i,
+                ((middle - 17, 3),) if i == 0 and done[0] == 17 and middle > 17 else (),
+            )
+            for i in runs
+        ]
+        got = model.forward(tokens, batch, np.arange(len(tokens)), pool, states)
         wanted = torch.cat([expected[i][done[i] : ends[i]] for i in runs])
         spread = wanted.max() - wanted.min()
         worst = max(worst, float(((got - wanted).abs().max() / spread).nan_to_num(torch.inf)))

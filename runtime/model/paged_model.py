@@ -24,6 +24,7 @@ from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.parallel.workers import Ranks
+    from radixcache.states import SequenceStates
 
 
 class PagedModel(ABC):
@@ -43,6 +44,9 @@ class PagedModel(ABC):
     """
 
     ranks: Ranks | None = None
+
+    bytes_per_state = 0
+    """What a recurrent model keeps of a sequence besides KV; 0 for any other."""
 
     layers_by: str
     """Whose code computes the layers, for whoever reads `placement`."""
@@ -101,8 +105,8 @@ class PagedModel(ABC):
             f"attention by {self.attention.name}{more}"
         )
 
-    def allocate(self, num_pages: int, page_size: int) -> KVPool:
-        """A pool of KV pages for this model."""
+    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
+        """A pool of KV pages for this model, and of states if it is recurrent."""
         return KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)
 
     @torch.inference_mode()
@@ -112,6 +116,7 @@ class PagedModel(ABC):
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         pool: KVPool,
+        states: Sequence[SequenceStates] = (),
     ) -> torch.Tensor:
         """Run one step: write the new tokens' KV into `pool` and return logits.
 
@@ -120,6 +125,7 @@ class PagedModel(ABC):
             batch: the step's page tables.
             logit_rows: [R] rows of the flat batch whose logits are wanted; may be empty.
             pool: the pages that `batch` numbers.
+            states: of a recurrent model, for each sequence of `batch`.
 
         Returns:
             [R, vocab_size] float32, on the model's device.
@@ -127,7 +133,14 @@ class PagedModel(ABC):
         on_host = token_ids if isinstance(token_ids, np.ndarray) else np.arange(0)
         ids, positions, rows = self.attention.plan(batch, on_host, batch.positions(), logit_rows)
         ids = token_ids if isinstance(token_ids, torch.Tensor) else ids
-        return self.compute(pool, ids, positions, rows)
+        with self._with_states(batch, states, pool):
+            return self.compute(pool, ids, positions, rows)
+
+    def _with_states(
+        self, batch: PagedBatch, states: Sequence[SequenceStates], pool: KVPool
+    ) -> AbstractContextManager[None]:
+        """In which the recurrent layers of a step run."""
+        return nullcontext()
 
     @torch.inference_mode()
     def compute(

@@ -9,8 +9,8 @@ step's tokens with explicit positions, and works row by row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -20,12 +20,20 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
 from radixcache.errors import first_sentence
-from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model.compatibility import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.recurrent import (
+    StatePool,
+    bytes_per_state,
+    find_states,
+    recurrent_step,
+    replace_recurrent_layers,
+)
 from radixcache.runtime.model.rope_scaling import fix_frequencies
+from radixcache.states import SequenceStates
 
 _NAME = "radixcache"
 
@@ -97,8 +105,11 @@ class TransformersModel(PagedModel):
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         gate.check_config(model.config)
         limit = fix_frequencies(model, max_model_len)
+        if gate.is_recurrent(model.config):
+            self._prepare_recurrent()
         calls, vocab_size = self._probe()
         gate.check_calls(model.config, calls)
+        self._places = {call.layer: place for place, call in enumerate(sorted(calls))}
         kinds = [call.kind for call in sorted(calls)]
         text = model.config.get_text_config()
         super().__init__(
@@ -129,7 +140,7 @@ class TransformersModel(PagedModel):
                 query,
                 key,
                 value,
-                *pool.layers[call.layer],
+                *pool.layers[self._places[call.layer]],
                 scale=call.kind.scale,
                 window=call.kind.window,
                 softcap=call.kind.softcap,
@@ -138,6 +149,35 @@ class TransformersModel(PagedModel):
 
         with _serving(serve):
             return self._run(token_ids, positions, logit_rows)
+
+    def _prepare_recurrent(self) -> None:
+        """Let the recurrent layers run over slots."""
+        model_type = self.config.model_type
+        try:
+            self._state_shapes = find_states(self._model)
+            count = replace_recurrent_layers(self._model)
+        except Exception as error:  # whatever foreign modelling code raises
+            reason = f"a trial run with a cache failed ({first_sentence(error)})"
+            raise gate.refusal(model_type, reason) from error
+        if count != len({layer for _, layer, _ in self._state_shapes}):
+            raise gate.refusal(
+                model_type,
+                "its recurrent layers keep their states otherwise than transformers 5.23",
+            )
+        self.bytes_per_state = bytes_per_state(self._state_shapes)
+
+    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
+        pool = super().allocate(num_pages, page_size)
+        if self.bytes_per_state:
+            pool.states = StatePool(self._state_shapes, num_states, self.device)
+        return pool
+
+    def _with_states(
+        self, batch: PagedBatch, states: Sequence[SequenceStates], pool: KVPool
+    ) -> AbstractContextManager[None]:
+        if pool.states is None:
+            return nullcontext()
+        return recurrent_step(batch.qo_indptr, batch.num_decodes, states, pool.states)
 
     @torch.inference_mode()
     def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:

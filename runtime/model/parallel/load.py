@@ -27,6 +27,7 @@ from radixcache.errors import (
     first_sentence,
 )
 from radixcache.runtime.files import check_model, split_gguf
+from radixcache.runtime.model.compatibility import refusal
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_config, load_stock, resolve_device, resolve_dtype
 from radixcache.runtime.model.paged_model import PagedModel
@@ -39,9 +40,11 @@ class LeadingModel(TransformersModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.bytes_per_state:
+            raise refusal(self.model_type, "its recurrent layers are not shared out among ranks")
         self.attention.max_fixed_rows = 0  # a CUDA graph would run here alone
 
-    def allocate(self, num_pages: int, page_size: int) -> KVPool:
+    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
         with self.ranks.together("allocate", num_pages, page_size):
@@ -49,10 +52,10 @@ class LeadingModel(TransformersModel):
                 self.ranks, self.shapes, num_pages, page_size, self.dtype, self.device
             )
 
-    def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool
+    def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool, no states
         if self.ranks is None:
             return super().forward(*step)
-        with self.ranks.together("forward", *step[:-1]):
+        with self.ranks.together("forward", *step[:3]):
             logits = super().forward(*step)
             if self.device.type == "cuda":  # whether all have done their part
                 torch.cuda.synchronize(self.device)

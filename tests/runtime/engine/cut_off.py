@@ -34,9 +34,11 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.sampling.grammar import GrammarBackend
+from radixcache.states import StateIndex
 from tests.engines import assert_no_page_is_lost
-from tests.hash_model import VOCAB, HashModel, HashPool, greedy
+from tests.hash_model import VOCAB, HashModel, HashPool, RecurrentHashModel, greedy
 
 ROOT = Path(radixcache.__file__).resolve().parents[1]
 FOLDERS = tuple(str(ROOT / name) + "/" for name in ("radixcache", "runtime", "kernels"))
@@ -118,9 +120,15 @@ class Run:
         rng = self.rng = random.Random(seed)
         page_size = rng.choice([1, 2, 4, 8])
         num_pages = rng.choice([120, 300]) // page_size + 4
-        self.model, self.pool = HashModel(), HashPool(num_pages, page_size)
         cache: PrefixCache = rng.choice(CACHES)(PagePool(num_pages, page_size))
-        scheduler = Scheduler(cache, rng.choice([8, 24, 200]), rng.choice([2, 16]))
+        budget, running, states = rng.choice([8, 24, 200]), rng.choice([2, 16]), None
+        self.model = HashModel()
+        if rng.random() < 0.4:
+            self.model = RecurrentHashModel()
+            index = StateIndex(running + rng.choice([1, 2, 9]))
+            states = StatePlanner(index, keeps=cache.granularity > 0)
+        self.pool = HashPool(num_pages, page_size, states.index.num_slots if states else 0)
+        scheduler = Scheduler(cache, budget, running, states=states)
         model: Any = self.model
         pool: Any = self.pool
         decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
@@ -224,6 +232,7 @@ def one(seed: int) -> list[str]:
     try:
         assert answers(run, run.play(cut)) == wanted, "another answer than undisturbed"
         assert not run.model.unwritten, "a slot was read before it was written"
+        assert not getattr(run.model, "wrong_states", 0), "a state of other tokens"
         assert not run.engine.scheduler.open
         run.engine.check()
         assert_no_page_is_lost(run.engine)

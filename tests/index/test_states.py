@@ -1,0 +1,142 @@
+"""Slots of recurrent states, against a list of what was written and kept."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from radixcache import InvalidRequest, OutOfPages
+from radixcache.base import Tokens
+from radixcache.states import Checkpoint, StateIndex
+from tests.cover import seeds
+
+
+def text(*tokens: int) -> Tokens:
+    return np.array(tokens, np.int32)
+
+
+@seeds(1, 30)
+def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
+    rng = random.Random(seed)
+    index = StateIndex(rng.randint(2, 9))
+    kept: dict[tuple[object, bytes], int] = {}
+    written: dict[tuple[object, bytes], int] = {}
+    own: list[int] = []
+    texts = [text(*(rng.randrange(2) for _ in range(rng.randint(1, 9)))) for _ in range(12)]
+    for _ in range(1500):
+        tokens, namespace = rng.choice(texts), rng.choice([None, "a"])
+        key = namespace, tokens.tobytes()
+        call = rng.choice(["take", "write", "give", "drop", "find", "commit", "recover"])
+        if call == "take":
+            with suppress(OutOfPages):
+                own.append(index.take())
+        elif call == "write":
+            checkpoint = index.write(tokens, namespace, "prompt")
+            if key in kept or key in written:
+                assert checkpoint is None
+            elif checkpoint is not None:
+                written[key] = checkpoint.slot
+        elif call == "give" and own:
+            slot = own.pop(rng.randrange(len(own)))
+            index.give(slot, tokens, namespace, [c.key for c in index._kept.values()][:1])
+            if key not in written:
+                kept.setdefault(key, slot)
+        elif call == "drop" and own:
+            index.drop(own.pop())
+        elif call == "find":
+            limit = rng.randint(0, len(tokens))
+            ends = [n for n in range(limit, 0, -1) if (namespace, tokens[:n].tobytes()) in kept]
+            depth = index.depth(tokens, namespace, limit)
+            assert depth == max(ends, default=0)
+            found = index.find(tokens, namespace, limit)
+            assert (found is None) == (not ends)
+            if found is not None:
+                assert found.slot == kept[namespace, tokens[: ends[0]].tobytes()]
+        elif call == "commit":
+            index.commit()
+            kept |= written
+            written.clear()
+        elif call == "recover":
+            index.recover()
+            written.clear()
+            own.clear()
+        # What was evicted is a checkpoint; nothing else goes by itself.
+        there = {checkpoint.slot for checkpoint in index._kept.values()}
+        kept = {key: slot for key, slot in kept.items() if slot in there}
+        assert there == {*kept.values()}
+        assert len(there) == len(kept) == index.num_checkpoints
+        index.check(own)
+
+
+def checkpoints(index: StateIndex, *texts: Tokens, kind: str = "prompt") -> list[Checkpoint]:
+    """A checkpoint after each of these."""
+    made = [index.write(tokens, None, kind) for tokens in texts]  # type: ignore[arg-type]
+    index.commit()
+    return [checkpoint for checkpoint in made if checkpoint is not None]
+
+
+def test_what_the_step_reads_is_not_evicted() -> None:
+    index = StateIndex(2)
+    first, second = checkpoints(index, text(1), text(2))
+    assert index.find(text(1), None, 1) is first
+    assert index.take() == second.slot
+    with pytest.raises(OutOfPages):
+        index.take()
+    assert index.write(text(3), None, "prompt") is None
+    index.release(first)
+    assert index.take() == first.slot
+
+
+def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
+    index = StateIndex(3)
+    (turn,) = checkpoints(index, text(1))
+    slot = index.take()
+    assert index.find(text(1), None, 1) is turn
+    index.give(slot, text(1, 2), None, [turn.key])
+    assert {index.take(), index.take()} == {0, 1, 2} - {turn.slot}
+
+
+def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None:
+    index = StateIndex(3)
+    old, turn = checkpoints(index, text(9), text(1))
+    assert index.find(text(1), None, 1) is turn
+    slot = index.take()
+    index.commit()
+    index.give(slot, text(1, 2, 3), None, [turn.key])
+    assert index.take() == turn.slot  # although `old` was used before it
+    assert index.depth(text(9), None, 1) == 1
+    assert index.depth(text(1, 2, 3), None, 3) == 3
+    assert old.hits == 0
+
+
+def test_where_ends_do_not_pay_the_end_goes_and_the_prompt_stays() -> None:
+    index = StateIndex(3)
+    (prompt, again) = checkpoints(index, text(1), text(7))
+    assert index.find(text(7), None, 1) is again
+    index.commit()
+    slot = index.take()
+    index.give(slot, text(1, 2), None, [prompt.key])
+    assert index.take() == slot
+    assert index.depth(text(1), None, 1) == 1
+
+
+def test_a_kind_that_is_hardly_hit_goes_first() -> None:
+    index = StateIndex(26)
+    checkpoints(index, text(99), kind="branch")
+    checkpoints(index, *(text(i) for i in range(25)))
+    for _ in range(5):
+        assert index.find(text(99), None, 1) is not None
+        index.commit()
+    index._kept.move_to_end(next(iter(index._kept)))
+    index._kept.move_to_end(index.find(text(99), None, 1).key, last=False)  # type: ignore[union-attr]
+    index.commit()
+    index.take()
+    assert index.depth(text(99), None, 1) == 1
+
+
+def test_one_slot_is_too_few() -> None:
+    with pytest.raises(InvalidRequest, match="one sequence takes two"):
+        StateIndex(1)
