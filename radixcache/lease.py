@@ -43,7 +43,6 @@ class Lease:
         "namespace",
         "next_step_tokens",
         "num_tokens",
-        "priority",
         "query_tokens",
         "released",
         "resumed",
@@ -68,8 +67,6 @@ class Lease:
         self.resumed = resumed
         self.used = False
         """`publish` was called: the lease counts in the statistics and in the LRU order."""
-        self.priority = 0
-        """What the "priority" policy keeps longer is higher; set it before `release`."""
         self.released = False
         self._page_size = page_size
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)

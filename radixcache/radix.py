@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from itertools import islice
-from math import inf
 
 import numpy as np
 
@@ -18,16 +17,9 @@ from radixcache.base import (
     as_tokens,
     mutation,
 )
-from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
+from radixcache.errors import LeaseError, OutOfPages, PinError
 from radixcache.events import Cleared, Evicted, Listener, Stored
-from radixcache.eviction import (
-    BOUNDARIES,
-    POLICIES,
-    Boundary,
-    EvictionOrder,
-    EvictionPolicy,
-    any_boundary,
-)
+from radixcache.eviction import EvictionOrder
 from radixcache.lease import Lease, PageCopy
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages, as_count
@@ -41,7 +33,7 @@ class RadixLease(Lease):
     The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
     """
 
-    __slots__ = ("created", "node", "publishing")
+    __slots__ = ("node", "publishing")
 
     def __init__(
         self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
@@ -50,8 +42,6 @@ class RadixLease(Lease):
         self.node = node
         self.publishing = False
         """The step being scheduled writes tokens of this lease."""
-        self.created = 0
-        """Serial of the first node that was made for this lease, 0 before."""
 
 
 class RadixCache(PrefixCache):
@@ -59,8 +49,6 @@ class RadixCache(PrefixCache):
 
     Args:
         pool: the pages to manage; this cache must be its only user. Pins may hold half of them.
-        policy: which unleased leaf goes first: "lru", "lfu", "fifo", "priority" (of
-            `Lease.priority`, then lru), or a function; see `radixcache.eviction`.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
@@ -74,26 +62,19 @@ class RadixCache(PrefixCache):
 
     full_prompt_hits = True
 
-    def __init__(self, pool: PagePool, *, policy: str | EvictionPolicy = "lru") -> None:
-        self._boundary: Boundary = any_boundary
-        if isinstance(policy, str):
-            if policy not in POLICIES:
-                raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-            self._boundary = BOUNDARIES[policy]
-            policy = POLICIES[policy]
+    def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.page_size = pool.page_size
         self.granularity = 1
         self.pin_budget = pool.num_pages // 2
         self.stats = CacheStats()
         self.events: list[Listener] = []
-        self._policy = policy
         self._clock = 0
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._tree = RadixTree(self.pool, self._boundary)
-        self._order = EvictionOrder(self._policy)
+        self._tree = RadixTree(self.pool)
+        self._order = EvictionOrder()
         self._leases: dict[RadixLease, None] = {}
         self._num_held = 0
         """Pages that leases hold, in the tree or alone; at least so many if not counted since."""
@@ -258,7 +239,6 @@ class RadixCache(PrefixCache):
             node.parent is not None
             and not node.children
             and (not half_filled or node.page_at(first) == table[first])
-            and not self._boundary(node, lease.created, -inf)
         )
         # The tree takes over the lease's hold on each page that is now full, and gets a hold of
         # its own on the last one if that is not full: the lease goes on writing there.
@@ -273,7 +253,6 @@ class RadixCache(PrefixCache):
             node.extend(tokens, pages)
         else:
             node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
-            node.created = lease.created = lease.created or node.serial
         if not written:
             tree.in_flight.setdefault(node, position)
         self._move(lease, node, end)
@@ -349,8 +328,6 @@ class RadixCache(PrefixCache):
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
-            node.uses += 1
-            node.priority = max(node.priority, lease.priority)
             self._tree.straighten(node)
             node.last_use = self._clock
         lease.released = True

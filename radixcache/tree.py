@@ -11,7 +11,7 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -25,16 +25,11 @@ MAX_RUNS = 4
 
 
 class RadixTree:
-    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere.
+    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere."""
 
-    Args:
-        boundary: which nodes must not be one; see `radixcache.eviction`.
-    """
-
-    def __init__(self, pool: PagePool, boundary: Callable[[Node, int, float], bool]) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.page_size = pool.page_size
-        self.boundary = boundary
         self.roots: dict[Hashable, Node] = {}
         self.in_flight: dict[Node, int] = {}
         """Nodes that the step being scheduled writes to, and the first position that it writes."""
@@ -195,8 +190,8 @@ class RadixTree:
     def split(self, node: Node, position: int) -> Node:
         """Cut `node` in two at `position`; returns the new upper half, `node` is the lower.
 
-        Leases go with their cursors. A page that both halves cover gets a second hold. What ended
-        in the node, ended in the lower half. Moves no token: O(log nodes in the run + leases).
+        Leases go with their cursors. A page that both halves cover gets a second hold. Moves no
+        token: O(log nodes in the run + leases).
         """
         parent, run, page_size = node.parent, node.run, self.page_size
         assert parent is not None and node.start < position < node.end
@@ -204,7 +199,6 @@ class RadixTree:
         if position % page_size:
             self.pool.hold(node.page_at(position // page_size))
         upper.serial = self._next_serial()
-        upper.created = node.created
         upper.last_use = node.last_use
         written = self.written(node)
         if written < position:
@@ -223,14 +217,13 @@ class RadixTree:
         """The only child of `node`, if it may absorb it without any loss.
 
         Not while a lease stands in `node`, nor when `node` was used after its child, whose tokens
-        would then look younger to eviction than they are, nor across a boundary that the policy
-        needs. Nor while the child has a copy of the half-filled page between them that the step in
-        flight has yet to fill: look again then.
+        would then look younger to eviction than they are. Nor while the child has a copy of the
+        half-filled page between them that the step in flight has yet to fill: look again then.
         """
         if node.parent is None or node.leases or len(node.children) != 1:
             return None
         (child,) = node.children.values()
-        if node.last_use > child.last_use or self.boundary(node, child.created, child.priority):
+        if node.last_use > child.last_use:
             return None
         if (
             child.start % self.page_size
@@ -301,8 +294,6 @@ class RadixTree:
         if run.nodes:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
-        parent.uses += leaf.uses
-        parent.priority = max(parent.priority, leaf.priority)
         return parent
 
     def __contains__(self, root: Node) -> bool:

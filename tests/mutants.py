@@ -116,20 +116,6 @@ MUTANTS = [
         INDEX,
     ),
     Mutant(
-        "a tail is stored as if it were its stem",
-        "radixcache/radix.py",
-        "            and not self._boundary(node, lease.created, -inf)\n",
-        "",
-        f"{INDEX}/test_eviction.py",
-    ),
-    Mutant(
-        "a merge blurs what the policy reads",
-        "radixcache/tree.py",
-        " or self.boundary(node, child.created, child.priority)",
-        "",
-        f"{INDEX}/test_eviction.py",
-    ),
-    Mutant(
         "the lower half of what a split cuts is not in flight",
         "radixcache/tree.py",
         "            self.in_flight[node] = position\n",
