@@ -35,7 +35,7 @@ INDEX = "tests/index"
 ENGINE = "tests/runtime/engine"
 SERVER = "tests/runtime/server"
 EXACT = "tests/runtime/model/test_exact.py"
-RULES = f"{INDEX}/test_hash_block_rules.py"
+RULES = f"{INDEX}/test_contract.py -k HashBlock"
 
 MUTANTS = [
     Mutant(
