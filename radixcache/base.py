@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from radixcache.errors import (
     CacheBroken,
     InvalidRequest,
+    LeaseError,
     PinError,
     RadixCacheError,
     WrongThread,
@@ -185,6 +186,15 @@ class PrefixCache(ABC):
     _inside = False
     """A change is under way, or was cut off."""
 
+    def __init__(self, pool: PagePool, granularity: int) -> None:
+        self.pool = pool
+        self.page_size = pool.page_size
+        self.granularity = granularity
+        self.pin_budget = pool.num_pages // 2
+        self.stats = CacheStats()
+        self.events = []
+        self._forget_all()
+
     @abstractmethod
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """Number of leading tokens that `acquire` would find now. Changes nothing.
@@ -244,9 +254,15 @@ class PrefixCache(ABC):
             LeaseError: fewer tokens are reserved, or the lease has published in this step already.
         """
 
-    @abstractmethod
+    @mutation
     def commit(self) -> None:
         """The step was executed (or enqueued in order on its device): nothing is in flight."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        for lease in self._in_flight:
+            lease.publishing = False
+        self._in_flight.clear()
 
     @abstractmethod
     def rollback(self) -> None:
@@ -256,13 +272,32 @@ class PrefixCache(ABC):
         and its pending copies are gone.
         """
 
-    @abstractmethod
+    @mutation
     def release(self, lease: Lease) -> None:
         """Unpin; what was published stays cached until evicted, reserved pages are freed.
 
         Raises:
             LeaseError: it was released before, or has tokens in flight (commit or rollback first).
         """
+        lease = self._mine(lease)
+        if lease.publishing:
+            raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._release(lease)
+
+    @abstractmethod
+    def _release(self, lease: Any) -> None:
+        """`release` of a lease of this cache that has nothing in flight."""
+
+    def _mine(self, lease: Lease) -> Any:
+        if not isinstance(lease, Lease) or lease not in self._leases:
+            raise LeaseError("the lease was released, or belongs to another cache")
+        return lease
+
+    def _count(self, lease: Lease) -> None:
+        """The lease publishes: the first time, it is admitted."""
+        if not lease.used:
+            lease.used = True
+            self.stats.count(lease)
 
     @abstractmethod
     def evict(self, num_pages: int) -> int:
@@ -295,11 +330,7 @@ class PrefixCache(ABC):
         lease = self._pins.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
-        self._release(cast(Any, lease))
-
-    @abstractmethod
-    def _release(self, lease: Any) -> None:
-        """`release` of a lease that has nothing in flight."""
+        self._release(lease)
 
     @property
     def pins(self) -> dict[tuple[Hashable, str], int]:
@@ -348,9 +379,19 @@ class PrefixCache(ABC):
         picture = self.outline().draw(look)
         return picture.roots if picture else {}
 
-    @abstractmethod
+    @mutation
     def reset(self) -> None:
         """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
+        if self._leases:
+            raise LeaseError(
+                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
+            )
+        self._forget_cached()
+        self.stats = CacheStats()
+        self._emit(Cleared())
+
+    def _forget_cached(self) -> None:  # noqa: B027
+        """Forget all that is cached, while there is no lease."""
 
     @property
     def broken(self) -> bool:

@@ -1,7 +1,7 @@
 """The unleased leaves, least recently used first.
 
-They stand in a sorted list, so that taking the next one, adding one and removing one are O(log n) at
-any size of the tree: no scan, no heap to rebuild.
+They stand in a sorted list, so that taking the next one, adding one and removing one are O(log n)
+at any size of the tree: no scan, no heap to rebuild.
 """
 
 from __future__ import annotations

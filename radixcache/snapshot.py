@@ -49,14 +49,9 @@ EVERYTHING = Look(rows=MAX_NODES)
 
 @dataclass(frozen=True)
 class Folded:
-    """Branches that a picture leaves out side by side.
+    """Branches that a picture leaves out side by side: how many, and what is in all of them.
 
-    Attributes:
-        branches: how many.
-        nodes: of all of them.
-        tokens: of these nodes.
-        leases: that end in these nodes, pins apart.
-        age: of what was used last, as in `CachedNode`.
+    Leases and age are as in `CachedNode`.
     """
 
     branches: int
@@ -73,7 +68,6 @@ class CachedNode:
     Attributes:
         id: the same from one picture to the next, for as long as the node lives.
         start: position of the first token.
-        num_tokens: how many there are.
         tokens: the first `PREVIEW` of them, or `FIRST_PREVIEW`.
         age: logical time since it or what is below was last used, 0 while a lease is there. Only
             comparisons within one picture mean something.
@@ -108,8 +102,7 @@ class Picture:
         above: the nodes from the root to `Look.under`, which is not among them; they have no
             children here.
         more: namespaces that the picture leaves out, as branches.
-        num_nodes: of the whole cache.
-        num_tokens: of these nodes.
+        num_nodes, num_tokens: of the whole cache.
     """
 
     roots: dict[Hashable, CachedNode]

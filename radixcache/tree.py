@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 
 from radixcache.base import as_namespace
-from radixcache.nodes import NO_CHILDREN, NOBODY, Node, Run, Tokens, common_length
+from radixcache.nodes import NO_CHILDREN, Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
 
 MAX_RUNS = 4
@@ -115,11 +115,8 @@ class RadixTree:
             at = at.parent
         return np.concatenate(parts[::-1])
 
-    def continuation(self, node: Node, position: int, count: int) -> Tokens:
-        """Up to `count` tokens that follow `position`, which is in `node`, int32; a copy.
-
-        At each fork along the child that was added last. O(count).
-        """
+    def _continuation(self, node: Node, position: int, count: int) -> Tokens:
+        """Up to `count` tokens that follow `position`, which is in `node`; a copy. O(count)."""
         parts = [node.tokens[position - node.start :][:count]]
         count -= len(parts[0])
         while count and node.children:
@@ -129,14 +126,12 @@ class RadixTree:
         return np.concatenate(parts)
 
     def continuations(self, node: Node, position: int, count: int, branches: int) -> list[Tokens]:
-        """`continuation` along each of the branches at `position`, up to `branches`, newest first.
-
-        O(count * branches).
-        """
+        """Up to `count` tokens along each of up to `branches` branches at `position`, newest first;
+        where they fork again, along the newest."""
         if position < node.end:
-            return [self.continuation(node, position, count)]
+            return [self._continuation(node, position, count)]
         newest = islice(reversed(node.children.values()), branches)
-        return [self.continuation(child, child.start, count) for child in newest]
+        return [self._continuation(child, child.start, count) for child in newest]
 
     def namespace_of(self, node: Node) -> Hashable:
         """The namespace that `node` belongs to. O(depth)."""
@@ -318,8 +313,6 @@ class RadixTree:
         assert at == 0 or run.nodes[at - 1] is node.parent, "a run does not follow a path"
         assert node is not run.nodes[0] or node.start == run.start, "a run begins elsewhere"
         assert run.length <= run.room <= len(run.data) - run.num_pages
-        assert node.children or node.children is NO_CHILDREN
-        assert node.leases or node.leases is NOBODY
         if node.parent is None:
             assert node.start == node.end == node.num_pages == 0, "a root is empty"
             return

@@ -138,15 +138,15 @@ MUTANTS = [
     ),
     Mutant(
         "reserved pages count as evictable",
-        "radixcache/radix.py",
-        "self._num_held += count",
-        "self._num_held += 0",
+        "radixcache/held.py",
+        "self._num += count",
+        "self._num += 0",
         INDEX,
     ),
     Mutant(
         "what a lease has found counts as evictable",
-        "radixcache/radix.py",
-        "            self._is_held_counted = False\n",
+        "radixcache/held.py",
+        "            self._is_counted = False\n",
         "            pass\n",
         INDEX,
     ),
@@ -384,9 +384,9 @@ MUTANTS = [
     ),
     Mutant(
         "hash-block: a reset beside leases that look",
-        "radixcache/hash_block.py",
+        "radixcache/base.py",
         "        if self._leases:\n            raise",
-        "        if any(lease.uses for lease in self._leases):\n            raise",
+        "        if any(getattr(lease, 'uses', 1) for lease in self._leases):\n            raise",
         RULES,
     ),
     Mutant(

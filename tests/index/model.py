@@ -168,6 +168,7 @@ class Model:
 
     def reset(self) -> None:
         """All is forgotten."""
+        self.told.append(("cleared", None, (), 0))
 
 
 @dataclass
@@ -248,8 +249,8 @@ class TreeModel(Model):
         return None
 
     def reset(self) -> None:
+        super().reset()
         self.positions.clear()
-        self.told.append(("cleared", None, (), 0))
 
     def forget(self, namespace: Hashable, tokens: Sequence[int], start: int, failed: bool) -> None:
         """Positions [start, len(tokens)) go, because of pressure or of a failed step."""
@@ -383,8 +384,8 @@ class BlockModel(Model):
         return len(cached)
 
     def reset(self) -> None:
+        super().reset()
         self.content.clear()
-        self.told.append(("cleared", None, (), 0))
 
     def _cut(self, request: Request, keep: int) -> None:
         """The table ends after `keep` pages; the last page that nobody uses joins the queue first:

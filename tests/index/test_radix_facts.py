@@ -327,6 +327,22 @@ def test_out_of_pages_leaves_all_as_it_was_and_all_pages_can_be_had() -> None:
     assert length(cache, [31, 32, 33, 34]) == 0
 
 
+def test_what_a_look_up_holds_is_not_evictable() -> None:
+    cache = a_cache(page_size=1, num_pages=4)
+    put(cache, [1, 2])
+    lease = cache.acquire([7] * 9)
+    with pytest.raises(OutOfPages):
+        cache.reserve(lease, 5)  # counts what can be evicted
+    looking = cache.acquire([1, 2, 9])
+    cache.check()
+    with pytest.raises(OutOfPages):
+        cache.reserve(lease, 3)
+    assert cache.pool.num_free == 2
+    cache.release(looking)
+    cache.reserve(lease, 4)
+    cache.check()
+
+
 @pytest.mark.parametrize("num_pages", [4, 6])
 def test_a_page_that_only_a_copy_further_down_stands_for_is_not_counted_twice(
     num_pages: int,
