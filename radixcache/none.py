@@ -24,9 +24,9 @@ class NoCache(PrefixCache):
 
     def __init__(self, pool: PagePool) -> None:
         super().__init__(pool, granularity=0)
-        self.pin_budget = 0
 
     def _forget_all(self) -> None:
+        self.pin_budget = 0
         self._leases: dict[Lease, None] = {}
         self._pins = {}
         self._in_flight: dict[Lease, int] = {}
