@@ -204,11 +204,8 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Number of leading tokens that are cached, whether or not a hit may have them now.
-
-        `match` leaves out the last token, and what is in flight in a half-filled page. Changes
-        nothing. O(len(tokens)).
-        """
+        """Number of leading tokens that are cached; `match` leaves out the last one, and what is in
+        flight in a half-filled page. Changes nothing. O(len(tokens))."""
 
     @abstractmethod
     def acquire(
@@ -303,7 +300,7 @@ class PrefixCache(ABC):
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages that no lease uses; returns how many became free."""
 
-    @abstractmethod
+    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`.
 
@@ -311,6 +308,10 @@ class PrefixCache(ABC):
             PinError: the namespace has that name, the prefix is not cached in full, or the pages of
                 the namespace's pins would exceed its share, or those of all pins the budget.
         """
+        self._pin(as_name(name), as_tokens(tokens), as_namespace(namespace))
+
+    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
+        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
 
     def _check_pin(self, name: str, namespace: Hashable, pages: Pages) -> None:
         """`PinError` unless `pages` may be pinned, too; it tells nothing of other namespaces."""
@@ -409,11 +410,10 @@ class PrefixCache(ABC):
         return bool(self._in_flight)
 
     def recover(self) -> None:
-        """A step was cut off by an exception: end every lease but those of pins.
+        """A step was cut off by an exception: roll back, and end every lease but those of pins.
 
-        What is in flight is un-published, what was written before stays cached. If a change of the
-        cache itself was cut off, so that nobody knows what it holds, all is forgotten: pins too,
-        but not the statistics. May be cut off itself, and called again.
+        If a change of the cache itself was cut off, so that nobody knows what it holds, all is
+        forgotten: pins too, but not the statistics. May be cut off itself, and called again.
         """
         if not self.broken:
             try:

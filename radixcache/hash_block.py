@@ -7,15 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import (
-    PrefixCache,
-    Tokens,
-    TokensLike,
-    as_name,
-    as_namespace,
-    as_tokens,
-    mutation,
-)
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
 from radixcache.block_hash import as_block_namespace, first_parent, hash_block
 from radixcache.blocks import (
     Block,
@@ -325,10 +317,8 @@ class HashBlockCache(PrefixCache):
 
     # -- pins ----------------------------------------------------------------------------------
 
-    @mutation
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
+    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
         """Keep the whole blocks of `tokens`, at least one; nothing after them can be found."""
-        tokens, namespace, name = as_tokens(tokens), as_namespace(namespace), as_name(name)
         pages = self._find(tokens, namespace, len(tokens))
         wanted = len(tokens) // self.page_size
         if not wanted or len(pages) < wanted:

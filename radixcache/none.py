@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from radixcache.base import PrefixCache, TokensLike, as_namespace, as_tokens, mutation
-from radixcache.errors import PinError
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, as_count
 from radixcache.snapshot import Outline
@@ -89,10 +88,6 @@ class NoCache(PrefixCache):
     @mutation
     def evict(self, num_pages: int) -> int:
         return 0
-
-    @mutation
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
 
     def outline(self) -> Outline[Any]:
         never: Any = None  # asked about a node: there is none

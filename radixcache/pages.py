@@ -26,15 +26,9 @@ class FreePages(Protocol):
     """The pages without a holder, in the order in which they will be handed out."""
 
     def __len__(self) -> int: ...
-
-    def take(self, count: int) -> Pages:
-        """The next `count` pages; there are as many."""
-
-    def put(self, pages: Pages) -> None:
-        """`pages` have no holder any more."""
-
-    def to_array(self) -> Pages:
-        """All of them, the next one first. O(n)."""
+    def take(self, count: int) -> Pages: ...
+    def put(self, pages: Pages) -> None: ...
+    def to_array(self) -> Pages: ...
 
 
 class FreeStack:

@@ -6,15 +6,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from radixcache.base import (
-    PrefixCache,
-    Tokens,
-    TokensLike,
-    as_name,
-    as_namespace,
-    as_tokens,
-    mutation,
-)
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
 from radixcache.errors import OutOfPages, PinError
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
@@ -70,11 +62,7 @@ class RadixCache(PrefixCache):
         return self.follow(tokens, namespace, 0)[0]
 
     def follow(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        count: int = 1,
-        branches: int = 1,
+        self, tokens: TokensLike, namespace: Hashable = None, count: int = 1, branches: int = 1
     ) -> tuple[int, list[Tokens]]:
         """`cached_length`, and up to `count` tokens that are cached after so many of `tokens`.
 
@@ -399,9 +387,7 @@ class RadixCache(PrefixCache):
 
     # -- pins ----------------------------------------------------------------------------------
 
-    @mutation
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        tokens, namespace, name = as_tokens(tokens), as_namespace(namespace), as_name(name)
+    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
         root = self._tree.find_root(namespace)
         node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
         if node is None or position < len(tokens) or not position:
