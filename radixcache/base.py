@@ -50,11 +50,8 @@ _INT32 = np.dtype(np.int32)
 
 
 def as_tokens(tokens: TokensLike) -> Tokens:
-    """`tokens` as a one-dimensional int32 array; no copy if it is one already.
-
-    Raises:
-        InvalidRequest: not a flat sequence of integers that fit int32.
-    """
+    """`tokens` as a one-dimensional int32 array, no copy if it is one already; `InvalidRequest` for
+    what is no flat sequence of integers of 32 bits."""
     try:
         array = np.asarray(tokens)
     except (MemoryError, RecursionError):
@@ -230,9 +227,7 @@ class PrefixCache(ABC):
 
         A shared half-filled page at the cursor is appended to in place if nobody has written past
         the cursor, else replaced by a copy, which `Lease.take_copies` reports.
-
-        Raises:
-            OutOfPages: free and evictable pages do not suffice; nothing has changed.
+        `OutOfPages` if free and evictable pages do not suffice; then nothing has changed.
         """
 
     @abstractmethod
@@ -263,18 +258,13 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def rollback(self) -> None:
-        """The step failed: un-publish everything in flight.
-
-        Each lease moves back to the last position whose KV is written; its reserved pages beyond
-        and its pending copies are gone.
-        """
+        """The step failed: un-publish everything in flight. Each lease moves back to the last
+        position whose KV is written; its reserved pages beyond and its pending copies are gone."""
 
     @mutation
     def release(self, lease: Lease) -> None:
         """Unpin; what was published stays cached until evicted, reserved pages are freed.
-
-        Raises:
-            LeaseError: it was released before, or has tokens in flight (commit or rollback first).
+        `LeaseError` if it was released before, or has tokens in flight: commit or rollback first.
         """
         lease = self._mine(lease)
         if lease.publishing:

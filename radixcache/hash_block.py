@@ -318,7 +318,7 @@ class HashBlockCache(PrefixCache):
     # -- pins ----------------------------------------------------------------------------------
 
     def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
-        """Keep the whole blocks of `tokens`, at least one; nothing after them can be found."""
+        """Of `tokens` the whole blocks, at least one; nothing after them can be found."""
         pages = self._find(tokens, namespace, len(tokens))
         wanted = len(tokens) // self.page_size
         if not wanted or len(pages) < wanted:

@@ -12,11 +12,8 @@ from radixcache.tree import RadixTree
 
 
 class HeldPages:
-    """The number of pages that leases hold, in the tree or alone, counted again only if asked.
-
-    A reservation adds to it. When a lease has come, found or ended something, it is known no more;
-    a look-up that is released again has changed nothing.
-    """
+    """The number of pages that leases hold, in the tree or alone. A reservation adds to it; when a
+    lease has come, found or ended something, it is unknown, and counted again only if asked."""
 
     def __init__(
         self, tree: RadixTree, order: EvictionOrder, leases: Collection[RadixLease]

@@ -92,11 +92,7 @@ class PagePool:
         return len(self.free)
 
     def allocate(self, count: int) -> Pages:
-        """`count` free pages, each now with one holder. O(count).
-
-        Raises:
-            OutOfPages: fewer are free; none is taken.
-        """
+        """`count` free pages, each now with one holder, or `OutOfPages`. O(count)."""
         if count > len(self.free):
             raise OutOfPages(f"{count} pages wanted, {len(self.free)} free of {self.num_pages}")
         pages = self.free.take(count)

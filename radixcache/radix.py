@@ -64,12 +64,9 @@ class RadixCache(PrefixCache):
     def follow(
         self, tokens: TokensLike, namespace: Hashable = None, count: int = 1, branches: int = 1
     ) -> tuple[int, list[Tokens]]:
-        """`cached_length`, and up to `count` tokens that are cached after so many of `tokens`.
-
-        Of several continuations, those of up to `branches` branches there, the one that was added
-        last first, and where they fork again the branch that was added last. [] if none follows.
-        Changes nothing. O(len(tokens) + count * branches).
-        """
+        """`cached_length`, and up to `count` tokens that are cached after that, along each of up to
+        `branches` branches, the one added last first; along the latter where they fork again.
+        Changes nothing. O(len(tokens) + count * branches)."""
         root = self._tree.find_root(namespace)
         if root is None:
             return 0, []
@@ -346,7 +343,7 @@ class RadixCache(PrefixCache):
         if not node.children and not node.leases:
             if node.parent is not None:
                 self._order.add(node)
-            elif node in self._tree:
+            else:
                 self._tree.drop_root(node)
         above = node.parent
         self._merge(node)

@@ -49,10 +49,8 @@ EVERYTHING = Look(rows=MAX_NODES)
 
 @dataclass(frozen=True)
 class Folded:
-    """Branches that a picture leaves out side by side: how many, and what is in all of them.
-
-    Leases and age are as in `CachedNode`.
-    """
+    """Branches that a picture leaves out side by side: how many, what is in them; age and leases as
+    in `CachedNode`."""
 
     branches: int
     nodes: int
@@ -68,7 +66,7 @@ class CachedNode:
     Attributes:
         id: the same from one picture to the next, for as long as the node lives.
         start: position of the first token.
-        tokens: the first `PREVIEW` of them, or `FIRST_PREVIEW`.
+        tokens: its first `PREVIEW` tokens, or `FIRST_PREVIEW`.
         age: logical time since it or what is below was last used, 0 while a lease is there. Only
             comparisons within one picture mean something.
         leases: those that end here or below, pins apart.

@@ -140,8 +140,9 @@ class RadixTree:
         return self._namespaces[node]
 
     def drop_root(self, root: Node) -> None:
-        """Forget a namespace that holds nothing."""
-        del self.roots[self._namespaces.pop(root)]
+        """Forget a namespace that holds nothing, if that was not done before."""
+        if root in self._namespaces:
+            del self.roots[self._namespaces.pop(root)]
 
     def held_alone(self, node: Node, position: int, page: int) -> bool:
         """Whether nothing but the path down to `node` uses `page`, which holds `position - 1`.
@@ -290,9 +291,6 @@ class RadixTree:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
         return parent
-
-    def __contains__(self, root: Node) -> bool:
-        return root in self._namespaces
 
     def __iter__(self) -> Iterator[Node]:
         """All nodes, roots included, parents before their children."""
