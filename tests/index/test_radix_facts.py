@@ -54,6 +54,16 @@ def test_who_has_the_logits_of_the_last_token_hits_that_one_too(page_size: int) 
     assert cache.acquire(SYSTEM, "another's", include_last=True).num_tokens == 0
 
 
+def test_what_is_in_flight_is_no_hit_of_the_whole() -> None:
+    cache = a_cache(page_size=5)
+    begin(cache, SYSTEM)
+    early = cache.acquire(SYSTEM, include_last=True)
+    assert (early.num_tokens, early.next_step_tokens) == (5, 4)
+    cache.commit()
+    late = cache.acquire(SYSTEM, include_last=True)
+    assert (late.num_tokens, late.next_step_tokens) == (10, 0)
+
+
 def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
     cache = a_cache()
 
