@@ -33,7 +33,7 @@ Where = tuple[int, "int | None"]
 
 NUMBER = st.integers(0, 99)
 TEXT = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=3)
-MAYBE_TEXT = st.just([]) | TEXT
+MAYBE_TEXT: st.SearchStrategy[Text] = st.just([]) | TEXT
 WHERE = st.tuples(st.sampled_from([0, 0, 0, 1, 2, 3, 5, 8]), st.none() | NUMBER)
 HOW = st.sampled_from(["in flight", "in flight", "in flight", "written", "nothing"])
 
