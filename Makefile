@@ -64,8 +64,8 @@ test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more
 test-machines: $(VENV)/.stamp-dev  ## kernels, model and engine as on other processors, without a compiler, by other versions (15 minutes)
 	@$(BIN)/python -m tests.machines $(ARGS)
 
-stress: $(VENV)/.stamp-dev  ## 200,000 random operations on the index, each checked
-	@$(BIN)/python -m tests.index.stress --operations 200000 $(ARGS)
+stress: $(VENV)/.stamp-dev  ## random calls on each cache by the ten thousand, everything compared after each
+	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive tests/index/test_contract.py $(ARGS)
 
 soak: $(VENV)/.stamp-dev  ## mixed traffic with faults on a server for 3 minutes, or as many as told
 	@$(BIN)/python -m tests.soak $(ARGS)

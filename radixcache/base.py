@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from radixcache.errors import (
     CacheBroken,
     InvalidRequest,
+    LeaseError,
     PinError,
     RadixCacheError,
     WrongThread,
@@ -49,11 +50,8 @@ _INT32 = np.dtype(np.int32)
 
 
 def as_tokens(tokens: TokensLike) -> Tokens:
-    """`tokens` as a one-dimensional int32 array; no copy if it is one already.
-
-    Raises:
-        InvalidRequest: not a flat sequence of integers that fit int32.
-    """
+    """`tokens` as a one-dimensional int32 array, no copy if it is one already; `InvalidRequest` for
+    what is no flat sequence of integers of 32 bits."""
     try:
         array = np.asarray(tokens)
     except (MemoryError, RecursionError):
@@ -185,6 +183,15 @@ class PrefixCache(ABC):
     _inside = False
     """A change is under way, or was cut off."""
 
+    def __init__(self, pool: PagePool, granularity: int) -> None:
+        self.pool = pool
+        self.page_size = pool.page_size
+        self.granularity = granularity
+        self.pin_budget = pool.num_pages // 2
+        self.stats = CacheStats()
+        self.events = []
+        self._forget_all()
+
     @abstractmethod
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """Number of leading tokens that `acquire` would find now. Changes nothing.
@@ -194,11 +201,8 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Number of leading tokens that are cached, whether or not a hit may have them now.
-
-        `match` leaves out the last token, and what is in flight in a half-filled page. Changes
-        nothing. O(len(tokens)).
-        """
+        """Number of leading tokens that are cached; `match` leaves out the last one, and what is in
+        flight in a half-filled page. Changes nothing. O(len(tokens))."""
 
     @abstractmethod
     def acquire(
@@ -223,9 +227,7 @@ class PrefixCache(ABC):
 
         A shared half-filled page at the cursor is appended to in place if nobody has written past
         the cursor, else replaced by a copy, which `Lease.take_copies` reports.
-
-        Raises:
-            OutOfPages: free and evictable pages do not suffice; nothing has changed.
+        `OutOfPages` if free and evictable pages do not suffice; then nothing has changed.
         """
 
     @abstractmethod
@@ -244,31 +246,51 @@ class PrefixCache(ABC):
             LeaseError: fewer tokens are reserved, or the lease has published in this step already.
         """
 
-    @abstractmethod
+    @mutation
     def commit(self) -> None:
         """The step was executed (or enqueued in order on its device): nothing is in flight."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        for lease in self._in_flight:
+            lease.publishing = False
+        self._in_flight.clear()
 
     @abstractmethod
     def rollback(self) -> None:
-        """The step failed: un-publish everything in flight.
+        """The step failed: un-publish everything in flight. Each lease moves back to the last
+        position whose KV is written; its reserved pages beyond and its pending copies are gone."""
 
-        Each lease moves back to the last position whose KV is written; its reserved pages beyond
-        and its pending copies are gone.
-        """
-
-    @abstractmethod
+    @mutation
     def release(self, lease: Lease) -> None:
         """Unpin; what was published stays cached until evicted, reserved pages are freed.
-
-        Raises:
-            LeaseError: it was released before, or has tokens in flight (commit or rollback first).
+        `LeaseError` if it was released before, or has tokens in flight: commit or rollback first.
         """
+        lease = self._mine(lease)
+        if lease.publishing:
+            raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self._release(lease)
+
+    @abstractmethod
+    def _release(self, lease: Any) -> None:
+        """`release` of a lease of this cache that has nothing in flight."""
+
+    def _mine(self, lease: Lease) -> Any:
+        if not isinstance(lease, Lease) or lease not in self._leases:
+            raise LeaseError("the lease was released, or belongs to another cache")
+        return lease
+
+    def _count(self, lease: Lease) -> None:
+        """The lease publishes: the first time, it is admitted."""
+        if not lease.used:
+            lease.used = True
+            self.stats.count(lease)
 
     @abstractmethod
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages that no lease uses; returns how many became free."""
 
-    @abstractmethod
+    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`.
 
@@ -276,6 +298,10 @@ class PrefixCache(ABC):
             PinError: the namespace has that name, the prefix is not cached in full, or the pages of
                 the namespace's pins would exceed its share, or those of all pins the budget.
         """
+        self._pin(as_name(name), as_tokens(tokens), as_namespace(namespace))
+
+    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
+        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
 
     def _check_pin(self, name: str, namespace: Hashable, pages: Pages) -> None:
         """`PinError` unless `pages` may be pinned, too; it tells nothing of other namespaces."""
@@ -295,11 +321,7 @@ class PrefixCache(ABC):
         lease = self._pins.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
-        self._release(cast(Any, lease))
-
-    @abstractmethod
-    def _release(self, lease: Any) -> None:
-        """`release` of a lease that has nothing in flight."""
+        self._release(lease)
 
     @property
     def pins(self) -> dict[tuple[Hashable, str], int]:
@@ -348,9 +370,19 @@ class PrefixCache(ABC):
         picture = self.outline().draw(look)
         return picture.roots if picture else {}
 
-    @abstractmethod
+    @mutation
     def reset(self) -> None:
         """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
+        if self._leases:
+            raise LeaseError(
+                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
+            )
+        self._forget_cached()
+        self.stats = CacheStats()
+        self._emit(Cleared())
+
+    def _forget_cached(self) -> None:  # noqa: B027
+        """Forget all that is cached, while there is no lease."""
 
     @property
     def broken(self) -> bool:
@@ -368,11 +400,10 @@ class PrefixCache(ABC):
         return bool(self._in_flight)
 
     def recover(self) -> None:
-        """A step was cut off by an exception: end every lease but those of pins.
+        """A step was cut off by an exception: roll back, and end every lease but those of pins.
 
-        What is in flight is un-published, what was written before stays cached. If a change of the
-        cache itself was cut off, so that nobody knows what it holds, all is forgotten: pins too,
-        but not the statistics. May be cut off itself, and called again.
+        If a change of the cache itself was cut off, so that nobody knows what it holds, all is
+        forgotten: pins too, but not the statistics. May be cut off itself, and called again.
         """
         if not self.broken:
             try:

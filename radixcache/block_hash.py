@@ -72,11 +72,7 @@ class BlockNamespace:
 
 
 def as_block_namespace(namespace: Hashable) -> BlockNamespace | None:
-    """The namespace as one that has keys; None if it has none at all.
-
-    Raises:
-        InvalidRequest: neither None, a string, nor a `BlockNamespace`.
-    """
+    """The namespace as one that has keys; None if it has none at all."""
     if namespace is None or namespace == "":
         return None
     if isinstance(namespace, str):

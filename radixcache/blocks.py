@@ -77,9 +77,6 @@ class Row(NamedTuple):
 class BlockRows:
     """The tree that blocks form through their parents, with only children joined into rows.
 
-    Attributes:
-        tops: rows whose predecessor is not there, by namespace.
-
     Args:
         blocks: of those of the same hash, one counts.
         ends: hashes of blocks that end their row even so.
@@ -89,6 +86,7 @@ class BlockRows:
         self._ends = ends
         self._children: dict[bytes, list[Block]] = {}
         self.tops: dict[Hashable, list[Row]] = {}
+        """Rows whose predecessor is not there, by namespace."""
         distinct = {block.hash: block for block in blocks}
         tops = []
         for block in distinct.values():
@@ -154,11 +152,8 @@ class BlockMap:
 
 
 class PromptHashes:
-    """The hashes of the prompts looked up last: none is hashed again for each look at a queue.
-
-    vLLM hashes a request once, when it arrives, and keeps the hashes with the request; here the
-    cache does not know requests. Prompts are told apart by their tokens, hashed as far as needed.
-    """
+    """The hashes of the prompts looked up last, by their tokens and as far as needed, so that each
+    look at a queue need not hash again. vLLM keeps them with the request."""
 
     MAX_TOKENS = 1 << 20
 

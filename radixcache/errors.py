@@ -1,8 +1,4 @@
-"""Every error that radixcache raises on purpose.
-
-All derive from `RadixCacheError`, so one `except` clause catches what the library itself refuses;
-where a built-in says the same thing, the class derives from that too.
-"""
+"""Every error that radixcache raises on purpose; all derive from `RadixCacheError`."""
 
 from __future__ import annotations
 

@@ -13,12 +13,9 @@ from radixcache.pages import Pages
 class FreeQueue:
     """A doubly linked list of the pages that nobody uses, cached ones included.
 
-    The head is handed out next, so it is the next block to be evicted, too. A page leaves from
-    anywhere in O(1) when it is hit.
-
-    A lease that has only looked so far holds its pages (`refs` counts it) without using them: they
-    keep their place in the line, and `take` steps over them. Nobody need remember the place of a
-    page to undo a look.
+    The head is handed out next; a page that is hit leaves from anywhere in O(1). A lease that has
+    only looked so far holds its pages (`refs` counts it) without using them: they keep their place
+    in the line, and `take` steps over them.
 
     >>> refs = np.zeros(5, np.int32)
     >>> queue = FreeQueue(refs)
@@ -51,11 +48,6 @@ class FreeQueue:
         while page != self._end:
             yield page
             page = self._next[page]
-
-    @property
-    def num_linked(self) -> int:
-        """Pages in the line, held ones included."""
-        return self._linked
 
     def to_array(self) -> Pages:
         return np.array([page for page in self if not self._refs[page]], np.int32)

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import (
-    CacheStats,
-    PrefixCache,
-    Tokens,
-    TokensLike,
-    as_name,
-    as_namespace,
-    as_tokens,
-    mutation,
-)
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
 from radixcache.block_hash import as_block_namespace, first_parent, hash_block
 from radixcache.blocks import (
     Block,
@@ -28,8 +18,7 @@ from radixcache.blocks import (
     PromptHashes,
     Row,
 )
-from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
-from radixcache.events import Cleared, Listener
+from radixcache.errors import InvalidRequest, OutOfPages, PinError
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, as_count
@@ -41,7 +30,7 @@ _NO_TOKENS: Tokens = np.empty(0, np.int32)
 class BlockLease(Lease):
     """A lease over an append-only table of blocks, full but for the last used one."""
 
-    __slots__ = ("block", "publishing", "tail", "uses")
+    __slots__ = ("block", "tail", "uses")
 
     def __init__(
         self, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
@@ -53,22 +42,6 @@ class BlockLease(Lease):
         """The published tokens after it."""
         self.uses = False
         """Its pages are in use: they have left the free queue."""
-        self.publishing = False
-        """The step being scheduled writes tokens of this lease."""
-
-    def block_before(self, num_blocks: int) -> Block | None:
-        """The last of the first `num_blocks` full blocks, if cached. O(blocks after it)."""
-        block = self.block
-        for _ in range(self.num_tokens // self._page_size - num_blocks):
-            block = block and block.parent
-        return block
-
-
-class Written(NamedTuple):
-    """Where a lease of the step being scheduled goes back to if that fails."""
-
-    num_tokens: int
-    tail: Tokens
 
 
 class HashBlockCache(PrefixCache):
@@ -77,22 +50,16 @@ class HashBlockCache(PrefixCache):
     Behaves as vLLM 0.33 does with one full-attention group, page numbers and queue order included;
     `bench/peers/conformance` compares the two after every operation. A block is a page.
 
-    - A hit is whole blocks from the first on, at most ``(len(tokens) - 1) // page_size``.
-    - A block is published as soon as the step that fills it is scheduled. Tables are append-only:
-      where the same block exists already, both stay (`Stored` tells of each), and the one published
-      first is found.
+    - Tables are append-only: where the same block exists already, both stay (`Stored` tells of
+      each), and the one published first is found.
     - Release goes through a lease's pages in reverse: those without a full block to the head of the
       free queue, the others to its tail. Pages come from the head, and only then is what they hold
       forgotten. So **a page that is cached and not in use is free**: `pool.num_free` counts it,
       `pool.refs` does not. `evict` makes such pages forget where they stand.
-    - A block whose predecessor was evicted stays, and is told `Evicted` of in its turn, but cannot
-      be found before the predecessor is computed again.
+    - A block whose predecessor was evicted stays, but cannot be found before that is back.
     - Page 0 is never used (vLLM's null block), so a pool of n pages holds n - 1.
-
-    vLLM takes the pages that a look-up has found when it allocates; here `acquire` must hold them
-    before `reserve` does. It holds them where they stand in the free queue, and they leave it with
-    the first `reserve` that adds pages. A lease that is released before, for example because
-    `reserve` raised `OutOfPages`, has therefore changed neither queue nor counts.
+    - What `acquire` has found it holds where it stands in the free queue. It leaves that with the
+      first `reserve` that adds pages, as in vLLM with the allocation.
 
     Args:
         pool: the pages to manage, all free; this cache must be its only user. Pins may hold half
@@ -115,14 +82,8 @@ class HashBlockCache(PrefixCache):
             raise InvalidRequest("the hash-block cache needs a pool of its own, all pages free")
         if pool.num_pages < 2:
             raise InvalidRequest("hash-block caching never uses page 0: one page is not enough")
-        self.pool = pool
-        self.page_size = pool.page_size
-        self.granularity = pool.page_size
-        self.pin_budget = pool.num_pages // 2
-        self.stats = CacheStats()
-        self.events: list[Listener] = []
         self._first_parent = first_parent()
-        self._forget_all()
+        super().__init__(pool, granularity=pool.page_size)
 
     def _forget_all(self) -> None:
         pool = self.pool
@@ -136,8 +97,9 @@ class HashBlockCache(PrefixCache):
         self._map = BlockMap()
         self._hashes = PromptHashes()
         self._leases: dict[BlockLease, None] = {}
-        self._in_flight: dict[BlockLease, Written] = {}
-        """Leases that stand on in-flight tokens, in the order in which they came to do so."""
+        self._in_flight: dict[BlockLease, tuple[int, Tokens]] = {}
+        """Leases that stand on in-flight tokens, in the order in which they came to do so, and the
+        length and the tail to which a failed step takes them back."""
         self._published: dict[int, None] = {}
         """Pages whose block is in flight, in order of publication."""
         self._pins = {}
@@ -188,10 +150,7 @@ class HashBlockCache(PrefixCache):
         resumed: bool = False,
         include_last: bool = False,
     ) -> BlockLease:
-        """Hold the longest cached prefix, as `PrefixCache.acquire` says.
-
-        `include_last` changes nothing: vLLM always computes the last token.
-        """
+        """`include_last` changes nothing: vLLM always computes the last token."""
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         pages = self._find(tokens, namespace, len(tokens) - 1)
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed)
@@ -199,7 +158,7 @@ class HashBlockCache(PrefixCache):
         lease.cached_tokens = lease.num_tokens
         for index, page in enumerate(pages if self._published else ()):
             if page in self._published:
-                self._in_flight[lease] = Written(index * self.page_size, _NO_TOKENS)
+                self._in_flight[lease] = index * self.page_size, _NO_TOKENS
                 break
         self._leases[lease] = None
         return lease
@@ -266,16 +225,12 @@ class HashBlockCache(PrefixCache):
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
-        if lease.publishing:
-            raise LeaseError("a lease publishes once per step: commit or roll back first")
         if written and lease in self._in_flight:  # so is what they follow: they cannot be written
             return
         if not written:
-            self._in_flight.setdefault(lease, Written(lease.num_tokens, lease.tail))
+            self._in_flight.setdefault(lease, (lease.num_tokens, lease.tail))
             lease.publishing = True
-        if not lease.used:
-            lease.used = True
-            self.stats.count(lease)
+        self._count(lease)
         start = lease.num_tokens - len(lease.tail)
         tokens = np.concatenate((lease.tail, tokens))
         full = len(tokens) // self.page_size * self.page_size
@@ -309,18 +264,12 @@ class HashBlockCache(PrefixCache):
             self._emit(BlocksStored(blocks, start))
 
     @mutation
-    def commit(self) -> None:
-        for lease in self._in_flight:
-            lease.publishing = False
-        self._end_step()
-
-    @mutation
     def rollback(self) -> None:
         for page in reversed(self._published):
             self._forget(page)
         for lease, (num_tokens, tail) in reversed(self._in_flight.items()):
-            lease.publishing = False
-            lease.block = lease.block_before(num_tokens // self.page_size)
+            for _ in range(lease.num_tokens // self.page_size - num_tokens // self.page_size):
+                lease.block = lease.block and lease.block.parent
             lease.tail = tail
             lease.num_tokens = num_tokens
             lease.cached_tokens = min(lease.cached_tokens, num_tokens)
@@ -328,15 +277,8 @@ class HashBlockCache(PrefixCache):
         self._end_step()
 
     def _end_step(self) -> None:
-        self._in_flight.clear()
+        super()._end_step()
         self._published.clear()
-
-    @mutation
-    def release(self, lease: Lease) -> None:
-        lease = self._mine(lease)
-        if lease.publishing:
-            raise LeaseError("the lease has tokens in flight: commit or roll back first")
-        self._release(lease)
 
     def _release(self, lease: BlockLease) -> None:
         self._in_flight.pop(lease, None)
@@ -348,11 +290,8 @@ class HashBlockCache(PrefixCache):
 
     @mutation
     def evict(self, num_pages: int) -> int:
-        """Let up to `num_pages` pages forget what they hold, in the order of the free queue.
-
-        They count as free before and after, and keep their place. Returns how many there were.
-        O(pages in the queue).
-        """
+        """Pages forget what they hold: they count as free before and after, and keep their place in
+        the queue. O(pages in it)."""
         evicted, num_pages = 0, as_count(num_pages, "the number of pages")
         for page in self._queue:
             if evicted >= num_pages:
@@ -378,14 +317,8 @@ class HashBlockCache(PrefixCache):
 
     # -- pins ----------------------------------------------------------------------------------
 
-    @mutation
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        """Keep the whole blocks of the cached prefix `tokens`, as `PrefixCache.pin` says.
-
-        The tokens after the last whole block cannot be found, hence not be pinned either; there
-        must be at least one block.
-        """
-        tokens, namespace, name = as_tokens(tokens), as_namespace(namespace), as_name(name)
+    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
+        """Of `tokens` the whole blocks, at least one; nothing after them can be found."""
         pages = self._find(tokens, namespace, len(tokens))
         wanted = len(tokens) // self.page_size
         if not wanted or len(pages) < wanted:
@@ -405,11 +338,9 @@ class HashBlockCache(PrefixCache):
     # -- the whole -----------------------------------------------------------------------------
 
     def outline(self) -> Outline[Row]:
-        """What pictures are drawn from, as `PrefixCache.outline` says. O(pages).
-
-        Blocks in a row are one node; one whose predecessor was evicted hangs at the root.
-        """
-        queued = {page: self._queue.num_linked - at for at, page in enumerate(self._queue)}
+        """Blocks in a row are one node; one whose predecessor was evicted hangs at the root."""
+        queue = self.queue
+        queued = {page: len(queue) - at for at, page in enumerate(queue)}
         ages = {block_hash: queued.get(page, 0) for block_hash, page in self._map.items()}
         pins: dict[bytes, list[str]] = {}
         for (_, name), pin in self._pins.items():
@@ -436,29 +367,16 @@ class HashBlockCache(PrefixCache):
             tokens=lambda row: np.frombuffer(b"".join(b.tokens for b in row.blocks), np.int32),
         )
 
-    @mutation
-    def reset(self) -> None:
-        """Forget all that is cached and zero the statistics; the free queue keeps its order.
+    def _mine(self, lease: Lease) -> BlockLease:
+        return super()._mine(lease)
 
-        Raises:
-            LeaseError: a lease lives.
-        """
-        if self._leases:
-            raise LeaseError(
-                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
-            )
+    def _forget_cached(self) -> None:
+        """The free queue keeps its order."""
         self._blocks = [None] * self.pool.num_pages
         self._map = BlockMap()
-        self.stats = CacheStats()
-        self._emit(Cleared())
-
-    def _mine(self, lease: Lease) -> BlockLease:
-        if not isinstance(lease, BlockLease) or lease not in self._leases:
-            raise LeaseError("the lease was released, or belongs to another cache")
-        return lease
 
     def check(self) -> None:
-        pool, size = self.pool, self.page_size
+        pool = self.pool
         refs, looking = np.zeros(pool.num_pages, np.int32), np.zeros(pool.num_pages, np.int32)
         refs[0] = 1
         for lease in self._leases:
@@ -479,15 +397,6 @@ class HashBlockCache(PrefixCache):
         assert mapped == {page: block.hash for page, block in cached.items()}, "hashes != pages"
         assert self._published.keys() <= cached.keys()
         assert all(refs[page] for page in self._published), "a page in flight is free"
-        for page, block in cached.items():
-            end = len(block.prefix())
-            keys = as_block_namespace(block.namespace)
-            content = (
-                self._first_parent if block.parent is None else block.parent.hash,
-                tuple(np.frombuffer(block.tokens, np.int32).tolist()),
-                None if keys is None else keys.keys(end - size, end),
-            )
-            assert block.hash == hash_block(content), f"page {page} has a wrong hash"
 
     def _check_lease(self, lease: BlockLease) -> None:
         size = self.page_size

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixcache.errors import LeaseError
+from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages
 
 
@@ -43,7 +44,7 @@ class Lease:
         "namespace",
         "next_step_tokens",
         "num_tokens",
-        "priority",
+        "publishing",
         "query_tokens",
         "released",
         "resumed",
@@ -68,8 +69,8 @@ class Lease:
         self.resumed = resumed
         self.used = False
         """`publish` was called: the lease counts in the statistics and in the LRU order."""
-        self.priority = 0
-        """What the "priority" policy keeps longer is higher; set it before `release`."""
+        self.publishing = False
+        """The step being scheduled writes tokens of this lease."""
         self.released = False
         self._page_size = page_size
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
@@ -111,8 +112,8 @@ class Lease:
             self._num_pages = self._num_own_from
 
     def _check_publish(self, count: int) -> None:
-        if self.released:
-            raise LeaseError("the lease was released")
+        if self.publishing:
+            raise LeaseError("a lease publishes once per step: commit or roll back first")
         if count < 1 and self.cached_tokens < self.query_tokens:
             raise LeaseError("publish needs at least one token")
         if self.num_tokens + count > self.capacity:
@@ -120,3 +121,18 @@ class Lease:
                 f"publishing {count} tokens after {self.num_tokens} needs a reserve of "
                 f"{self.num_tokens + count}, the lease holds {self.capacity}"
             )
+
+
+class RadixLease(Lease):
+    """A lease whose cursor is a place in the tree: `num_tokens` tokens down, inside `node`.
+
+    The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
+    """
+
+    __slots__ = ("node",)
+
+    def __init__(
+        self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
+    ) -> None:
+        super().__init__(page_size, query_tokens, namespace, resumed)
+        self.node = node

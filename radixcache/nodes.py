@@ -9,7 +9,6 @@ whole run at once and finds its node by bisection. Splitting a node then moves n
 from __future__ import annotations
 
 from bisect import bisect_left
-from math import inf
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -53,17 +52,14 @@ class Node:
 
     __slots__ = (
         "children",
-        "created",
         "end",
         "last_use",
         "leases",
         "parent",
         "place",
-        "priority",
         "run",
         "serial",
         "start",
-        "uses",
     )
 
     def __init__(self, parent: Node | None, run: Run, start: int, end: int) -> None:
@@ -75,12 +71,9 @@ class Node:
         self.start = start
         self.end = end
         self.last_use = 0
-        """Of this node and of what was evicted below it, as are `uses` and `priority`."""
-        self.created = 0
-        self.uses = 0
-        self.priority: float = -inf
+        """Logical time of the last release here, or in what was evicted below it."""
         self.serial = 0
-        self.place: tuple[Any, int, Node] | None = None
+        self.place: tuple[int, int, Node] | None = None
         """Its entry in the order of eviction, while it stands there."""
         self.leases = NOBODY
         """Leases whose cursor is in this node: start < lease.num_tokens <= end; see `enter`."""

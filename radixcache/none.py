@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import (
-    CacheStats,
-    PrefixCache,
-    TokensLike,
-    as_namespace,
-    as_tokens,
-    mutation,
-)
-from radixcache.errors import LeaseError, PinError
-from radixcache.events import Listener
+from radixcache.base import PrefixCache, TokensLike, as_namespace, as_tokens, mutation
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, as_count
 from radixcache.snapshot import Outline
@@ -31,15 +22,10 @@ class NoCache(PrefixCache):
     """
 
     def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
-        self.page_size = pool.page_size
-        self.granularity = 0
-        self.stats = CacheStats()
-        self.events: list[Listener] = []
-        self.pin_budget = 0
-        self._forget_all()
+        super().__init__(pool, granularity=0)
 
     def _forget_all(self) -> None:
+        self.pin_budget = 0
         self._leases: dict[Lease, None] = {}
         self._pins = {}
         self._in_flight: dict[Lease, int] = {}
@@ -78,18 +64,11 @@ class NoCache(PrefixCache):
         self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
-        if lease in self._in_flight:
-            raise LeaseError("a lease publishes once per step: commit or roll back first")
         if not written:
             self._in_flight[lease] = lease.num_tokens
-        if not lease.used:
-            lease.used = True
-            self.stats.count(lease)
+            lease.publishing = True
+        self._count(lease)
         lease.num_tokens += len(tokens)
-
-    @mutation
-    def commit(self) -> None:
-        self._in_flight.clear()
 
     @mutation
     def rollback(self) -> None:
@@ -99,14 +78,7 @@ class NoCache(PrefixCache):
             self.pool.drop(lease.page_table[pages:].copy())
             lease._num_pages = pages
             lease.capacity = pages * self.page_size
-        self._in_flight.clear()
-
-    @mutation
-    def release(self, lease: Lease) -> None:
-        self._mine(lease)
-        if lease in self._in_flight:
-            raise LeaseError("the lease has tokens in flight: commit or roll back first")
-        self._release(lease)
+        self._end_step()
 
     def _release(self, lease: Lease) -> None:
         lease._drop_own(self.pool)
@@ -117,19 +89,9 @@ class NoCache(PrefixCache):
     def evict(self, num_pages: int) -> int:
         return 0
 
-    @mutation
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
-
     def outline(self) -> Outline[Any]:
         never: Any = None  # asked about a node: there is none
         return Outline({}, never, list, list, dict, never, never, never)
-
-    @mutation
-    def reset(self) -> None:
-        if self._leases:
-            raise LeaseError(f"{len(self._leases)} leases live: release first")
-        self.stats = CacheStats()
 
     def check(self) -> None:
         refs = np.zeros(self.pool.num_pages, np.int32)
@@ -138,7 +100,3 @@ class NoCache(PrefixCache):
             np.add.at(refs, lease.page_table, 1)
         assert self._in_flight.keys() <= self._leases.keys()
         self.pool.check(refs)
-
-    def _mine(self, lease: Lease) -> None:
-        if not isinstance(lease, Lease) or lease not in self._leases:
-            raise LeaseError("the lease was released, or belongs to another cache")

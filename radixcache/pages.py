@@ -26,15 +26,9 @@ class FreePages(Protocol):
     """The pages without a holder, in the order in which they will be handed out."""
 
     def __len__(self) -> int: ...
-
-    def take(self, count: int) -> Pages:
-        """The next `count` pages; there are as many."""
-
-    def put(self, pages: Pages) -> None:
-        """`pages` have no holder any more."""
-
-    def to_array(self) -> Pages:
-        """All of them, the next one first. O(n)."""
+    def take(self, count: int) -> Pages: ...
+    def put(self, pages: Pages) -> None: ...
+    def to_array(self) -> Pages: ...
 
 
 class FreeStack:
@@ -98,11 +92,7 @@ class PagePool:
         return len(self.free)
 
     def allocate(self, count: int) -> Pages:
-        """`count` free pages, each now with one holder. O(count).
-
-        Raises:
-            OutOfPages: fewer are free; none is taken.
-        """
+        """`count` free pages, each now with one holder, or `OutOfPages`. O(count)."""
         if count > len(self.free):
             raise OutOfPages(f"{count} pages wanted, {len(self.free)} free of {self.num_pages}")
         pages = self.free.take(count)

@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import islice
-from math import inf
 
 import numpy as np
 
-from radixcache.base import (
-    CacheStats,
-    PrefixCache,
-    Tokens,
-    TokensLike,
-    as_name,
-    as_namespace,
-    as_tokens,
-    mutation,
-)
-from radixcache.errors import InvalidRequest, LeaseError, OutOfPages, PinError
-from radixcache.events import Cleared, Evicted, Listener, Stored
-from radixcache.eviction import (
-    BOUNDARIES,
-    POLICIES,
-    Boundary,
-    EvictionOrder,
-    EvictionPolicy,
-    any_boundary,
-)
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.errors import OutOfPages, PinError
+from radixcache.events import Evicted, Stored
+from radixcache.eviction import EvictionOrder
+from radixcache.held import HeldPages
 from radixcache.lease import Lease, PageCopy
+from radixcache.lease import RadixLease as RadixLease
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
 from radixcache.tree import RadixTree
-
-
-class RadixLease(Lease):
-    """A lease whose cursor is a place in the tree: `num_tokens` tokens down, inside `node`.
-
-    The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
-    """
-
-    __slots__ = ("created", "node", "publishing")
-
-    def __init__(
-        self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
-    ) -> None:
-        super().__init__(page_size, query_tokens, namespace, resumed)
-        self.node = node
-        self.publishing = False
-        """The step being scheduled writes tokens of this lease."""
-        self.created = 0
-        """Serial of the first node that was made for this lease, 0 before."""
 
 
 class RadixCache(PrefixCache):
@@ -59,8 +24,6 @@ class RadixCache(PrefixCache):
 
     Args:
         pool: the pages to manage; this cache must be its only user. Pins may hold half of them.
-        policy: which unleased leaf goes first: "lru", "lfu", "fifo", "priority" (of
-            `Lease.priority`, then lru), or a function; see `radixcache.eviction`.
 
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
     >>> lease = cache.acquire([1, 2, 3, 4, 5, 6])
@@ -74,32 +37,15 @@ class RadixCache(PrefixCache):
 
     full_prompt_hits = True
 
-    def __init__(self, pool: PagePool, *, policy: str | EvictionPolicy = "lru") -> None:
-        self._boundary: Boundary = any_boundary
-        if isinstance(policy, str):
-            if policy not in POLICIES:
-                raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-            self._boundary = BOUNDARIES[policy]
-            policy = POLICIES[policy]
-        self.pool = pool
-        self.page_size = pool.page_size
-        self.granularity = 1
-        self.pin_budget = pool.num_pages // 2
-        self.stats = CacheStats()
-        self.events: list[Listener] = []
-        self._policy = policy
+    def __init__(self, pool: PagePool) -> None:
         self._clock = 0
-        self._forget_all()
+        super().__init__(pool, granularity=1)
 
     def _forget_all(self) -> None:
-        self._tree = RadixTree(self.pool, self._boundary)
-        self._order = EvictionOrder(self._policy)
+        self._tree = RadixTree(self.pool)
+        self._order = EvictionOrder()
         self._leases: dict[RadixLease, None] = {}
-        self._num_held = 0
-        """Pages that leases hold, in the tree or alone; at least so many if not counted since."""
-        self._is_held_counted = True
-        self._look: tuple[RadixLease, int, bool] | None = None
-        """The lease that came last, while nothing else has changed, and the two before it came."""
+        self._held = HeldPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
         self._pins = {}
@@ -116,18 +62,11 @@ class RadixCache(PrefixCache):
         return self.follow(tokens, namespace, 0)[0]
 
     def follow(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        count: int = 1,
-        branches: int = 1,
+        self, tokens: TokensLike, namespace: Hashable = None, count: int = 1, branches: int = 1
     ) -> tuple[int, list[Tokens]]:
-        """`cached_length`, and up to `count` tokens that are cached after so many of `tokens`.
-
-        Of several continuations, those of up to `branches` branches there, the one that was added
-        last first, and where they fork again the branch that was added last. [] if none follows.
-        Changes nothing. O(len(tokens) + count * branches).
-        """
+        """`cached_length`, and up to `count` tokens that are cached after that, along each of up to
+        `branches` branches, the one added last first; along the latter where they fork again.
+        Changes nothing. O(len(tokens) + count * branches)."""
         root = self._tree.find_root(namespace)
         if root is None:
             return 0, []
@@ -173,14 +112,13 @@ class RadixCache(PrefixCache):
         lease.next_step_tokens = unusable
         self._leases[lease] = None
         node.enter(lease)
-        self._look = (lease, self._num_held, self._is_held_counted)
         if position:
-            self._is_held_counted = False
             self._order.discard(node)
             lease.num_tokens = lease.cached_tokens = position
             self._read_table(lease, 0)
             if written < position:
                 self._in_flight[lease] = written
+        self._held.look(lease)
         return lease
 
     @mutation
@@ -214,8 +152,6 @@ class RadixCache(PrefixCache):
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
-        if lease.publishing:
-            raise LeaseError("a lease publishes once per step: commit or roll back first")
         start = lease.num_tokens
         node, position = self._tree.descend(lease.node, start, tokens)
         if not written:
@@ -223,12 +159,10 @@ class RadixCache(PrefixCache):
             lease.publishing = True
         elif self._tree.written(node) < position:
             return  # the same tokens are in flight for another lease
-        self._look = None
-        if not lease.used:
-            lease.used = True
-            self.stats.count(lease)
+        self._held.publish()
+        self._count(lease)
         if position > start:
-            self._forget_held()
+            self._held.forget()
             self._move(lease, node, position)
             self._drop_duplicates(lease)
         if position < start + len(tokens):
@@ -242,7 +176,8 @@ class RadixCache(PrefixCache):
             lease._table[first:end] = self._tree.read_pages(lease.node, first, end)
             lease._num_own_from = end
             self.pool.drop(own)
-            self._cancel_copies(lease)
+            if lease._copies:  # perhaps into a page that is free again
+                lease._copies = [copy for copy in lease._copies if self.pool.refs[copy.target]]
 
     def _append(self, lease: RadixLease, tokens: Tokens, written: bool) -> None:
         """Store tokens that the tree does not hold below the lease's cursor, in its own pages."""
@@ -258,7 +193,6 @@ class RadixCache(PrefixCache):
             node.parent is not None
             and not node.children
             and (not half_filled or node.page_at(first) == table[first])
-            and not self._boundary(node, lease.created, -inf)
         )
         # The tree takes over the lease's hold on each page that is now full, and gets a hold of
         # its own on the last one if that is not full: the lease goes on writing there.
@@ -273,20 +207,13 @@ class RadixCache(PrefixCache):
             node.extend(tokens, pages)
         else:
             node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
-            node.created = lease.created = lease.created or node.serial
         if not written:
             tree.in_flight.setdefault(node, position)
         self._move(lease, node, end)
         self._emit_about(Stored, node, position)
 
-    @mutation
-    def commit(self) -> None:
-        for lease in self._in_flight:
-            lease.publishing = False
-        self._in_flight.clear()
-        self._end_step()
-
     def _end_step(self) -> None:
+        super()._end_step()
         tree = self._tree
         tree.in_flight.clear()
         if tree.postponed:
@@ -297,7 +224,7 @@ class RadixCache(PrefixCache):
     @mutation
     def rollback(self) -> None:
         tree = self._tree
-        self._forget_held()
+        self._held.forget()
         doomed: set[Node] = set()
         for lease in self._in_flight:
             node = lease.node
@@ -308,15 +235,13 @@ class RadixCache(PrefixCache):
         unsettled = []
         for lease, written in self._in_flight.items():
             unsettled.append(lease.node)
-            self._drop_reserved(lease)
+            lease._drop_own(self.pool)
             lease._copies.clear()
-            lease.publishing = False
             lease.num_tokens = min(lease.num_tokens, written)
             lease.cached_tokens = min(lease.cached_tokens, written)
             lease.node.leave(lease)
             tree.climb(lease.node, lease.num_tokens).enter(lease)
             self._read_table(lease, lease.num_tokens // self.page_size)
-        self._in_flight.clear()
         for node in sorted(doomed, key=lambda node: (-node.start, node.serial)):  # leaves first
             written = tree.written(node)
             self._emit_about(Evicted, node, written)
@@ -330,42 +255,27 @@ class RadixCache(PrefixCache):
         for node in unsettled:
             self._settle(node)
 
-    @mutation
-    def release(self, lease: Lease) -> None:
-        lease = self._mine(lease)
-        if lease.publishing:
-            raise LeaseError("the lease has tokens in flight: commit or roll back first")
-        self._release(lease)
-
     def _release(self, lease: RadixLease) -> None:
         self._in_flight.pop(lease, None)
-        look = self._look
-        self._forget_held()
-        if look is not None and look[0] is lease:  # it did nothing else
-            _, self._num_held, self._is_held_counted = look
+        self._held.release(lease)
         lease._drop_own(self.pool)
         node = lease.node
         if lease.used and node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
-            node.uses += 1
-            node.priority = max(node.priority, lease.priority)
             self._tree.straighten(node)
             node.last_use = self._clock
         lease.released = True
         del self._leases[lease]
-        self._leave(lease)
+        lease.node.leave(lease)
+        self._settle(lease.node)
 
     # -- eviction ------------------------------------------------------------------------------
 
     @mutation
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages, least recently used leaves first, each from its tail.
-
-        Returns the number of pages that became free: fewer than asked only if nothing else is
-        evictable. O(log n) per leaf, O(1) per page.
-        """
+        """Least recently used leaves first, each from its tail. O(log n) a leaf, O(1) a page."""
         return self._evict(as_count(num_pages, "the number of pages"))
 
     def _evict(self, num_pages: int) -> int:
@@ -395,7 +305,7 @@ class RadixCache(PrefixCache):
         """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
         missing = count - self.pool.num_free
         if missing > 0:
-            if not self._can_evict(missing, most_held=self.pool.num_pages - count):
+            if not self._held.can_evict(missing, most_held=self.pool.num_pages - count):
                 raise OutOfPages(
                     f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
                     f"not enough evictable"
@@ -404,51 +314,8 @@ class RadixCache(PrefixCache):
                 self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
                 missing = count - self.pool.num_free
             self._evict(missing)
-        self._num_held += count
-        self._look = None
+        self._held.add(count)
         return self.pool.allocate(count)
-
-    def _can_evict(self, num_pages: int, most_held: int) -> bool:
-        """Whether `num_pages` pages can go, that is whether leases hold at most `most_held`."""
-        if self._num_held > most_held or self._is_held_counted:
-            return self._num_held <= most_held
-        sure = 0
-        for leaf in islice(self._order, 8 * len(self._leases)):  # the count takes longer
-            sure += leaf.num_pages - (leaf.start % self.page_size > 0)  # the first may be shared
-            if sure >= num_pages:
-                return True
-        self._num_held, self._is_held_counted = self._count_held(), True
-        return self._num_held <= most_held
-
-    def _count_held(self) -> int:
-        """The pages that leases hold, run by run, each down to the deepest cursor in it or below.
-
-        O(leases + runs above them).
-        """
-        held = 0
-        ends: dict[Node, int] = {}
-        """Down to where leases hold pages, by the first node of the run."""
-        for lease in self._leases:
-            node, end, own = lease.node, lease.num_tokens, lease._num_own_from
-            held += lease._num_pages - own
-            if end % self.page_size and own < -(-end // self.page_size):
-                held -= self._tree.holders(node, own, lease._table.item(own)) > 0
-            while ends.get(first := node.run.nodes[0], -1) < end:
-                is_new = first not in ends
-                ends[first] = end
-                if not is_new or first.parent is None:
-                    break
-                node, end = first.parent, first.parent.end
-        for first, end in ends.items():
-            index = first.first_page
-            held += -(-end // self.page_size) - index
-            if first.start % self.page_size:  # a run above may hold the first page, too
-                held -= self._tree.holders(first.parent, index, first.page_at(index)) > 0
-        return held
-
-    def _forget_held(self) -> None:
-        """Leases may hold fewer pages than before."""
-        self._num_held, self._is_held_counted, self._look = 0, False, None
 
     def _expose_tails(self) -> bool:
         """Cut off what follows the last cursor in each leased leaf; whether there was any."""
@@ -476,7 +343,7 @@ class RadixCache(PrefixCache):
         if not node.children and not node.leases:
             if node.parent is not None:
                 self._order.add(node)
-            elif node in self._tree:
+            else:
                 self._tree.drop_root(node)
         above = node.parent
         self._merge(node)
@@ -490,18 +357,12 @@ class RadixCache(PrefixCache):
             free = self.pool.num_free
             self._tree.merge(node, child)
             if self.pool.num_free > free:  # a page that the child's copy stood in for
-                self._forget_held()
+                self._held.forget()
 
     # -- cursors and tables --------------------------------------------------------------------
 
     def _mine(self, lease: Lease) -> RadixLease:
-        if not isinstance(lease, RadixLease) or lease not in self._leases:
-            raise LeaseError("the lease was released, or belongs to another cache")
-        return lease
-
-    def _leave(self, lease: RadixLease) -> None:
-        lease.node.leave(lease)
-        self._settle(lease.node)
+        return super()._mine(lease)
 
     def _move(self, lease: RadixLease, node: Node, position: int) -> None:
         """Set the cursor, which pins `node` instead of the node before."""
@@ -514,17 +375,6 @@ class RadixCache(PrefixCache):
             if not before.leases:
                 self._settle(before)
 
-    def _drop_reserved(self, lease: RadixLease) -> None:
-        """Return the lease's own pages; its table then ends with the cursor, as the tree has it."""
-        lease._drop_own(self.pool)
-        self._cancel_copies(lease)
-        self._read_table(lease, lease.num_tokens // self.page_size)
-
-    def _cancel_copies(self, lease: RadixLease) -> None:
-        """Forget copies into pages that are free again."""
-        if lease._copies:
-            lease._copies = [copy for copy in lease._copies if self.pool.refs[copy.target]]
-
     def _read_table(self, lease: RadixLease, start: int) -> None:
         """Read the lease's table from the tree, from index `start` up to the cursor."""
         end = -(-lease.num_tokens // self.page_size)
@@ -534,9 +384,7 @@ class RadixCache(PrefixCache):
 
     # -- pins ----------------------------------------------------------------------------------
 
-    @mutation
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        tokens, namespace, name = as_tokens(tokens), as_namespace(namespace), as_name(name)
+    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
         root = self._tree.find_root(namespace)
         node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
         if node is None or position < len(tokens) or not position:
@@ -547,7 +395,7 @@ class RadixCache(PrefixCache):
         self._check_pin(name, namespace, pages)
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
         lease.num_tokens = position
-        self._forget_held()
+        self._held.forget()
         self._order.discard(node)
         node.enter(lease)
         self._read_table(lease, 0)
@@ -582,17 +430,10 @@ class RadixCache(PrefixCache):
             tokens=lambda node: node.tokens,
         )
 
-    @mutation
-    def reset(self) -> None:
-        if self._leases:
-            raise LeaseError(
-                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
-            )
+    def _forget_cached(self) -> None:
         for node in self._tree:
             self.pool.drop(node.pages)
         self._forget_all()
-        self.stats = CacheStats()
-        self._emit(Cleared())
 
     def _emit_about(self, kind: type[Stored] | type[Evicted], node: Node, start: int) -> None:
         """Tell of positions [start, end) of `node`. O(path), so only for listeners."""
@@ -623,9 +464,7 @@ class RadixCache(PrefixCache):
                 end = min(at.end, lease.num_tokens)
                 held[at.pages[: -(-end // self.page_size) - at.first_page]] = True
                 at = at.parent
-        assert self._count_held() == held.sum(), "held pages are miscounted"
-        assert self._num_held <= held.sum(), "the number of held pages is out of date"
-        assert self._num_held == held.sum() or not self._is_held_counted, "the same"
+        self._held.check(int(held.sum()))
         assert self._in_flight.keys() <= self._leases.keys()
         assert self._tree.in_flight.keys() <= set(self._tree), "a node in flight has gone"
         assert self._in_flight or not self._tree.in_flight, "in flight for nobody"

@@ -49,15 +49,8 @@ EVERYTHING = Look(rows=MAX_NODES)
 
 @dataclass(frozen=True)
 class Folded:
-    """Branches that a picture leaves out side by side.
-
-    Attributes:
-        branches: how many.
-        nodes: of all of them.
-        tokens: of these nodes.
-        leases: that end in these nodes, pins apart.
-        age: of what was used last, as in `CachedNode`.
-    """
+    """Branches that a picture leaves out side by side: how many, what is in them; age and leases as
+    in `CachedNode`."""
 
     branches: int
     nodes: int
@@ -73,8 +66,7 @@ class CachedNode:
     Attributes:
         id: the same from one picture to the next, for as long as the node lives.
         start: position of the first token.
-        num_tokens: how many there are.
-        tokens: the first `PREVIEW` of them, or `FIRST_PREVIEW`.
+        tokens: its first `PREVIEW` tokens, or `FIRST_PREVIEW`.
         age: logical time since it or what is below was last used, 0 while a lease is there. Only
             comparisons within one picture mean something.
         leases: those that end here or below, pins apart.
@@ -108,8 +100,7 @@ class Picture:
         above: the nodes from the root to `Look.under`, which is not among them; they have no
             children here.
         more: namespaces that the picture leaves out, as branches.
-        num_nodes: of the whole cache.
-        num_tokens: of these nodes.
+        num_nodes, num_tokens: of the whole cache.
     """
 
     roots: dict[Hashable, CachedNode]

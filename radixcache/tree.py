@@ -11,13 +11,13 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from itertools import islice
 
 import numpy as np
 
 from radixcache.base import as_namespace
-from radixcache.nodes import NO_CHILDREN, NOBODY, Node, Run, Tokens, common_length
+from radixcache.nodes import NO_CHILDREN, Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
 
 MAX_RUNS = 4
@@ -25,16 +25,11 @@ MAX_RUNS = 4
 
 
 class RadixTree:
-    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere.
+    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere."""
 
-    Args:
-        boundary: which nodes must not be one; see `radixcache.eviction`.
-    """
-
-    def __init__(self, pool: PagePool, boundary: Callable[[Node, int, float], bool]) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.page_size = pool.page_size
-        self.boundary = boundary
         self.roots: dict[Hashable, Node] = {}
         self.in_flight: dict[Node, int] = {}
         """Nodes that the step being scheduled writes to, and the first position that it writes."""
@@ -120,11 +115,8 @@ class RadixTree:
             at = at.parent
         return np.concatenate(parts[::-1])
 
-    def continuation(self, node: Node, position: int, count: int) -> Tokens:
-        """Up to `count` tokens that follow `position`, which is in `node`, int32; a copy.
-
-        At each fork along the child that was added last. O(count).
-        """
+    def _continuation(self, node: Node, position: int, count: int) -> Tokens:
+        """Up to `count` tokens that follow `position`, which is in `node`; a copy. O(count)."""
         parts = [node.tokens[position - node.start :][:count]]
         count -= len(parts[0])
         while count and node.children:
@@ -134,14 +126,12 @@ class RadixTree:
         return np.concatenate(parts)
 
     def continuations(self, node: Node, position: int, count: int, branches: int) -> list[Tokens]:
-        """`continuation` along each of the branches at `position`, up to `branches`, newest first.
-
-        O(count * branches).
-        """
+        """Up to `count` tokens along each of up to `branches` branches at `position`, newest first;
+        where they fork again, along the newest."""
         if position < node.end:
-            return [self.continuation(node, position, count)]
+            return [self._continuation(node, position, count)]
         newest = islice(reversed(node.children.values()), branches)
-        return [self.continuation(child, child.start, count) for child in newest]
+        return [self._continuation(child, child.start, count) for child in newest]
 
     def namespace_of(self, node: Node) -> Hashable:
         """The namespace that `node` belongs to. O(depth)."""
@@ -150,8 +140,9 @@ class RadixTree:
         return self._namespaces[node]
 
     def drop_root(self, root: Node) -> None:
-        """Forget a namespace that holds nothing."""
-        del self.roots[self._namespaces.pop(root)]
+        """Forget a namespace that holds nothing, if that was not done before."""
+        if root in self._namespaces:
+            del self.roots[self._namespaces.pop(root)]
 
     def held_alone(self, node: Node, position: int, page: int) -> bool:
         """Whether nothing but the path down to `node` uses `page`, which holds `position - 1`.
@@ -195,8 +186,8 @@ class RadixTree:
     def split(self, node: Node, position: int) -> Node:
         """Cut `node` in two at `position`; returns the new upper half, `node` is the lower.
 
-        Leases go with their cursors. A page that both halves cover gets a second hold. What ended
-        in the node, ended in the lower half. Moves no token: O(log nodes in the run + leases).
+        Leases go with their cursors. A page that both halves cover gets a second hold. Moves no
+        token: O(log nodes in the run + leases).
         """
         parent, run, page_size = node.parent, node.run, self.page_size
         assert parent is not None and node.start < position < node.end
@@ -204,7 +195,6 @@ class RadixTree:
         if position % page_size:
             self.pool.hold(node.page_at(position // page_size))
         upper.serial = self._next_serial()
-        upper.created = node.created
         upper.last_use = node.last_use
         written = self.written(node)
         if written < position:
@@ -223,14 +213,13 @@ class RadixTree:
         """The only child of `node`, if it may absorb it without any loss.
 
         Not while a lease stands in `node`, nor when `node` was used after its child, whose tokens
-        would then look younger to eviction than they are, nor across a boundary that the policy
-        needs. Nor while the child has a copy of the half-filled page between them that the step in
-        flight has yet to fill: look again then.
+        would then look younger to eviction than they are. Nor while the child has a copy of the
+        half-filled page between them that the step in flight has yet to fill: look again then.
         """
         if node.parent is None or node.leases or len(node.children) != 1:
             return None
         (child,) = node.children.values()
-        if node.last_use > child.last_use or self.boundary(node, child.created, child.priority):
+        if node.last_use > child.last_use:
             return None
         if (
             child.start % self.page_size
@@ -301,12 +290,7 @@ class RadixTree:
         if run.nodes:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
-        parent.uses += leaf.uses
-        parent.priority = max(parent.priority, leaf.priority)
         return parent
-
-    def __contains__(self, root: Node) -> bool:
-        return root in self._namespaces
 
     def __iter__(self) -> Iterator[Node]:
         """All nodes, roots included, parents before their children."""
@@ -327,8 +311,6 @@ class RadixTree:
         assert at == 0 or run.nodes[at - 1] is node.parent, "a run does not follow a path"
         assert node is not run.nodes[0] or node.start == run.start, "a run begins elsewhere"
         assert run.length <= run.room <= len(run.data) - run.num_pages
-        assert node.children or node.children is NO_CHILDREN
-        assert node.leases or node.leases is NOBODY
         if node.parent is None:
             assert node.start == node.end == node.num_pages == 0, "a root is empty"
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,14 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
+from radixcache import (
+    HashBlockCache,
+    NoCache,
+    PagePool,
+    PrefixCache,
+    RadixCache,
+    SamplingParams,
+)
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
@@ -24,7 +31,11 @@ from radixcache.states import StateIndex
 Layers = Literal["chosen", "torch", "stock"]
 """As the runtime chooses; our loop in torch, attention too; transformers' own."""
 
-CACHES = {"radix": RadixCache, "hash-block": HashBlockCache, "none": NoCache}
+CACHES: dict[str, Callable[[PagePool], PrefixCache]] = {
+    "radix": RadixCache,
+    "hash-block": HashBlockCache,
+    "none": NoCache,
+}
 
 
 @cache

@@ -5,22 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
+from radixcache import HashBlockCache, NoCache, PagePool, RadixCache
 from radixcache.snapshot import FIRST_PREVIEW, MAX_DEPTH, PREVIEW, CachedNode, Look
+from tests.index.drive import put
 
 SEED = 20_261_120
 MODES = {"radix": RadixCache, "hash-block": HashBlockCache}
-
-
-def fill(cache: PrefixCache, tokens: list[int], namespace: str | None = None) -> None:
-    lease = cache.acquire(tokens, namespace)
-    cache.reserve(lease, len(tokens))
-    cache.publish(lease, tokens[lease.num_tokens :])
-    cache.commit()
-    cache.release(lease)
 
 
 def paths(node: CachedNode, above: tuple[CachedNode, ...] = ()) -> Iterator[tuple[CachedNode, ...]]:
@@ -45,7 +37,7 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
         stem = rng.choice(prompts)[: rng.randrange(12)] if prompts and rng.random() < 0.7 else []
         prompt = stem + [rng.randrange(5) for _ in range(rng.randrange(2, 10))]
         prompts.append(prompt)
-        fill(cache, prompt, rng.choice([None, "salt"]))
+        put(cache, prompt, rng.choice([None, "salt"]))
         cache.check()
         drawn = cache.snapshot()
         shown: dict[str | None, set[tuple[int, ...]]] = {None: set(), "salt": set()}
@@ -67,10 +59,10 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
 @pytest.mark.parametrize("mode", MODES)
 def test_ids_last_while_the_tree_grows(mode: str) -> None:
     cache = MODES[mode](PagePool(100, 2))
-    fill(cache, [1, 2, 3, 4, 5, 6])
+    put(cache, [1, 2, 3, 4, 5, 6])
     (before,) = cache.snapshot()[None].children
-    fill(cache, [7, 8, 9, 10])
-    fill(cache, [1, 2, 3, 4, 9, 9])  # splits the first
+    put(cache, [7, 8, 9, 10])
+    put(cache, [1, 2, 3, 4, 9, 9])  # splits the first
     top = cache.snapshot()[None].children
     ids = {node.id for node in top} | {child.id for node in top for child in node.children}
     assert before.id in ids and len(ids) == 4
@@ -81,7 +73,7 @@ def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
     cache = MODES[mode](PagePool(100, 2))
     stem = [1, 2, 3, 4]
     for tail in ([5, 5], [6, 6], [7, 7]):
-        fill(cache, stem + tail)
+        put(cache, stem + tail)
     cache.pin("six", [*stem, 6, 6])
     lease = cache.acquire([*stem, 5, 5, 9])
     (shared,) = cache.snapshot()[None].children
@@ -101,7 +93,7 @@ def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
 def test_what_nobody_uses_has_an_age_while_other_leases_look(mode: str) -> None:
     cache = MODES[mode](PagePool(9, 2))
     for number in range(4):
-        fill(cache, [number, 1, 2, 3])
+        put(cache, [number, 1, 2, 3])
     before = {node.tokens[0]: node.age for node in cache.snapshot()[None].children}
     assert before[0] > before[1] > before[2] > before[3] >= 0
     looking = [cache.acquire([number, 1, 2, 3, 4]) for number in (0, 2)]
@@ -117,16 +109,16 @@ def test_what_nobody_uses_has_an_age_while_other_leases_look(mode: str) -> None:
 def test_a_large_tree_is_cut_to_the_newest_and_says_so(mode: str) -> None:
     cache = MODES[mode](PagePool(200, 2))
     for number in range(20):
-        fill(cache, [number, 1, 2, 3])
+        put(cache, [number, 1, 2, 3])
     root = cache.snapshot(Look(rows=6))[None]
     assert [node.tokens[0] for node in root.children] == [15, 16, 17, 18, 19]
     assert root.more is not None
     assert (root.more.branches, root.more.nodes, root.more.tokens) == (15, 15, 60)
     long = list(range(50, 50 + 2 * FIRST_PREVIEW))
-    fill(cache, long)
+    put(cache, long)
     node = cache.snapshot(Look(rows=2))[None].children[0]
     assert node.num_tokens == len(long) and node.tokens == long[:FIRST_PREVIEW]
-    fill(cache, [*long[: 2 * PREVIEW], *range(1, 1 + 2 * PREVIEW)])
+    put(cache, [*long[: 2 * PREVIEW], *range(1, 1 + 2 * PREVIEW)])
     first = cache.snapshot()[None].children[-1]
     assert long[2 * PREVIEW : 3 * PREVIEW] in [node.tokens for node in first.children]
 
@@ -145,7 +137,7 @@ def test_a_picture_of_any_size_accounts_for_every_node(mode: str) -> None:
     for _ in range(150):
         stem = rng.choice(prompts)
         prompts.append(stem[: rng.randrange(len(stem) + 1)] + rng.choices(range(9), k=5))
-        fill(cache, prompts[-1], rng.choice([None, "salt"]))
+        put(cache, prompts[-1], rng.choice([None, "salt"]))
     cache.check()
     outline = cache.outline()
     whole = {path[-1].id: path for root in cache.snapshot().values() for path in paths(root)}
@@ -185,7 +177,7 @@ def test_a_picture_of_any_size_accounts_for_every_node(mode: str) -> None:
 def test_every_node_is_spelled_with_its_parent(mode: str) -> None:
     cache = MODES[mode](PagePool(100, 2))
     for tail in ([5, 5], [6, 6], [6, 6, 7, 7], [6, 6, 8, 8]):
-        fill(cache, [1, 2, 3, 4, *tail], "salt")
+        put(cache, [1, 2, 3, 4, *tail], "salt")
     spelled = cache.outline().spell()
     whole: list[list[int]] = []
     for at, (_, parent, tokens) in enumerate(spelled):
@@ -198,9 +190,9 @@ def test_every_node_is_spelled_with_its_parent(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_path_in_use_says_what_was_hit_and_what_is_computed(mode: str) -> None:
     cache = MODES[mode](PagePool(100, 2))
-    fill(cache, [1, 2, 3, 4])
+    put(cache, [1, 2, 3, 4])
     for number in range(10, 20):
-        fill(cache, [1, 2, 3, 4, number, number])
+        put(cache, [1, 2, 3, 4, number, number])
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     lease = cache.acquire(prompt)
     cache.reserve(lease, len(prompt))
@@ -225,35 +217,20 @@ def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
     path: list[int] = []
     for depth in range(MAX_DEPTH + 20):
         path.append(0)
-        fill(cache, [*path, 1 + depth])
+        put(cache, [*path, 1 + depth])
     depths = [len(path) for path in paths(cache.snapshot()[None])]
     assert max(depths) == MAX_DEPTH
 
 
 def test_a_block_without_its_predecessor_hangs_at_the_root() -> None:
     cache = HashBlockCache(PagePool(4, 2))
-    fill(cache, [1, 2, 3, 4])
-    page = int(
-        np.flatnonzero([block is not None and block.parent is None for block in cache._blocks])[0]
-    )
-    cache._evict(page)
+    put(cache, [1, 2, 3, 4])
+    cache._evict(1)  # page 0 is never used
     (orphan,) = cache.snapshot()[None].children
     assert (orphan.start, orphan.tokens) == (2, [3, 4]) and cache.match([1, 2, 3, 4, 5]) == 0
 
 
 def test_without_a_cache_there_is_nothing_to_show() -> None:
     cache = NoCache(PagePool(10, 2))
-    fill(cache, [1, 2, 3])
+    put(cache, [1, 2, 3])
     assert cache.snapshot() == {}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_pinned_pages_count_once(mode: str) -> None:
-    cache = MODES[mode](PagePool(100, 2))
-    fill(cache, [1, 2, 3, 4, 5, 6])
-    assert cache.pinned_pages == 0
-    cache.pin("long", [1, 2, 3, 4, 5, 6])
-    cache.pin("short", [1, 2, 3, 4])
-    assert cache.pinned_pages == 3
-    cache.unpin("long")
-    assert cache.pinned_pages == 2

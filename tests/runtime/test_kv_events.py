@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import zmq
+from hypothesis import Phase
+from hypothesis.stateful import invariant
 
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.block_hash import first_parent, hash_block
@@ -25,10 +27,7 @@ from radixcache.errors import InvalidRequest, MissingDependency
 from radixcache.runtime.cli import main
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from tests.cover import seeds
-from tests.index.machine import Machine
-from tests.index.stress import RandomDriver
-from tests.index.test_hash_block_random import Schedule
+from tests.index.test_contract import Contract, run_examples
 from tests.runtime.kv_consumer import (
     AllBlocksCleared,
     BlockRemoved,
@@ -178,86 +177,46 @@ def agree(consumer: Consumer, cache: PrefixCache, paths: list[tuple[Any, list[in
         assert consumer.probe(tokens, namespace) == whole, (namespace, tokens)
 
 
-def drive_tree(seed: int, page_size: int, num_pages: int, operations: int) -> int:
-    print(f"seed {seed}, {num_pages} pages of {page_size} tokens")
-    rng = Random(f"{seed}/{page_size}/{num_pages}/events")
-    machine = Machine(page_size, num_pages, policy=rng.choice(["lru", "lfu"]))
-    driver = RandomDriver(machine, rng)
-    cache, live_consumer = machine.cache, Consumer(page_size)
-    with publishing(cache, buffer_steps=1 << 20) as publisher:
-        compared = 0
-        for number in range(operations):
-            driver.one()
-            publisher.end_step()
-            if number >= compared + 30 and not cache.in_flight:
-                compared = number
-                catch_up(live_consumer, publisher)
-                agree(live_consumer, cache, [*driver.past, *(driver.prompt() for _ in range(9))])
-        driver.do("run_step", 1)
-        publisher.end_step()
-        late = Consumer(page_size)
-        catch_up(late, publisher)
-        leased = [(r.namespace, r.tokens) for r in machine.requests]
-        agree(late, cache, [*driver.past, *leased, *(driver.prompt() for _ in range(300))])
-    counts = machine.counts
-    assert compared and counts["rollbacks"] and counts["evict"]
-    return late.next
+class Told(Contract):
+    """Any calls on a cache, and a router that compares now and then."""
 
+    def router(self) -> Consumer:
+        return Consumer(self.page_size, in_order=self.kind is RadixCache)
 
-@seeds(1, 20)
-def test_a_late_subscriber_agrees_with_the_tree(seed: int):
-    for shape in ((2, 40), (4, 30), (16, 16)):
-        assert drive_tree(seed, *shape, operations=300) > 3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shape", [(2, 40), (3, 25), (4, 30), (16, 16), (16, 60)])
-def test_a_late_subscriber_agrees_with_the_tree_after_10_000_operations(shape: tuple[int, int]):
-    assert drive_tree(7, *shape, operations=10_000) > 200
-
-
-class Told(Schedule):
-    """Random operations on a hash-block cache, and a router that compares now and then."""
-
-    def __init__(self, seed: int, page_size: int, num_pages: int) -> None:
-        super().__init__(seed, page_size, num_pages)
-        self.consumer = Consumer(page_size, in_order=False)
-        self.publisher: KVEventPublisher | None = None
-        self.number = self.compared = 0
-
-    def verify(self) -> None:
-        super().verify()
-        assert self.publisher is not None
+    @invariant()
+    def tell(self) -> None:
+        if not hasattr(self, "publisher"):
+            self.open, self.number, self.live = ExitStack(), 0, self.router()
+            publisher = publishing(self.machine.cache, buffer_steps=1 << 20)
+            self.publisher = self.open.enter_context(publisher)
         self.publisher.end_step()
         self.number += 1
-        if self.number >= self.compared + 30 and not self.cache.in_flight:
-            self.compared = self.number
-            catch_up(self.consumer, self.publisher)
-            live = [(r.namespace, r.tokens) for r in self.requests]
-            agree(self.consumer, self.cache, [*self.past[-30:], *live])
+        if self.number % 5 == 0 and not self.machine.cache.in_flight:
+            catch_up(self.live, self.publisher)
+            agree(self.live, self.machine.cache, self.texts[-30:])
+
+    def teardown(self) -> None:
+        with self.open:
+            self.machine.step(everybody=True)
+            self.publisher.end_step()
+            late = self.router()
+            catch_up(late, self.publisher)
+            agree(late, self.machine.cache, self.texts)
+            super().teardown()
+            self.publisher.end_step()
+            for router in (self.live, late):
+                catch_up(router, self.publisher)
+                assert not router.held
 
 
-def drive_blocks(seed: int, page_size: int, num_pages: int, operations: int) -> None:
-    print(f"seed {seed}, {num_pages} pages of {page_size} tokens")
-    told = Told(seed, page_size, num_pages)
-    with publishing(told.cache, buffer_steps=1 << 20) as told.publisher:
-        told.run(operations)
-        catch_up(told.consumer, told.publisher)
-        late = Consumer(page_size, in_order=False)
-        catch_up(late, told.publisher)
-    assert told.compared and told.consumer.held == late.held == {}
-
-
-@seeds(1, 20)
-def test_a_router_agrees_with_the_hash_block_cache(seed: int):
-    for shape in ((2, 40), (4, 30), (16, 16)):
-        drive_blocks(seed, *shape, operations=250)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shape", [(2, 40), (4, 30), (16, 16)])
-def test_a_router_agrees_with_the_hash_block_cache_after_10_000(shape: tuple[int, int]):
-    drive_blocks(7, *shape, operations=10_000)
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("page_size", [2, 3, 16])
+@pytest.mark.parametrize("kind", [RadixCache, HashBlockCache])
+def test_routers_agree_with_the_cache(kind: Any, page_size: int, examples: int):
+    members = {"kind": staticmethod(kind), "page_size": page_size}
+    told = type("Told", (Told,), members)
+    counts = run_examples(told, max_examples=examples, derandomize=True, phases=[Phase.generate])
+    assert counts["failed steps"] and counts["evictions"] and counts["hits"]
 
 
 # Whoever listens cannot do harm.

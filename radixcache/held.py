@@ -1,0 +1,94 @@
+"""How many pages leases hold, which is what eviction cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+
+from radixcache.eviction import EvictionOrder
+from radixcache.lease import RadixLease
+from radixcache.nodes import Node
+from radixcache.tree import RadixTree
+
+
+class HeldPages:
+    """The number of pages that leases hold, in the tree or alone. A reservation adds to it; when a
+    lease has come, found or ended something, it is unknown, and counted again only if asked."""
+
+    def __init__(
+        self, tree: RadixTree, order: EvictionOrder, leases: Collection[RadixLease]
+    ) -> None:
+        self._tree = tree
+        self._order = order
+        self._leases = leases
+        self._num = 0
+        """At least so many, if not counted since."""
+        self._is_counted = True
+        self._look: tuple[RadixLease, int, bool] | None = None
+        """The lease that came last, while nothing else has changed, and the two before it came."""
+
+    def add(self, count: int) -> None:
+        """A lease has reserved `count` pages more."""
+        self._num += count
+        self._look = None
+
+    def look(self, lease: RadixLease) -> None:
+        """A lease has come, and holds what it has found."""
+        self._look = (lease, self._num, self._is_counted)
+        if lease.num_tokens:
+            self._is_counted = False
+
+    def publish(self) -> None:
+        """The lease that came last does more than to look."""
+        self._look = None
+
+    def forget(self) -> None:
+        """Leases may hold fewer pages than before."""
+        self._num, self._is_counted, self._look = 0, False, None
+
+    def release(self, lease: RadixLease) -> None:
+        """A lease ends."""
+        look = self._look
+        self.forget()
+        if look is not None and look[0] is lease:  # it did nothing else
+            _, self._num, self._is_counted = look
+
+    def can_evict(self, num_pages: int, most_held: int) -> bool:
+        """Whether `num_pages` pages can go, that is whether leases hold at most `most_held`."""
+        if self._num > most_held or self._is_counted:
+            return self._num <= most_held
+        sure, page_size = 0, self._tree.page_size
+        for leaf in islice(self._order, 8 * len(self._leases)):  # the count takes longer
+            sure += leaf.num_pages - (leaf.start % page_size > 0)  # the first may be shared
+            if sure >= num_pages:
+                return True
+        self._num, self._is_counted = self.count(), True
+        return self._num <= most_held
+
+    def count(self) -> int:
+        """Run by run, each down to the deepest cursor in it or below. O(leases + runs above)."""
+        tree, page_size, held = self._tree, self._tree.page_size, 0
+        ends: dict[Node, int] = {}
+        """Down to where leases hold pages, by the first node of the run."""
+        for lease in self._leases:
+            node, end, own = lease.node, lease.num_tokens, lease._num_own_from
+            held += lease._num_pages - own
+            if end % page_size and own < -(-end // page_size):
+                held -= tree.holders(node, own, lease._table.item(own)) > 0
+            while ends.get(first := node.run.nodes[0], -1) < end:
+                is_new = first not in ends
+                ends[first] = end
+                if not is_new or first.parent is None:
+                    break
+                node, end = first.parent, first.parent.end
+        for first, end in ends.items():
+            index = first.first_page
+            held += -(-end // page_size) - index
+            if first.start % page_size:  # a run above may hold the first page, too
+                held -= tree.holders(first.parent, index, first.page_at(index)) > 0
+        return held
+
+    def check(self, held: int) -> None:
+        """Assert that `held` pages are held as far as this is known."""
+        assert self.count() == held, "held pages are miscounted"
+        assert self._num == held if self._is_counted else self._num <= held, "out of date"
