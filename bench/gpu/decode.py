@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from transformers import PreTrainedModel
 
-from radixcache.bench.gpu.floors import floor_seconds, flops, weight_bytes
+from radixcache.bench.gpu.ceilings import floor_seconds
 from radixcache.bench.gpu.models import (
     begin_decoding,
     engine_on,
@@ -19,7 +19,6 @@ from radixcache.bench.gpu.models import (
 )
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Figure, Report
-from radixcache.bench.gpu.where import phases, tell_phases
 
 AIM = 1.3
 """Times the floor, at batch sizes of 64 and less."""
@@ -38,18 +37,13 @@ def _step(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> I
     with engine_on(
         place, model, num_tokens=batch * (context + 256), page_size=page_size, max_num_seqs=batch
     ) as engine:
-        begin_decoding(
-            engine, [random_tokens(rng, engine, context) for _ in range(batch)], 2 * steps
-        )
+        begin_decoding(engine, [random_tokens(rng, engine, context) for _ in range(batch)], steps)
         seconds = statistics.median(seconds_of_steps(engine, steps))
-        with phases(engine) as seen:  # apart from the steps above: timing costs a little
-            seconds_of_steps(engine, steps)
-        read = weight_bytes(model) + batch * context * engine.model.bytes_per_token
-        floor = floor_seconds(place, read, batch * flops(model, 1, context))
+        floor = floor_seconds(place, model, batch, 1, context, engine.model.bytes_per_token)
         where = f"decode, batch {batch} x {context}, page {page_size}"
         note = f"step {seconds * 1e3:.2f} ms, floor {floor * 1e3:.2f} ms"
         limit = AIM if batch <= 64 else None
-        yield Figure(where, seconds / floor, "x floor", limit, note=note, lines=tell_phases(seen))
+        yield Figure(where, seconds / floor, "x floor", limit, note=note)
         replay = place.replay_seconds(last_graph(engine))
         note = f"graph {replay * 1e3:.2f} ms"
         yield Figure(f"{where}: device alone", replay / floor, "x floor", note=note)

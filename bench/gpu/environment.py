@@ -7,11 +7,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from radixcache.bench.gpu.kernel_names import missing
 from radixcache.bench.gpu.place import Place, load_flashinfer
 from radixcache.bench.gpu.report import NotRun, Report
 from radixcache.kernels.attention import LayerKind
@@ -39,10 +37,6 @@ def run(place: Place, report: Report) -> None:
     for command in COMMANDS:
         report.tell(" ".join(command), "", _output(command))
     report.check("FlashInfer runs", _flashinfer, place)
-    names = built_kernels()
-    report.tell("built kernels of FlashInfer", f"{len(names)}", names)
-    lacking = missing(names)
-    report.tell("of the gate's models, not built", f"{len(lacking)}", lacking)
 
 
 def _output(command: Sequence[str]) -> list[str]:
@@ -63,10 +57,3 @@ def _flashinfer(place: Place) -> str:
     backend = module.FlashInferBackend(place.device, place.dtype, kinds)
     try_out(backend, place.device, place.dtype, kinds)
     return f"{flashinfer.__version__}"
-
-
-def built_kernels() -> list[str]:
-    """The names of what is in `data/aot` of the package FlashInfer."""
-    package = getattr(sys.modules.get("flashinfer"), "__file__", None)
-    aot = Path(package or "").parent / "data/aot"
-    return sorted(library.stem for library in aot.glob("*/*.so"))

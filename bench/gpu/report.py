@@ -15,10 +15,6 @@ class NotRun(Exception):
     """Something cannot be checked or measured here; the message says why."""
 
 
-class DeviceLost(Exception):
-    """The GPU answers this process no more: whatever came after would fail for that reason."""
-
-
 @dataclass
 class Figure:
     """A measured value, and what it should be."""
@@ -67,7 +63,9 @@ class Row:
         head = f"{self.status:8} {self.name}" + (f": {told}" if told else "")
         return "\n".join([head, *(f"         | {line}" for line in self.lines)])
 
-    def append_to(self, path: Path) -> None:
+    def tell(self, path: Path) -> None:
+        """Print it, and append it to a file of rows."""
+        print(self, flush=True)
         with path.open("a", encoding="utf-8") as file:
             # On a line of its own, whatever a process that died has left before it.
             file.write("\n" + json.dumps(asdict(self), ensure_ascii=False) + "\n")
@@ -88,7 +86,7 @@ class Report:
 
     def check(self, name: str, work: Callable[..., str | None], *arguments: object) -> None:
         """A row that is ok unless `work` raises; what it returns is told along."""
-        self._try(name, lambda: self._add(name, "ok", work(*arguments) or ""))
+        self._try(name, lambda: self.tell(name, work(*arguments) or "", status="ok"))
 
     def measure(
         self, name: str, work: Callable[..., Figure | Iterable[Figure]], *arguments: object
@@ -98,58 +96,44 @@ class Report:
         def all_figures() -> None:
             found = work(*arguments)
             for f in [found] if isinstance(found, Figure) else found:
-                self._add(f.name, f.status, f.note, f.value, f.unit, f.aim, [*f.lines])
+                self._add(
+                    Row(self._section, f.name, f.status, f.note, f.value, f.unit, f.aim, [*f.lines])
+                )
 
         self._try(name, all_figures)
 
-    def tell(self, name: str, text: str, lines: Iterable[str] = ()) -> None:
-        """A row that is neither: a fact, or a conclusion."""
-        self._add(name, "note", text, lines=[*lines])
-
-    def not_run(self, name: str, why: str) -> None:
-        self._add(name, "not run", why)
+    def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
+        """A row without a value."""
+        self._add(Row(self._section, name, status, text, lines=[*lines]))
 
     def _try(self, name: str, work: Callable[[], None]) -> None:
         if time.monotonic() > self._end:
-            self.not_run(name, "no time left")
+            self.tell(name, "no time left", status="not run")
             return
         try:
             work()
         except NotRun as error:
-            self.not_run(name, _first_line(error))
+            self.tell(name, _first_line(error), status="not run")
         except Exception as error:
             if type(error).__name__ == "MissingJITCacheError":
-                self.not_run(name, "FlashInfer's kernel for it is not there, and may not be built")
+                why = "FlashInfer's kernel for it is not there, and may not be built"
+                self.tell(name, why, status="not run")
                 return
             lines = "".join(traceback.format_exception(error)).splitlines()
-            self._add(name, "FAIL", f"{type(error).__name__}: {_first_line(error)}", lines=lines)
-            _still_answers(name, error)
+            self.tell(name, f"{type(error).__name__}: {_first_line(error)}", lines, "FAIL")
+            _check_device()
 
-    def _add(
-        self,
-        name: str,
-        status: str,
-        text: str = "",
-        value: float | None = None,
-        unit: str = "",
-        aim: str = "",
-        lines: Sequence[str] = (),
-    ) -> None:
-        row = Row(self._section, name, status, text, value, unit, aim, [*lines])
+    def _add(self, row: Row) -> None:
         self.rows.append(row)
-        row.append_to(self._path)
-        print(row, flush=True)
+        row.tell(self._path)
 
 
-def _still_answers(name: str, error: Exception) -> None:
-    """An error of a kernel sticks: every later call of this process fails with it."""
+def _check_device() -> None:
+    """End the section if the error sticks to the device: every later call would fail with it."""
     import torch
 
     if torch.cuda.is_available():
-        try:
-            torch.cuda.synchronize()
-        except Exception:
-            raise DeviceLost(f"after {name}") from error
+        torch.cuda.synchronize()
 
 
 def _first_line(error: Exception) -> str:
@@ -160,14 +144,8 @@ def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
     """Every row that the sections have written there."""
     rows = []
     for section in sections:
-        try:
-            text = (folder / f"{section}.jsonl").read_text("utf-8", "replace")
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            rows.append(Row(section, "its rows", "FAIL", f"cannot be read: {error.strerror}"))
-            continue
-        for line in text.splitlines():
+        path = folder / f"{section}.jsonl"
+        for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
             with suppress(json.JSONDecodeError):  # its process died in the middle of it
                 rows.append(Row(**json.loads(line)))
     return rows

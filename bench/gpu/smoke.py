@@ -1,29 +1,49 @@
-"""Each kind of layer that a model of the gate has, once through the backend's kernels."""
+"""Each kind of layer that a supported model has, once through the backend's kernels."""
 
 from __future__ import annotations
 
 import torch
 
-from radixcache.bench.gpu.kernel_names import GATE, attention_kernels
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Report
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.choice import try_out
 
 
+def _kinds(
+    shapes: list[tuple[int, int]],
+    windows: tuple[int | None, ...] = (None,),
+    cap: float | None = None,
+) -> list[LayerKind]:
+    """Layers by (query heads of a KV head, head size), and by window."""
+    return [
+        LayerKind(2 * group, 2, dim, dim, dim**-0.5, window, cap)
+        for group, dim in shapes
+        for window in windows
+    ]
+
+
+LAYERS = {
+    "llama": _kinds([(4, 64), (4, 128), (1, 128)]),
+    "qwen2": _kinds([(7, 64), (7, 128)]),
+    "qwen3": _kinds([(2, 64), (2, 128)]),
+    "mistral": _kinds([(4, 128)], (None, 4096)),
+    "gemma": _kinds([(8, 256), (1, 256)]),
+    "gemma2": _kinds([(2, 256), (2, 128)], (None, 4096), 50.0),
+    "gemma3_text": _kinds([(4, 256), (2, 256), (2, 128)], (None, 1024)),
+}
+"""Of published checkpoints of every model type that `load` takes without comparing logits."""
+
+
 def run(place: Place, report: Report) -> None:
     for dtype in (place.dtype, *place.sizes.other_dtypes):
-        for model, kinds in GATE.items():
+        for model, kinds in LAYERS.items():
             for kind in kinds:
-                group = kind.query_heads // kind.kv_heads  # how many there are is no matter
-                kind = kind._replace(query_heads=2 * group, kv_heads=2)
-                heads = f"{2 * group}/2 x {kind.head_dim}"
+                heads = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}"
                 rules = f"window {kind.window}, softcap {kind.softcap}"
                 report.check(f"{model}, {dtype}, {heads}, {rules}", _try, place, dtype, kind)
 
 
-def _try(place: Place, dtype: torch.dtype, kind: LayerKind) -> str:
-    backend = place.make_backend(kind, dtype=dtype)
-    try_out(backend, place.device, dtype, [kind])
+def _try(place: Place, dtype: torch.dtype, kind: LayerKind) -> None:
+    try_out(place.make_backend(kind, dtype=dtype), place.device, dtype, [kind])
     torch.cuda.synchronize()
-    return ", ".join(kernel.use for kernel in attention_kernels([kind], torch.float16))

@@ -50,13 +50,11 @@ class Step:
         return {"scale": self.kind.scale, "window": self.window, "softcap": self.softcap}
 
 
-def make_batch(
-    rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0, first_page: int = 0
-) -> PagedBatch:
+def make_batch(rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0) -> PagedBatch:
     """Sequences in shuffled pages; the decodes have `share` tokens, whole pages, in common."""
     counts = [-(-(new + cached) // page_size) for new, cached in lens]
     stem = share // page_size
-    free = iter(first_page + rng.permutation(sum(counts) + stem + 3))
+    free = iter(rng.permutation(sum(counts) + stem + 3))
     common = [next(free) for _ in range(stem)]
     tables = [
         [*common, *(next(free) for _ in range(count - stem))]
@@ -153,7 +151,7 @@ def attend(
     return backend.run(step.query, step.key, step.value, *pages, **step.options), *pages
 
 
-class Fixed:
+class FixedSteps:
     """Steps of one number of decodes in a CUDA graph, one after another on the same memory.
 
     Args:
@@ -169,16 +167,13 @@ class Fixed:
         self._replay: Work | None = None
 
     @torch.inference_mode()
-    def run(
-        self, step: Step, batch: PagedBatch | None = None, plan: bool = True
-    ) -> tuple[torch.Tensor, ...]:
+    def run(self, step: Step) -> tuple[torch.Tensor, ...]:
         """The same as `attend`."""
         used = [pages[: len(step.k_pages)] for pages in self._pages]
         given = (step.query, step.key, step.value, step.k_pages, step.v_pages)
         for fixed, fresh in zip([*self._inputs, *used], given, strict=True):
             fixed.copy_(fresh)
-        if plan:
-            self._backend.plan_fixed(batch or step.batch)
+        self._backend.plan_fixed(step.batch)
         if self._replay is None:
             run = partial(self._backend.run, *self._inputs, *self._pages, **step.options)
             self._replay = self._place.capture(run)

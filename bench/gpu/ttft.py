@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 from transformers import PreTrainedModel
 
-from radixcache.bench.gpu.floors import floor_seconds, flops, weight_bytes
-from radixcache.bench.gpu.models import engine_on, finish, greedy, random_llama, random_tokens
+from radixcache.bench.gpu.ceilings import floor_seconds
+from radixcache.bench.gpu.models import engine_on, random_llama, random_tokens, run_all
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Figure, Report
-from radixcache.bench.gpu.where import phases, tell_phases
 from radixcache.runtime.engine.engine import Engine
 
 AIM = 1.3
@@ -44,28 +43,24 @@ def asking(
         def ask() -> float:
             prompt = np.concatenate([document, random_tokens(rng, engine, sizes.question)])
             start = time.perf_counter()
-            engine.add_request(prompt, greedy(1))
-            finish(engine)
+            run_all(engine, [prompt], 1)
             return time.perf_counter() - start
 
+        ask()  # cold, and the first: what follows is warmed up
         yield engine, ask
 
 
 def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> Iterator[Figure]:
     question = place.sizes.question
     with asking(place, model, cached, page_size) as (engine, ask):
-        ask()  # cold, and the first: what follows is warmed up
         engine.cache.reset()
         cold = ask()
         hits = sorted(ask() for _ in range(2 * place.sizes.repeat + 1))
         hit = hits[len(hits) // 2]
-        with phases(engine) as seen:
-            ask()
-        read = weight_bytes(model) + (cached + question) * engine.model.bytes_per_token
-        floor = floor_seconds(place, read, flops(model, question, cached))
+        floor = floor_seconds(place, model, 1, question, cached, engine.model.bytes_per_token)
         where = f"TTFT of {question} tokens on {cached} cached, page {page_size}"
         note = f"floor {floor * 1e3:.2f} ms, {hits[0] * 1e3:.2f} to {hits[-1] * 1e3:.2f} ms"
         limit = (AIM * floor + AIM_SECONDS) * 1e3
-        yield Figure(where, hit * 1e3, "ms", limit, note=note, lines=tell_phases(seen))
+        yield Figure(where, hit * 1e3, "ms", limit, note=note)
         note = f"cold {cold * 1e3:.1f} ms"
         yield Figure(f"{where}: cold over cached", cold / hit, "x", note=note)
