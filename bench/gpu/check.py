@@ -117,7 +117,7 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
     told = ""
     try:
         status = process.wait(limit + _GRACE)
-        if status:
+        if status not in (0, CANNOT_RUN):
             told = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
     except subprocess.TimeoutExpired:
         status, told = 1, f"took longer than its {limit} s"

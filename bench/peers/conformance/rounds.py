@@ -46,7 +46,6 @@ class Round(Sides):
         self.trace: list[str] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.looking: list[BlockLease] = []
         self.past: list[list[int]] = [[]]
         self.serial = 0
         some_do_not_fit = shape.block_size * shape.num_blocks
@@ -61,8 +60,6 @@ class Round(Sides):
             self.abort: 2,
             self.preempt: 3,
             self.look: 6,
-            self.hold: 3,
-            self.let_go: 4,
             self.evict: 2,
             self.reset: 2,
             self.drain: 1,
@@ -124,7 +121,6 @@ class Round(Sides):
         if not self.waiting or len(self.running) > 7:
             return
         request = self.rng.choice(self.waiting)
-        self.make_way(request.peer.num_tokens)
         peer, tokens = request.peer, request.tokens
         computed, hit, _ = self.peer.get_computed_blocks(peer)
         found = [block.block_id for block in computed.blocks[0]]
@@ -166,7 +162,6 @@ class Round(Sides):
             peer.append_output_token_ids(self.rng.randrange(self.shape.alphabet))
             left = 1
         count = self.chunk(left)
-        self.make_way(count)
         self.trace.append(f"{'decode' if left == 1 else 'prefill'} {peer.request_id} + {count}")
         assert request.lease is not None
         if request.lease.publishing:  # one chunk a step
@@ -226,29 +221,8 @@ class Round(Sides):
         self.trace.append(f"look {prompt}")
         self.same("match", self.peer.get_computed_blocks(peer)[1], self.cache.match(prompt))
 
-    def hold(self) -> None:
-        """On our side only: a lease that looks, and is not used for a while."""
-        if len(self.looking) < 3:
-            prompt = self.rng.choice(self.past[-40:]) + self.some_tokens(1)
-            self.looking.append(self.cache.acquire(prompt))
-            self.trace.append(f"hold {prompt}")
-
-    def make_way(self, num_tokens: int) -> None:
-        """End such leases before they keep a page from an allocation: vLLM knows none."""
-        reach = 2 * (num_tokens // self.shape.block_size + 2)
-        held = self.cache.pool.refs
-        if len(self.cache.queue) < reach + 12 or any(held[p] for p in self.cache.queue[:reach]):
-            self.release_looking()
-
-    def let_go(self) -> None:
-        """Such a lease is released."""
-        if self.looking:
-            self.trace.append("let-go")
-            self.cache.release(self.looking.pop(self.rng.randrange(len(self.looking))))
-
     def evict(self) -> None:
         """Pages forget what they hold, where they stand in the queue."""
-        self.release_looking()
         queue = self.peer.block_pool.free_block_queue.get_all_free_blocks()
         pages = [block for block in queue if block.block_hash is not None]
         pages = pages[: self.rng.choice([1, 1, 2, 5])]
@@ -259,7 +233,6 @@ class Round(Sides):
 
     def reset(self) -> None:
         """Everything is forgotten, unless a page is in use."""
-        self.release_looking()
         self.trace.append("reset")
         try:
             self.cache.reset()
@@ -320,11 +293,6 @@ class Round(Sides):
         request.peer.status = RequestStatus.PREEMPTED
         self.waiting.insert(0, request)
         self.counts["preempted"] += 1
-
-    def release_looking(self) -> None:
-        """End the leases that only look."""
-        while self.looking:
-            self.cache.release(self.looking.pop())
 
     def compare(self) -> None:
         """Everything that can be seen, on both sides."""

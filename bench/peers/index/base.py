@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers.index.trace_t import Replayed, Request
+from bench.peers.index.trace_t import Replayed
 
 Tokens = NDArray[np.int32]
 
@@ -26,7 +26,13 @@ class Stopwatch:
         self.cost = 0.0
         """Nanoseconds that a lap of nothing takes."""
         self._last = clock()
-        self.cost = self._measure_cost()
+        laps = []
+        for _ in range(50):
+            self.start()
+            for _ in range(100):
+                self.lap("nothing")
+            laps.append(self.take()["nothing"] / 100)
+        self.cost = sorted(laps)[len(laps) // 2]
 
     def start(self) -> None:
         """Time from now on."""
@@ -42,37 +48,6 @@ class Stopwatch:
         """The times so far, nanoseconds by phase; starts again from nothing."""
         ns, self.ns = self.ns, {}
         return ns
-
-    def _measure_cost(self) -> float:
-        laps = []
-        for _ in range(50):
-            self.start()
-            for _ in range(100):
-                self.lap("nothing")
-            laps.append(self.take()["nothing"] / 100)
-        return sorted(laps)[len(laps) // 2]
-
-
-class Nothing:
-    """An index that does nothing, to see what the clock costs in a replay's own rhythm."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self.watch = watch
-        self.laps = 0
-
-    def decode(self, requests: list[Request]) -> None:
-        self.watch.start()
-        self.watch.lap("nothing")
-        self.laps += 1
-
-    def admit(self, request: Request) -> int:
-        return 0
-
-    def end_step(self) -> None:
-        pass
-
-    def finish(self, request: Request) -> None:
-        pass
 
 
 class Index(Replayed, Protocol):

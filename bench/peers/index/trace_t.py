@@ -114,11 +114,6 @@ class HitCount:
     prompt_tokens: int = 0
     hit_tokens: int = 0
 
-    @property
-    def rate(self) -> float:
-        """Share of the prompt tokens that were hit."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
 
 def arrivals(trace: TraceT) -> Iterator[Request]:
     """The requests of the trace in their order."""
@@ -154,14 +149,6 @@ def replay(trace: TraceT, cache: Replayed) -> Iterator[HitCount]:
                 cache.finish(request)
                 count.requests += 1
                 yield count
-
-
-def replay_all(trace: TraceT, cache: Replayed) -> HitCount:
-    """Run the whole trace."""
-    count = HitCount()
-    for count in replay(trace, cache):  # noqa: B007
-        pass
-    return count
 
 
 def _next(waiting: deque[Request], running: list[Request]) -> Request | None:
