@@ -19,6 +19,7 @@ from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from radixcache.bench.replay.index_level import Serving
+    from radixcache.bench.report.results import Report
     from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
@@ -127,6 +128,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the flags ask for."""
+    page = _page(args)
+    report = measure(args)
+    from radixcache.bench.report.files import NEEDED, write
+    from radixcache.bench.report.pages import as_html
+    from radixcache.bench.report.terminal import print_report
+    from radixcache.bench.tables import console
+
+    if page is not None:
+        write(page, as_html(report))
+    if str(args.json) == "-":
+        print(report.to_json())
+        return 0
+    if args.json is not None:
+        write(args.json, report.to_json())
+    shown = console()
+    print_report(report, shown)
+    if page is not None:
+        shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
+    elif args.json is None:
+        shown.print(f"No report is written: it {NEEDED}.", markup=False, soft_wrap=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """All that the flags ask for; `InvalidRequest`, before anything is loaded."""
     _check_order(args)
     is_default = args.replicas is not None and args.schemes == ["default"]
     schemes = find_schemes([_REPLICA] if is_default else args.schemes)
@@ -136,47 +162,30 @@ def run(args: argparse.Namespace) -> int:
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
-    from radixcache.bench.comparison import Comparison, RoutingComparison
+    from radixcache.bench.comparison import Comparison
     from radixcache.bench.replay.replicas import Fleet
-    from radixcache.bench.report.files import NEEDED, write
-    from radixcache.bench.report.pages import write_report
     from radixcache.bench.report.results import Report
-    from radixcache.bench.report.saved import to_json
-    from radixcache.bench.report.terminal import print_report, print_verdict
-    from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
-    comparison: Comparison | RoutingComparison
-    if args.replicas is None:
-        comparison = Comparison(
-            schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
-        )
-    else:
+    fleet = None
+    if args.replicas is not None:
         fleet = Fleet(args.replicas, args.prefill_rate, args.step_time, args.max_num_seqs)
-        arrivals = _serving(args).arrivals
-        comparison = RoutingComparison(
-            ways, schemes, memories, fleet, arrivals, token_bytes, args.seed
-        )
-    page = _page(args)
-    report = Report(_settings(args, token_bytes, vocabulary, model))
-    report.workloads.extend(comparison.run(choose(args, vocabulary)))
-    if page is not None:
-        write_report(report, page)
-    if str(args.json) == "-":
-        print(to_json(report))
-        return 0
-    if args.json is not None:
-        write(args.json, to_json(report))
-    shown = console()
-    print_report(report, shown)
-    print_verdict(report, shown)
-    if page is not None:
-        shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
-    elif args.json is None:
-        shown.print(f"No report is written: it {NEEDED}.", markup=False, soft_wrap=True)
-    return 0
+    comparison = Comparison(
+        schemes,
+        memories,
+        _serving(args),
+        token_bytes,
+        args.level,
+        model,
+        args.repeats,
+        ways if fleet else [],
+        fleet,
+        args.seed,
+    )
+    found = comparison.run(choose(args, vocabulary))
+    return Report(_settings(args, token_bytes, vocabulary, model), [*found])
 
 
 def _check_order(args: argparse.Namespace) -> None:
@@ -241,25 +250,20 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_unused(args: argparse.Namespace) -> None:
     """Refuse flags that would change nothing, and that somebody must have meant to."""
-    unused = {
-        "--hash-block": (args.hash_block and args.format not in TRACES, "with a trace"),
-        "--limit": (args.limit and args.file is None, "with a --file"),
-        "--rate": (args.rate and args.arrivals != "poisson", "with --arrivals poisson"),
-        "--speed": (args.speed != 1 and args.arrivals != "trace", "with --arrivals trace"),
-        "--routing": (args.routing != ["all"] and args.replicas is None, "with --replicas"),
-        "--prefill-rate": (args.prefill_rate != 8192 and not args.replicas, "with --replicas"),
-        "--schedule-policy": (
-            args.schedule_policy != "fcfs" and args.replicas,
-            "without --replicas",
-        ),
-        "--max-num-batched-tokens": (
-            args.max_num_batched_tokens != 2048 and args.replicas,
-            "without --replicas",
-        ),
-    }
-    for flag, (is_unused, where) in unused.items():
-        if is_unused:
-            raise InvalidRequest(f"{flag} goes {where} only")
+    alone = args.replicas is None
+    unused = [
+        ("hash_block", None, args.format not in TRACES, "with a trace"),
+        ("limit", None, args.file is None, "with a --file"),
+        ("rate", None, args.arrivals != "poisson", "with --arrivals poisson"),
+        ("speed", 1, args.arrivals != "trace", "with --arrivals trace"),
+        ("routing", ["all"], alone, "with --replicas"),
+        ("prefill_rate", 8192, alone, "with --replicas"),
+        ("schedule_policy", "fcfs", not alone, "without --replicas"),
+        ("max_num_batched_tokens", 2048, not alone, "without --replicas"),
+    ]
+    for name, default, is_unused, where in unused:
+        if is_unused and getattr(args, name) != default:
+            raise InvalidRequest(f"--{name.replace('_', '-')} goes {where} only")
 
 
 def _serving(args: argparse.Namespace) -> Serving:

@@ -61,6 +61,12 @@ class Figures:
         return self.hit_tokens / self.prompt_tokens
 
     @property
+    def spoiled(self) -> str:
+        """What happened to requests besides being served; empty if nothing did."""
+        counts = {"refused": self.refused, "preempted": self.preemptions}
+        return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+    @property
     def warm(self) -> int:
         """Requests that hit something."""
         return self.requests - self.refused - self.cold

@@ -92,11 +92,9 @@ class RoutingFigures:
         return max(self.computed_by_replica) / max(1.0, float(np.mean(self.computed_by_replica)))
 
     def to_json(self) -> dict[str, Any]:
-        """For `json.dumps`; without what each single request waited."""
-        shown = {key: value for key, value in asdict(self).items() if key != "ttfts"}
-        for name in ("hit_rate", "ttft_mean", "ttft_p99", "imbalance"):
-            shown[name] = getattr(self, name)
-        return shown
+        """For `json.dumps`."""
+        names = ("hit_rate", "ttft_mean", "ttft_p99", "imbalance")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass

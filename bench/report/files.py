@@ -33,12 +33,7 @@ def write(path: Path, content: str) -> None:
 
 
 def check_page(path: Path) -> None:
-    """Refuse what `write_report` could not do, before anything is measured. Touches nothing.
-
-    Raises:
-        InvalidRequest: another ending, or a place that cannot be written.
-        MissingDependency: vl-convert is not installed.
-    """
+    """Refuse a page that could not be written or drawn, before anything is measured."""
     if path.suffix != ".html":
         raise InvalidRequest(f"a report ends in .html, not {path.name!r}")
     if find_spec("vl_convert") is None:
@@ -53,9 +48,7 @@ def check_writable(path: Path) -> None:
         reason = "Is a directory"
     elif not path.parent.is_dir():
         reason = "No such file or directory"
-    elif not os.access(path.resolve().parent, os.W_OK) or (
-        path.exists() and not os.access(path, os.W_OK)
-    ):
+    elif not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
         reason = "Permission denied"
     if reason is not None:
         raise InvalidRequest(f"cannot write {path}: {reason}")

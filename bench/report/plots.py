@@ -106,13 +106,6 @@ def plots(workload: WorkloadReport) -> Iterator[Plot]:
         yield _sharing(workload)
 
 
-def spoiled(row: Figures) -> str:
-    """What happened to requests besides being served; empty if nothing did."""
-    refused = f"{row.refused:,} of {row.requests:,} refused" if row.refused else ""
-    preempted = f"{row.preemptions:,} preempted" if row.preemptions else ""
-    return ", ".join(filter(None, (refused, preempted)))
-
-
 def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     total = workload.prompt_tokens
     points = [
@@ -121,7 +114,7 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
             "memory": row.memory_tokens,
             "asked": row.memory,
             "share": row.hit_rate,
-            "spoiled": spoiled(row) or "no",
+            "spoiled": row.spoiled or "no",
         }
         for row in rows
     ]

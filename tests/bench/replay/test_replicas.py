@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,36 +162,3 @@ def test_the_command_compares_all_ways_in_a_table_of_80_columns(
     assert [row["routing"] for row in found] == 2 * ["cost", "session"]
     assert found[0]["ttft_mean"] > 0 and len(found[0]["computed_by_replica"]) == 4
     assert report["settings"]["replicas"] == 4
-
-
-def test_who_serves_nobody_is_not_the_fastest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "bench documents:documents=1,questions=1 --replicas 2 --memory 99 --json".split()
-    assert main([*words, str(tmp_path / "x")]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "radix-16" in line]
-    assert [row[4:6] for row in rows] == [["–", "–"]] * len(RULES)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--replicas 0", "--replicas must be more than 0"),
-        ("--replicas 1000000000", "--replicas must be at most 1024"),
-        ("--routing cost", "--routing goes with --replicas only"),
-        ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
-        (
-            "--replicas 2 --schedule-policy lpm",
-            "--schedule-policy goes without --replicas only",
-        ),
-        ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
-        ("--replicas 2 --routing best", "no routing 'best'"),
-        ("--replicas 2 --level both", "--level index alone"),
-        ("--replicas 2 --prefill-rate 0", "--prefill-rate must be more than 0"),
-    ],
-)
-def test_what_makes_no_sense_gets_one_sentence(
-    flags: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "chat", *flags.split()]) == 2
-    assert sentence in capsys.readouterr().err
