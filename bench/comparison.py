@@ -14,24 +14,15 @@ from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.replicas import Fleet, run_replicas
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.report.sharing import shared_tree
-from radixcache.bench.schemes.bounds import (
-    Trie,
-    build_trie,
-    lru_curve,
-    optimal_hits,
-    unlimited_hits,
-)
+from radixcache.bench.schemes.bounds import build_trie, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import Memory, Scheme
 from radixcache.bench.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.paged_model import PagedModel
 
-_CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
-"""Schemes whose hits at every size of memory one pass gives."""
-
 _SIZES = 40
-"""Sizes of memory in a curve."""
+"""Sizes of memory in the curve of the optimum."""
 
 Says = Callable[[str], object]
 Tick = Callable[[], object]
@@ -80,8 +71,9 @@ class Comparison:
                     workload.longest,
                     shared=shared_tree(trie),
                 )
-                if not self.fleet:
-                    self._bounds(workload, trie, found)
+                most = max(trie.footprint, workload.longest)
+                for size in np.linspace(workload.longest, most, 0 if self.fleet else _SIZES):
+                    found.optimal_hits[int(size)] = optimal_hits(trie, int(size))
                 for memory in self.memories:
                     tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
                     if self.fleet:
@@ -90,18 +82,6 @@ class Comparison:
                         found.optimal_hits[tokens] = optimal_hits(trie, tokens)
                         self._replay(workload, memory, tokens, found, says, tick)
                 yield found
-
-    def _bounds(self, workload: Workload, trie: Trie, found: WorkloadReport) -> None:
-        most = max(trie.footprint, workload.longest)
-        sizes = [int(size) for size in np.linspace(workload.longest, most, _SIZES)]
-        found.optimal_hits = {size: optimal_hits(trie, size) for size in sizes}
-        for scheme in self.schemes:
-            if scheme.name in _CURVES:
-                size = scheme.page_size
-                curve = lru_curve(trie if size == 1 else build_trie(workload, size))
-                found.curves[scheme.name] = [
-                    (memory, curve.hits(memory) / workload.prompt_tokens) for memory in sizes
-                ]
 
     def _replay(
         self, workload: Workload, memory: Memory, tokens: int, found: WorkloadReport,

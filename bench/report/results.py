@@ -23,7 +23,6 @@ class WorkloadReport:
         unlimited_hits: tokens hit if nothing is ever evicted.
         longest: the most tokens that one request holds.
         optimal_hits: by amount of memory, what eviction that knows the future hits.
-        curves: by name, (memory in tokens, hit rate) under LRU, from one pass.
         shared: which tokens how many requests have in common.
         rows: one for each level, memory and scheme.
         routing: with several replicas, one for each memory, scheme and way to route.
@@ -38,7 +37,6 @@ class WorkloadReport:
     unlimited_hits: int
     longest: int = 0
     optimal_hits: dict[int, int] = field(default_factory=dict)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     shared: list[Segment] = field(default_factory=list)
     rows: list[Figures] = field(default_factory=list)
     routing: list[RoutingFigures] = field(default_factory=list)
