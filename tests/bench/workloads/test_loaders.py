@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 
-import numpy as np
 import pytest
 
-from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.workloads import block_traces, loaders
+from radixcache.bench.workloads import loaders
 from radixcache.bench.workloads.records import read_text
 from radixcache.errors import InvalidRequest
 
@@ -22,62 +20,6 @@ def write(tmp_path, *lines, name="file.jsonl"):
     path = tmp_path / name
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     return path
-
-
-def request(length=5, output=2, ids=(0, 1), timestamp=1500):
-    return {
-        "timestamp": timestamp,
-        "input_length": length,
-        "output_length": output,
-        "hash_ids": list(ids),
-    }
-
-
-def test_a_mooncake_block_is_the_same_tokens_wherever_its_id_is(tmp_path):
-    path = write(tmp_path, request(8, ids=(7, 3)), "", request(6, ids=(7, 4)), request(4, ids=(3,)))
-    first, second, third = (
-        a.prompt() for a in block_traces.load_mooncake(path, hash_block=4, vocabulary=1000).arrivals
-    )
-    assert [len(first), len(second), len(third)] == [8, 6, 4]
-    assert np.array_equal(first[:4], second[:4]) and np.array_equal(first[4:], third)
-    assert first[4] != second[4] and first.max() < 1000
-
-
-def test_mooncake_times_are_seconds_and_answers_are_all_different(tmp_path):
-    path = write(tmp_path, request(output=9), request(output=0, timestamp=2500))
-    workload = block_traces.load_mooncake(path, hash_block=4)
-    one, other = workload.arrivals
-    assert (one.at, other.at) == (1.5, 2.5)
-    assert (len(one.answer()), len(other.answer())) == (9, 1)  # an answer has a token
-    assert one.answer()[0] != other.answer()[0]
-    assert Arrivals(as_recorded=True).due(workload) == [1.5, 2.5]
-
-
-def test_a_packed_file_and_a_limit_are_read(tmp_path):
-    path = tmp_path / "trace.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(json.dumps(request()) for _ in range(5)).encode()))
-    assert len(block_traces.load_mooncake(path, hash_block=4, limit=3).arrivals) == 3
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", ":2: not JSON"),
-        ({"prompt": "x"}, ":2: not a request of a Mooncake trace"),
-        (request(length=0, ids=()), ":2: no number of tokens in its prompt: 0"),
-        (request(length=True), ":2: no number of tokens in its prompt: True"),
-        (request(output=1 << 40), ":2: no number of tokens in its answer: 1099511627776"),
-        (request(timestamp=float("inf")), ":2: a time must be a number from 0 to 1e+15, not inf"),
-        (request(timestamp="now"), ":2: a time must be a number from 0 to 1e+15, not 'now'"),
-        ({**request(), "hash_ids": 7}, ":2: hash_ids must be numbers"),
-        (request(ids=("a", "b")), ":2: hash_ids must be numbers"),
-        (request(length=9), ":2: 2 hash_ids for 9 tokens: not blocks of 4 (say --hash-block)"),
-    ],
-)
-def test_a_malformed_line_of_a_trace_is_named(tmp_path, line, complaint):
-    with pytest.raises(InvalidRequest) as error:
-        block_traces.load_mooncake(write(tmp_path, request(), line), hash_block=4)
-    assert complaint in str(error.value) and "\n" not in str(error.value)
 
 
 def test_sharegpt_turns_come_in_rounds_and_wait_for_each_other(tmp_path):
@@ -145,19 +87,6 @@ def test_a_file_that_is_not_packed_but_called_so_is_named(tmp_path):
     path.write_text("{}")
     with pytest.raises(InvalidRequest, match="cannot read"):
         read_text(path)
-
-
-def test_requests_come_at_the_times_of_the_trace(tmp_path):
-    from radixcache.bench.schemes.named import parse_scheme
-    from radixcache.runtime.engine.scheduler import Scheduler
-
-    path = write(tmp_path, request(timestamp=0), request(timestamp=10_000, ids=(8, 9)))
-    workload = block_traces.load_mooncake(path, hash_block=4)
-    scheduler = Scheduler(parse_scheme("radix-1").make(100), 64, 8, "fcfs")
-    clock = StepClock(0.5)
-    found = play(workload, Arrivals(as_recorded=True), IndexEngine(scheduler), clock)
-    assert clock.now() == 11.0  # two steps of half a second after the second came
-    assert [outcome.ttft for outcome in found] == [0.5, 0.5]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
