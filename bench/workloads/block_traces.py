@@ -114,13 +114,13 @@ class _Trace:
         self.last: dict[Any, int] = {}
         """The last request of each session or chat."""
         self._path, self._hash_block, self._vocabulary = path, hash_block, vocabulary
-        self._block, self._scope = 0, None
+        self._block, self._scope = 0, None  # type: int, int | None
         self._numbers: dict[tuple[int | None, int], int] = {}
         """Of blocks, in the order in which they come, by scope and id."""
 
     def start(self, where: str, record: Any, block: int, scope: int | None = None) -> None:
         """A record begins, whose kind has blocks of so many tokens."""
-        self._scope: int | None = scope
+        self._scope = scope
         self._block = self._hash_block or record.get("block_size", block)
         if type(self._block) is not int or not 0 < self._block <= _MOST:
             raise InvalidRequest(f"{where}: no number of tokens in a block: {self._block!r:.40}")
