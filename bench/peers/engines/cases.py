@@ -93,23 +93,10 @@ SIZES = {
     # Whatever an engine does once, it does here: same lengths, fewer requests.
     "warm-up": Sizes(questions=3, conversations=2, turns=2, prompts=3, tries=1),
     "quick": Sizes(
-        document=200,
-        questions=3,
-        system=60,
-        user=8,
-        conversations=2,
-        turns=3,
-        prefix=100,
-        at_once=4,
-        unrelated=40,
-        prompts=2,
-        answer=6,
-        read=100,
-        before=20,
-        written=8,
-        tries=2,
+        document=200, questions=3, system=60, user=8, conversations=2, turns=3, prefix=100,
+        at_once=4, unrelated=40, prompts=2, answer=6, read=100, before=20, written=8, tries=2,
     ),
-}
+}  # fmt: skip
 
 
 Figures = dict[str, float]
@@ -126,7 +113,7 @@ class Outcome:
 
 
 class Asked:
-    """Sends requests to an engine and writes down the times and the answers."""
+    """Sends requests to an engine and writes down the answers."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         self.outcome = Outcome()
