@@ -33,7 +33,6 @@ _MOST_REPLICAS = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
     parser.add_argument(
         "workloads",
         nargs="*",
@@ -127,7 +126,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that the flags ask for."""
     page = _page(args)
     report = measure(args)
     from radixcache.bench.report.files import NEEDED, write

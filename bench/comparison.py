@@ -51,7 +51,6 @@ class Comparison:
     seed: int = 0
 
     def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
-        """Run all of it, workload by workload."""
         runs = (self.level != "engine") + (self.repeats + 1) * (self.level != "index")
         runs = len(self.ways) if self.fleet else runs
         runs *= len(self.schemes) * len(self.memories)

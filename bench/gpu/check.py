@@ -131,7 +131,6 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
 
 
 def run_here(args: argparse.Namespace) -> int:
-    """A section in this process."""
     logging.basicConfig(format="%(levelname)s %(message)s")
     name, limit = args.section, SECTIONS[args.section].seconds
     faulthandler.enable()

@@ -94,7 +94,6 @@ class Place:
 
 
 def gpu_place(out: Path, with_flashinfer: bool) -> Place:
-    """The first GPU."""
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     torch.backends.cuda.enable_cudnn_sdp(False)  # in transformers: it makes a plan for every shape
     device = torch.device("cuda", torch.cuda.current_device())

@@ -103,7 +103,6 @@ class Report:
         self._try(name, all_figures)
 
     def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
-        """A row without a value."""
         self._add(Row(self._section, name, status, text, lines=[*lines]))
 
     def _try(self, name: str, work: Callable[[], None]) -> None:
@@ -141,7 +140,6 @@ def _first_line(error: Exception) -> str:
 
 
 def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
-    """Every row that the sections have written there."""
     rows = []
     for section in sections:
         path = folder / f"{section}.jsonl"
@@ -152,7 +150,6 @@ def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """A Markdown table."""
     lines = ["| section | what | result | aim | |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row.section, row.name, row.status, row.aim, row.shown or row.text)

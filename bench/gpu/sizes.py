@@ -13,7 +13,6 @@ _FIELDS = (
 
 
 def _llama(*values: int) -> dict[str, int]:
-    """The settings of a config."""
     return dict(zip(_FIELDS, values, strict=True))
 
 

@@ -49,7 +49,6 @@ class Step:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `AttentionBackend.run`."""
         return {"scale": self.kind.scale, "window": self.window, "softcap": self.softcap}
 
 
@@ -148,7 +147,6 @@ def reference(place: Place, step: Step) -> tuple[torch.Tensor, torch.Tensor, tor
 def attend(
     backend: AttentionBackend, step: Step, batch: PagedBatch | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same by `backend`."""
     pages = step.k_pages.clone(), step.v_pages.clone()
     backend.plan(batch or step.batch)
     return backend.run(step.query, step.key, step.value, *pages, **step.options), *pages

@@ -77,7 +77,6 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End the process."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()

@@ -95,7 +95,6 @@ def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) ->
 
 
 def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Namespace) -> None:
-    """Print two rows of the table."""
     tabletalk = folder == BUNDLED_MODEL
     count = args.questions if tabletalk else args.prompts
     answers: dict[str, list[Any]] = {}

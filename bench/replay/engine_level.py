@@ -30,8 +30,6 @@ _CERTAIN = torch.finfo(torch.float32).max
 
 
 class ScriptedSampler(Sampler):
-    """Chooses what the workload says."""
-
     def __init__(self, model: PagedModel, answers: dict[Request, Tokens]) -> None:
         super().__init__(model.device, 0, model.eos_token_ids)
         self._answers = answers
@@ -79,8 +77,6 @@ class ScriptedEngine(Engine):
 
 @dataclass
 class Timed:
-    """One run of one scheme."""
-
     outcomes: list[Outcome]
     seconds: float
     evicted_tokens: int

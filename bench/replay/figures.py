@@ -57,7 +57,6 @@ class Figures:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens."""
         return self.hit_tokens / self.prompt_tokens
 
     @property
@@ -68,7 +67,6 @@ class Figures:
 
     @property
     def warm(self) -> int:
-        """Requests that hit something."""
         return self.requests - self.refused - self.cold
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +84,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
         return cls(float(np.median(values)), min(values), max(values))
 
 

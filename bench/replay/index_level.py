@@ -40,7 +40,6 @@ def run_index(
     memory: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Replay a workload in one scheme."""
     cache = scheme.make(memory_tokens, workload)
     clock = CacheTime(cache)
     scheduler = WatchedScheduler(

@@ -143,7 +143,6 @@ class CacheTime:
 
     @property
     def seconds(self) -> float:
-        """In all calls together."""
         return (self._total - self._calls * self._clock_cost) / 1e9
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

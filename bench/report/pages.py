@@ -75,7 +75,6 @@ def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
 
 
 def _headline(workload: WorkloadReport) -> str:
-    """Its figures in bold."""
     return re.sub(r"(\d+%) fewer", r"<b>\1 fewer</b>", escape(headline(workload)))
 
 

@@ -284,7 +284,6 @@ def _tip(name: str, title: str | None = None, pattern: str = "") -> Spec:
 
 
 def _looks(workload: WorkloadReport) -> dict[str, Spec]:
-    """Colour, dash and shape by scheme."""
     drawn = styles(workload)
     field = {"field": "scheme", "type": "nominal", "legend": None}
     return {

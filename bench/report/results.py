@@ -42,7 +42,6 @@ class WorkloadReport:
     routing: list[RoutingFigures] = field(default_factory=list)
 
     def level(self, level: str) -> list[Figures]:
-        """The rows of one level."""
         return [row for row in self.rows if row.level == level]
 
     @property

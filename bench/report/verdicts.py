@@ -106,7 +106,6 @@ def remarks(workload: WorkloadReport) -> list[str]:
 
 
 def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
-    """What spoils the figures of one memory."""
     given, asked = rows[0].memory_tokens, parse_memory(rows[0].memory)
     share = asked.amount * workload.footprint if asked.unit == "share" else given
     if given > 1.05 * share:

@@ -61,8 +61,6 @@ NOTHING = Workload("nothing", "no request")
 
 @dataclass(frozen=True)
 class Scheme:
-    """A caching scheme and its page size."""
-
     kind: str
     page_size: int
 

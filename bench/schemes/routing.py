@@ -39,7 +39,6 @@ def cost(asked: Asked) -> Standing:
 
 
 def random(asked: Asked) -> Standing:
-    """Any."""
     return asked.random.choice(asked.standings)
 
 
@@ -108,7 +107,6 @@ def llm_d(asked: Asked) -> Standing:
 
 
 def _loads(asked: Asked) -> tuple[int, int]:
-    """Requests on the most and on the least loaded replica."""
     loads = [s.requests for s in asked.standings]
     return max(loads), min(loads)
 

@@ -107,8 +107,6 @@ def _add_session(trace: _Trace, where: str, requests: list[Any], after: int | No
 
 
 class _Trace:
-    """A workload while it is read."""
-
     def __init__(self, path: Path, hash_block: int | None, vocabulary: int) -> None:
         self.workload = Workload(name_of(path), "")
         self.last: dict[Any, int] = {}

@@ -18,14 +18,11 @@ from radixcache.errors import InvalidRequest
 
 
 class Writer:
-    """Random texts."""
-
     def __init__(self, seed: int, vocabulary: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.vocabulary = vocabulary
 
     def text(self, length: int) -> Tokens:
-        """[length] random tokens."""
         return self.rng.integers(0, self.vocabulary, length, dtype=np.int32)
 
     def about(self, length: int) -> Tokens:

@@ -102,12 +102,10 @@ def _part(where: str, part: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """The shortest JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _turn(where: str, turn: Any) -> tuple[str, str]:
-    """Who says what in a turn of ShareGPT."""
     match turn:
         case {"from": str(role), "value": str(text)}:
             return {"gpt": "assistant"}.get(role, role), text

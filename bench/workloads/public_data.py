@@ -199,7 +199,6 @@ def _choices(row: list[str]) -> str:
 
 @cache
 def trained_encoder(folder: Path) -> Encode:
-    """Text to tokens by a tokenizer trained on the public data."""
     texts = [f"{question}\n{answer}" for question, answer in _gsm8k(folder)]
     texts += [_choices(row) for _, dev, test in _mmlu(folder) for row in (*dev, *test)]
     texts += [(folder / "mt_bench_question.jsonl").read_text()]

@@ -70,7 +70,6 @@ def compare_hashes() -> list[str]:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description="HashBlockCache against vLLM's KVCacheManager.")
     parser.add_argument("--seeds", type=int, default=64, help="rounds (64)")
     parser.add_argument("--first-seed", type=int, default=0)

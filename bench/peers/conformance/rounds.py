@@ -33,7 +33,6 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and what was generated."""
         return list(self.peer.all_token_ids)
 
 
@@ -200,7 +199,6 @@ class Round(Sides):
         return True
 
     def abort(self) -> None:
-        """A running request ends before its time."""
         if self.running:
             request = self.rng.choice(self.running)
             self.trace.append(f"abort {request.peer.request_id}")
@@ -208,14 +206,12 @@ class Round(Sides):
             self.past.append(request.tokens)
 
     def preempt(self) -> None:
-        """A running request goes back to the queue."""
         if self.running:
             request = self.rng.choice(self.running)
             self.trace.append(f"preempt {request.peer.request_id}")
             self.give_up(request)
 
     def look(self) -> None:
-        """A look-up that nothing comes of."""
         prompt = self.rng.choice(self.past[-40:]) + self.some_tokens(self.rng.randint(1, 3))
         peer = PeerRequest("look", prompt, SamplingParams(), None, block_hasher=self.hasher)
         self.trace.append(f"look {prompt}")
@@ -252,12 +248,10 @@ class Round(Sides):
             self.reset()
 
     def end_step(self) -> None:
-        """The step was executed."""
         self.trace.append("step")
         self.commit()
 
     def chunk(self, left: int) -> int:
-        """How much of what is left one step computes."""
         return left if self.rng.random() < 0.5 else self.rng.randint(1, left)
 
     def some_tokens(self, most: int) -> list[int]:
@@ -276,7 +270,6 @@ class Round(Sides):
         return tuple(images)
 
     def leave(self, request: Request) -> None:
-        """The request's pages are let go on both sides."""
         assert request.lease is not None
         if request.lease.publishing:
             self.commit()
@@ -286,7 +279,6 @@ class Round(Sides):
         self.running.remove(request)
 
     def give_up(self, request: Request) -> None:
-        """Preempt as vLLM's scheduler does."""
         self.leave(request)
         request.peer.num_computed_tokens = 0
         request.peer.num_preemptions += 1
@@ -295,7 +287,6 @@ class Round(Sides):
         self.counts["preempted"] += 1
 
     def compare(self) -> None:
-        """Everything that can be seen, on both sides."""
         self.compare_pages()
         self.compare_events(ordered=True)
         for request in self.running:

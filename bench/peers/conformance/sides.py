@@ -39,15 +39,12 @@ def counted(stats: PrefixCacheStats | CacheStats) -> NDArray[np.int64]:
 
 @dataclass
 class Shape:
-    """What one random round runs on."""
-
     block_size: int
     num_blocks: int
     alphabet: int
 
     @classmethod
     def draw(cls, rng: Random) -> Shape:
-        """Any."""
         return cls(
             block_size=rng.choice([1, 2, 4, 4, 16, 16]),
             num_blocks=rng.choice([3, 6, 12, 24, 24, 48, 96, 96]),
@@ -66,7 +63,6 @@ def make_hasher(block_size: int, seed: str | None = None) -> Any:
 
 
 def chain(tokens: list[int], size: int, namespace: BlockNamespace | None) -> list[bytes]:
-    """Our hashes of the whole blocks of `tokens`."""
     hashes: list[bytes] = []
     parent = first_parent()
     for at in range(0, len(tokens) - size + 1, size):
@@ -97,7 +93,6 @@ class Sides:
         self.counts: Counter[str] = Counter()
 
     def same(self, what: str, peer: object, ours: object) -> None:
-        """Raise if the two differ."""
         if peer != ours:
             raise Difference(f"{what}: vLLM {peer}, radixcache {ours}")
 
@@ -132,7 +127,6 @@ class Sides:
         self.same("events", peer, ours)
 
     def as_peer_event(self, event: Stored | Evicted | Cleared) -> tuple[Any, ...]:
-        """An event of ours in the words of vLLM."""
         if isinstance(event, Cleared):
             return ("cleared",)
         size = self.shape.block_size
@@ -150,7 +144,6 @@ class Sides:
         )
 
     def compare_statistics(self) -> None:
-        """Since the last reset."""
         peer = self.ended + counted(self.peer.prefix_cache_stats)
         self.same("statistics", peer.tolist(), counted(self.cache.stats).tolist())
 
@@ -162,7 +155,6 @@ class Sides:
 
 
 def as_plain(event: object) -> tuple[Any, ...]:
-    """An event of vLLM as a tuple."""
     if isinstance(event, BlockStored):
         return ("stored", event.block_hashes, event.parent_block_hash, list(event.token_ids))
     if isinstance(event, BlockRemoved):

@@ -64,13 +64,11 @@ ENGINES = {
 
 
 def load() -> tuple[Engine, str]:
-    """The engine that was asked for, and its version."""
     engine = ENGINES[sys.argv[1]].load(Path(sys.argv[2]))
     return engine, engine.version
 
 
 def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
-    """One workload."""
     return asdict(run(request["workload"], engine, SIZES[request["sizes"]], request["seed"]))
 
 

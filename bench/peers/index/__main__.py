@@ -36,8 +36,6 @@ OF_TRACE = ("ours", "ours-token", "sglang-rust", "sglang-rust-once", "sglang-pyt
 
 @dataclass
 class Row:
-    """One row: a case with its parameters."""
-
     title: str
     case: str
     rounds: int
@@ -47,8 +45,6 @@ class Row:
 
 @dataclass
 class Result:
-    """What one contender did in one row."""
-
     rounds: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     found: int | None = None
@@ -81,7 +77,6 @@ class Result:
 
 
 def rows(pages: list[int], only: list[str] | None, quick: bool) -> Iterator[Row]:
-    """The rows that were asked for."""
     turns = 5 if quick else 15
     most = 10_000 if quick else 100_000
     size = 100 if quick else 500

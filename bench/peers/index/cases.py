@@ -56,7 +56,6 @@ def match(
 
 
 def convert(make: Make, seed: int, page_size: int, length: int) -> Iterator[Round]:
-    """Turn a Python list of tokens into what the library takes."""
     tokens = _random(np.random.default_rng(seed), length).tolist()
     index = make(page_size, page_size, [])
     yield {}
@@ -166,7 +165,6 @@ def _random(rng: np.random.Generator, count: int) -> Tokens:
 
 
 def _timed(index: Index, call: Callable[[Any], Any], argument: Any) -> float:
-    """Thread CPU nanoseconds of one call."""
     watch = index.watch
     watch.start()
     call(argument)

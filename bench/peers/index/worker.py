@@ -38,7 +38,6 @@ def load() -> tuple[Make, str]:
 
 
 def answer(make: Make, request: dict[str, Any]) -> Round:
-    """Set a case up, or run its next round."""
     global rounds
     if request:
         rounds = iter(())  # what the last case held is gone before the next
