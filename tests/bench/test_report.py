@@ -28,7 +28,6 @@ from radixcache.bench.report.sharing import shared_tree
 from radixcache.bench.report.terminal import print_report
 from radixcache.bench.report.verdicts import headline, remarks
 from radixcache.bench.schemes.bounds import build_trie
-from radixcache.bench.workloads.choice import DEFAULT, choose
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
@@ -195,13 +194,6 @@ def test_what_spoils_figures_is_said_in_words(rows, more, said):
     assert all(line.startswith(begin) for line, begin in zip(found, said, strict=True)), found
 
 
-def test_levels_that_differ_are_told():
-    index = figures("radix-1", 5, hits=[1, 2])
-    assert workload(index).disagreements is None
-    for hits, said in (([1, 2], "hit the same tokens"), ([3, 2], "DIFFER in the hits of 1 req")):
-        assert said in workload(index, replace(index, level="engine", hits=hits)).summary
-
-
 # The terminal.
 
 
@@ -272,11 +264,6 @@ def test_the_command_runs_it_again(words):
     program, bench, *again = shlex.split(cli.command(parsed(*words)))
     assert (program, bench) == ("radixcache", "bench")
     assert parsed(*again) == parsed(*words)
-
-
-def test_without_arguments_workloads_for_different_reasons_run():
-    chosen = choose(parsed(), 1 << 15)
-    assert tuple(workload.name for workload in chosen) == DEFAULT
 
 
 # JSON, and the page.
@@ -473,14 +460,6 @@ def test_the_file_that_is_read_is_not_written_over(capsys):
     assert main("bench --file p.txt --format prompts --json p.txt".split()) == 2
     assert "--file and --json are one file" in capsys.readouterr().err
     assert Path("p.txt").read_text() == "one\ntwo\n"
-
-
-@pytest.mark.parametrize("name", ["[red].txt", "a\nb\x1b[31m.txt", "a\udcff.txt"])
-def test_a_file_may_have_any_name(name, capsys):
-    Path(name).write_text("one two three\none two\n")
-    words = ["--schemes", "radix-1", "--file", name, "--format", "prompts"]
-    assert main(["bench", *words, "--json", "f.json", "--report", "f.html"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_full_disk_leaves_the_file_of_yesterday_and_nothing_beside_it(tmp_path):

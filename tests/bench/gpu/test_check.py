@@ -242,15 +242,6 @@ def test_where_flashinfer_does_not_run_the_others_do_without(fakes) -> None:
     assert "--torch" not in rows[-1][2]
 
 
-def test_results_of_several_calls_are_merged(fakes, tmp_path) -> None:
-    fakes(first="row('works', 'ok')")
-    other = tmp_path / "other"
-    other.mkdir()
-    Row("second", "works", "ok").tell(other / "second.jsonl")
-    code, rows = fakes("--merge", str(tmp_path), str(other), first="", second="")
-    assert code == 0 and [row[0] for row in rows] == ["environment", "first", "second"]
-
-
 def test_each_call_ends_within_nine_minutes_and_profiles_come_last() -> None:
     for call in (1, 2):
         seconds = [s.seconds for s in check.SECTIONS.values() if s.call == call]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -206,13 +205,6 @@ def test_the_installed_file_is_found_and_its_package_not_imported(monkeypatch, t
     (folder / "A.Q4_1.gguf").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert smollm2.find() == folder / "A.Q4_1.gguf"
-
-
-def test_an_environment_that_is_not_there_is_named_in_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], venv=".venv-of-nobody"))
-    with pytest.raises(Failed) as failed:
-        engines.take_turn("vllm", tmp_path, ["W1"], "quick", 0)
-    assert str(failed.value) == ".venv-of-nobody does not exist: `make bench-peers` makes it"
 
 
 def test_tables_show_medians_spread_and_ours_over_theirs():

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from radixcache import LeaseError, OutOfPages, PagePool
+from radixcache import OutOfPages, PagePool
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.report.results import WorkloadReport
@@ -85,50 +85,6 @@ def test_a_prefix_object_takes_memory_when_it_is_named_and_a_template_from_the_s
         assert cache.match(tokens(20)) == 0
 
 
-def test_who_names_a_prefix_in_the_step_that_computes_it_shares_its_blocks_and_computes_too():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(8)])
-    one = begin(cache, np.append(tokens(8), tokens(4, 50)))
-    other = begin(cache, np.append(tokens(8), tokens(4, 70)))
-    assert other.cached_tokens == 0
-    assert other.page_table[:2].tolist() == one.page_table[:2].tolist()
-    assert cache.pool.num_free == 32 - 4
-    cache.commit()
-    late = begin(cache, np.append(tokens(8), tokens(4, 90)))
-    assert late.cached_tokens == 8
-    assert late.page_table[:2].tolist() == one.page_table[:2].tolist()
-
-
-def test_a_step_that_fails_leaves_a_prefix_to_be_computed_by_the_next():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(8)])
-    lease = begin(cache, tokens(20))
-    cache.rollback()
-    cache.check()
-    assert lease.num_tokens == 0 == cache.match(tokens(20))
-    cache.reserve(lease, 20)
-    cache.publish(lease, tokens(20))
-    cache.commit()
-    assert cache.match(tokens(20)) == 8
-    cache.release(lease)
-    cache.check()
-
-
-def test_a_prefix_whose_blocks_were_not_all_written_is_not_found():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(16)])
-    lease = cache.acquire(tokens(20))
-    cache.reserve(lease, 20)
-    cache.publish(lease, tokens(6))
-    cache.commit()
-    cache.publish(lease, tokens(14, 6))
-    cache.rollback()  # the rest of the table is gone, and is written elsewhere next time
-    cache.reserve(lease, 20)
-    cache.publish(lease, tokens(14, 6))
-    cache.commit()
-    cache.check()
-    assert cache.match(tokens(20)) == 0
-    cache.release(lease)
-    assert serve(cache, tokens(20)) == 0 and serve(cache, tokens(20)) == 16
-
-
 @pytest.mark.parametrize("kind", [PrefixObjectCache, TemplateCache])
 def test_prefixes_take_no_more_than_half_of_the_memory(kind):
     cache = kind(PagePool(10, 4), [tokens(12), tokens(12, 50), tokens(8, 90)])
@@ -182,22 +138,6 @@ def test_who_appends_to_a_shared_half_filled_block_gets_a_copy_and_the_last_one_
     end(cache, other, tokens(2, 60))
     late = begin(cache, tokens(10))
     assert late.page_table[2] in (source, target)  # by the hash of the half-filled block
-
-
-def test_leases_must_be_released_before_a_reset_and_no_step_is_undone():
-    cache = FirstBlocksCache(PagePool(6, 4))
-    lease = begin(cache, tokens(16))
-    with pytest.raises(LeaseError):
-        cache.reset()
-    with pytest.raises(NotImplementedError):
-        cache.rollback()
-    cache.recover()
-    cache.check()
-    assert lease.released and cache.pool.num_free == 6
-    serve(cache, tokens(16))
-    cache.reset()
-    cache.check()
-    assert cache.match(tokens(16)) == 0
 
 
 # -- all of them -------------------------------------------------------------------------------

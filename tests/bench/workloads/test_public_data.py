@@ -73,9 +73,3 @@ def test_half_filled_pages_are_why_pages_hit_less_than_blocks_on_mt_bench():
     )
     assert 0.02 < (tree.empty_share or 0) < 0.025
     assert tree.hit_tokens < 0.9 * block.hit_tokens < 0.9 * more.hit_tokens
-
-
-@pytest.mark.exhaustive
-def test_short_prompts_gain_much_few_shot_some_and_long_documents_next_to_nothing():
-    order = ["gsm8k-best-of-8", "mmlu-5-shot", "long-documents"]
-    assert sorted(order, key=ratio, reverse=True) == order
