@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.steps import layers_of_pages, make_batch
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.cascade import MIN_ROWS, MIN_TOKENS
@@ -44,7 +44,7 @@ def _attention(
     rows: int,
     shared: int,
     ratios: dict[tuple[int, int], float],
-) -> Figure:
+) -> Row:
     """Decodes in many layers, planned: flat over in two levels."""
     sizes = place.sizes
     kind = LayerKind(*heads, sizes.head_dim, sizes.head_dim, sizes.head_dim**-0.5)
@@ -65,4 +65,4 @@ def _attention(
         limit = AIM
     where = f"flat over cascade, {heads[0]}/{heads[1]} heads, {rows} rows, {shared} shared"
     note = f"{flat * 1e6:.1f} against {levels * 1e6:.1f} µs a layer"
-    return Figure(where, flat / levels, "x", at_least=limit, note=note)
+    return figure(where, flat / levels, "x", at_least=limit, note=note)

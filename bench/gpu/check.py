@@ -126,7 +126,7 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if told:
-        Row(name, "the process", "FAIL", told).tell(rows)
+        Row("the process", "FAIL", told, section=name).tell(rows)
     return status
 
 

@@ -18,7 +18,7 @@ from radixcache.bench.gpu.models import (
     seconds_of_steps,
 )
 from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.report import Report, Row, figure
 
 AIM = 1.3
 """Times the floor, at batch sizes of 64 and less."""
@@ -31,7 +31,7 @@ def run(place: Place, report: Report) -> None:
         report.measure(name, _step, place, model, batch, page_size)
 
 
-def _step(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> Iterator[Figure]:
+def _step(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> Iterator[Row]:
     context, steps = place.sizes.decode_context, place.sizes.steps
     rng = np.random.default_rng(batch)
     with engine_on(
@@ -43,8 +43,8 @@ def _step(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> I
         where = f"decode, batch {batch} x {context}, page {page_size}"
         note = f"step {seconds * 1e3:.2f} ms, floor {floor * 1e3:.2f} ms"
         limit = AIM if batch <= 64 else None
-        yield Figure(where, seconds / floor, "x floor", limit, note=note)
+        yield figure(where, seconds / floor, "x floor", limit, note=note)
         replay = place.replay_seconds(last_graph(engine))
         note = f"graph {replay * 1e3:.2f} ms"
-        yield Figure(f"{where}: device alone", replay / floor, "x floor", note=note)
-        yield Figure(f"{where}: overhead of the engine", (seconds - replay) * 1e6, "µs a step")
+        yield figure(f"{where}: device alone", replay / floor, "x floor", note=note)
+        yield figure(f"{where}: overhead of the engine", (seconds - replay) * 1e6, "µs a step")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from radixcache.bench.gpu.models import begin_decoding, engine_on, random_llama, random_tokens
 from radixcache.bench.gpu.place import Place, Work
-from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.ttft import asking
 
 LONGEST = 12
@@ -29,20 +29,20 @@ def run(place: Place, report: Report) -> None:
         report.measure(f"question on {cached} cached", _question, place, model, cached)
 
 
-def _decode(place: Place, model: PreTrainedModel, batch: int) -> Figure:
+def _decode(place: Place, model: PreTrainedModel, batch: int) -> Row:
     context, rng = place.sizes.decode_context, np.random.default_rng(batch)
     with engine_on(place, model, num_tokens=batch * (context + 256), max_num_seqs=batch) as engine:
         begin_decoding(engine, [random_tokens(rng, engine, context) for _ in range(batch)], 4)
         return _profile(place, f"decode step of {batch}", engine.step)
 
 
-def _question(place: Place, model: PreTrainedModel, cached: int) -> Figure:
+def _question(place: Place, model: PreTrainedModel, cached: int) -> Row:
     with asking(place, model, cached) as (_, ask):
         ask()
         return _profile(place, f"question on {cached} cached", ask)
 
 
-def _profile(place: Place, name: str, work: Work) -> Figure:
+def _profile(place: Place, name: str, work: Work) -> Row:
     """The device's busy share in one run of `work`, and its longest kernels; keeps the trace."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
@@ -61,4 +61,4 @@ def _profile(place: Place, name: str, work: Work) -> Figure:
     busy = sum(row[0] for row in rows)  # µs
     lines = [f"{t / 1e3:8.3f} ms  {calls:5} x  {key[:100]}" for t, calls, key in rows[:LONGEST]]
     note = f"{busy / 1e3:.2f} of {wall * 1e3:.2f} ms, {sum(row[1] for row in rows)} launches"
-    return Figure(f"{name}: device busy", busy / wall / 1e4, "%", note=note, lines=lines)
+    return figure(f"{name}: device busy", busy / wall / 1e4, "%", note=note, lines=lines)

@@ -16,36 +16,9 @@ class NotRun(Exception):
 
 
 @dataclass
-class Figure:
-    """A measured value, and what it should be."""
-
-    name: str
-    value: float
-    unit: str
-    at_most: float | None = None
-    at_least: float | None = None
-    note: str = ""
-    lines: Sequence[str] = ()
-
-    @property
-    def aim(self) -> str:
-        bounds = [("≤", self.at_most), ("≥", self.at_least)]
-        return " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
-
-    @property
-    def status(self) -> str:
-        if not self.aim:
-            return "measured"
-        low = self.at_least is None or self.value >= self.at_least
-        high = self.at_most is None or self.value <= self.at_most
-        return "met" if low and high else "missed"
-
-
-@dataclass
 class Row:
     """One line of the report: ok, FAIL, not run, note; or measured, met, missed with a value."""
 
-    section: str
     name: str
     status: str
     text: str = ""
@@ -53,6 +26,7 @@ class Row:
     unit: str = ""
     aim: str = ""
     lines: list[str] = field(default_factory=list)
+    section: str = ""
 
     @property
     def shown(self) -> str:
@@ -71,6 +45,25 @@ class Row:
             file.write("\n" + json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
 
+def figure(
+    name: str,
+    value: float,
+    unit: str,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    note: str = "",
+    lines: Sequence[str] = (),
+) -> Row:
+    """A measured value, and what it should be."""
+    bounds = [("≤", at_most), ("≥", at_least)]
+    aim = " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
+    missed = (at_most is not None and value > at_most) or (
+        at_least is not None and value < at_least
+    )
+    status = "missed" if missed else "met" if aim else "measured"
+    return Row(name, status, note, value, unit, aim, [*lines])
+
+
 class Report:
     """Collects the rows of one section.
 
@@ -86,43 +79,43 @@ class Report:
 
     def check(self, name: str, work: Callable[..., str | None], *arguments: object) -> None:
         """A row that is ok unless `work` raises; what it returns is told along."""
-        self._try(name, lambda: self.tell(name, work(*arguments) or "", status="ok"))
+        self._try(name, lambda: [Row(name, "ok", work(*arguments) or "")])
 
     def measure(
-        self, name: str, work: Callable[..., Figure | Iterable[Figure]], *arguments: object
+        self, name: str, work: Callable[..., Row | Iterable[Row]], *arguments: object
     ) -> None:
         """A row for each figure of `work`."""
 
-        def all_figures() -> None:
+        def figures() -> Iterable[Row]:
             found = work(*arguments)
-            for f in [found] if isinstance(found, Figure) else found:
-                self._add(
-                    Row(self._section, f.name, f.status, f.note, f.value, f.unit, f.aim, [*f.lines])
-                )
+            return [found] if isinstance(found, Row) else found
 
-        self._try(name, all_figures)
+        self._try(name, figures)
 
     def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
-        self._add(Row(self._section, name, status, text, lines=[*lines]))
+        """A row without a value."""
+        self._add(Row(name, status, text, lines=[*lines]))
 
-    def _try(self, name: str, work: Callable[[], None]) -> None:
+    def _try(self, name: str, work: Callable[[], Iterable[Row]]) -> None:
         if time.monotonic() > self._end:
             self.tell(name, "no time left", status="not run")
             return
         try:
-            work()
-        except NotRun as error:
-            self.tell(name, _first_line(error), status="not run")
+            for row in work():
+                self._add(row)
         except Exception as error:
+            first = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             if type(error).__name__ == "MissingJITCacheError":
-                why = "FlashInfer's kernel for it is not there, and may not be built"
-                self.tell(name, why, status="not run")
+                first = "FlashInfer's kernel for it is not there, and may not be built"
+            elif not isinstance(error, NotRun):
+                lines = "".join(traceback.format_exception(error)).splitlines()
+                self.tell(name, f"{type(error).__name__}: {first}", lines, "FAIL")
+                _check_device()
                 return
-            lines = "".join(traceback.format_exception(error)).splitlines()
-            self.tell(name, f"{type(error).__name__}: {_first_line(error)}", lines, "FAIL")
-            _check_device()
+            self.tell(name, first, status="not run")
 
     def _add(self, row: Row) -> None:
+        row.section = self._section
         self.rows.append(row)
         row.tell(self._path)
 
@@ -133,10 +126,6 @@ def _check_device() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
@@ -150,6 +139,7 @@ def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
+    """In Markdown."""
     lines = ["| section | what | result | aim | |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row.section, row.name, row.status, row.aim, row.shown or row.text)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from radixcache.bench.gpu.ceilings import floor_seconds
 from radixcache.bench.gpu.models import engine_on, random_llama, random_tokens, run_all
 from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.report import Figure, Report
+from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.runtime.engine.engine import Engine
 
 AIM = 1.3
@@ -50,7 +50,7 @@ def asking(
         yield engine, ask
 
 
-def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> Iterator[Figure]:
+def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> Iterator[Row]:
     question = place.sizes.question
     with asking(place, model, cached, page_size) as (engine, ask):
         engine.cache.reset()
@@ -61,6 +61,6 @@ def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> 
         where = f"TTFT of {question} tokens on {cached} cached, page {page_size}"
         note = f"floor {floor * 1e3:.2f} ms, {hits[0] * 1e3:.2f} to {hits[-1] * 1e3:.2f} ms"
         limit = (AIM * floor + AIM_SECONDS) * 1e3
-        yield Figure(where, hit * 1e3, "ms", limit, note=note)
+        yield figure(where, hit * 1e3, "ms", limit, note=note)
         note = f"cold {cold * 1e3:.1f} ms"
-        yield Figure(f"{where}: cold over cached", cold / hit, "x", note=note)
+        yield figure(f"{where}: cold over cached", cold / hit, "x", note=note)

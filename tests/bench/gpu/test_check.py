@@ -17,7 +17,7 @@ import torch
 from radixcache import RadixCache
 from radixcache.bench.gpu import check, equality, pack
 from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.report import Figure, NotRun, Report, Row, failed, table
+from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
 from radixcache.bench.gpu.sizes import FULL, SMALL
 from radixcache.bench.gpu.smoke import LAYERS
 from radixcache.runtime.model.load import VERIFIED
@@ -141,9 +141,9 @@ def test_checks_stand_alone(tmp_path) -> None:
     report.check("right", lambda: "well")
     assert not failed(report.rows)
     report.check("wrong", raises(ValueError("so it is\nand more")))
-    report.measure("figures", lambda: [Figure("a", 1.0, "x", at_most=2), Figure("b", 1, "x")])
-    report.measure("slow", lambda: Figure("c", 3.0, "x", at_most=2, lines=["why"]))
-    report.measure("small", lambda: Figure("d", 3.0, "x", at_least=4))
+    report.measure("figures", lambda: [figure("a", 1.0, "x", at_most=2), figure("b", 1, "x")])
+    report.measure("slow", lambda: figure("c", 3.0, "x", at_most=2, lines=["why"]))
+    report.measure("small", lambda: figure("d", 3.0, "x", at_least=4))
     late = Report("late", tmp_path / "first.jsonl", -1)
     late.check("never", raises(AssertionError("it ran")))
     assert [(row.name, row.status) for row in report.rows + late.rows] == [
