@@ -95,20 +95,7 @@ INDEX = [
         lambda w, r: share(r.hit_tokens, w.optimal_hits.get(r.memory_tokens)),
     ),
     PREFILLED,
-    Column(
-        "doubled",
-        "Prompt tokens computed although, at admission, a request in flight had them computed or "
-        "was about to.",
-        lambda w, r: _count(r.doubled_tokens),
-        on_page_only=True,
-    ),
     Column("evicted", "Tokens dropped to make room.", lambda w, r: _count(r.evicted_tokens), True),
-    Column(
-        "peak pages",
-        "The most pages that running requests used at once, of 64 samples.",
-        lambda w, r: _count(r.peak_used_pages),
-        on_page_only=True,
-    ),
     Column(
         "empty slots",
         "Of the slots in pages that are held, how many hold no token; mean of 64 samples.",

@@ -327,8 +327,7 @@ def test_the_page_shows_the_figures_of_the_json(whole, page):
         assert (by_title["memory"], by_title["scheme"]) == (row["memory"], row["scheme"])
         assert by_title["hit"] == f"{row['hit_rate']:.1%}"
         assert by_title["cache µs"] == f"{row['cache_us']:,.0f}"
-        names = {"prefilled": "computed_tokens", "doubled": "doubled_tokens"}
-        names |= {"evicted": "evicted_tokens", "peak pages": "peak_used_pages"}
+        names = {"prefilled": "computed_tokens", "evicted": "evicted_tokens"}
         assert all(by_title[title] == f"{row[name]:,}" for title, name in names.items())
     assert f">{workloads[0]['headline'][:4]}" in page
 
