@@ -14,7 +14,6 @@ from radixcache.bench.gpu.report import NotRun, Report, Row, figure
 def run(place: Place, report: Report) -> None:
     report.measure("copy", _copy, place)
     report.measure("matrix product", _matmul, place)
-    report.measure("launch", _launch, place)
 
 
 def _copy(place: Place) -> Row:
@@ -34,12 +33,6 @@ def _matmul(place: Place) -> Row:
     place.ceilings["flop/s"] = rate
     note = f"{place.dtype}, {size} cubed, random data"
     return figure("matrix product", rate / 1e12, "TFLOP/s", note=note)
-
-
-def _launch(place: Place) -> Row:
-    tiny = place.randn(16)
-    seconds = place.wall_seconds(lambda: [tiny.add_(0) for _ in range(200)]) / 200
-    return figure("launch of a small kernel from Python", seconds * 1e6, "µs")
 
 
 def floor_seconds(

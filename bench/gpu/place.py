@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,17 +53,6 @@ class Place:
     def capture(self, work: Work) -> Work:
         """A replay of `work`, from memory of its own."""
         return cuda_graphs._Capture(self.device)(work)
-
-    def wall_seconds(self, work: Work, repeat: int = 5) -> float:
-        """Median seconds of `work`, from the call until the device is idle."""
-        taken = []
-        for _ in range(repeat + 1):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:])
 
     def gpu_seconds(self, works: Sequence[Work], repeat: int = 7) -> float:
         """Median seconds of one work on the device alone; the host's launches do not count.
