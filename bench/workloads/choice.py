@@ -12,8 +12,7 @@ from radixcache.bench.workloads.byte_level_bpe import train_encoder
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.public_data import PUBLIC, load_public
 from radixcache.bench.workloads.records import read_text
-from radixcache.bench.workloads.rendering import Joined, Templated
-from radixcache.bench.workloads.requests import holds_requests, load_requests
+from radixcache.bench.workloads.requests import Joined, Templated, holds_requests, load_requests
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 

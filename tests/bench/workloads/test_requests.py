@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from radixcache.bench.workloads.rendering import Joined, Templated
-from radixcache.bench.workloads.requests import load_requests
+from radixcache.bench.workloads.requests import Joined, Templated, load_requests
 from radixcache.runtime.cli import main
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
