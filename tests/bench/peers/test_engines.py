@@ -53,43 +53,6 @@ def calls_of(workload, sizes="full", seed=0):
     return recorder, recorder.calls
 
 
-def test_questions_follow_one_document():
-    _, calls = calls_of("W1")
-    prompts = [call[0].tokens for call in calls]
-    assert [len(call) for call in calls] == [1] * 20
-    assert {len(prompt) for prompt in prompts} == {3030}
-    assert len({tuple(prompt[:3000]) for prompt in prompts}) == 1
-    assert len({prompt[3000] for prompt in prompts}) > 10
-    assert {call[0].shared for call in calls} == {3000}
-
-
-def test_a_turn_holds_the_turns_before_it_and_their_answers():
-    recorder, calls = calls_of("W2")
-    requests = [request for (request,) in calls]
-    assert [request.conversation for request in requests] == [0, 1, 2, 3, 4, 5] * 6
-    last: dict[int, cases.Request] = {}
-    for request in requests:
-        if (before := last.get(request.conversation)) is None:
-            assert len(request.tokens) == 1032
-            assert request.tokens[:1000] == requests[0].tokens[:1000]
-        else:
-            known = before.tokens + recorder.answers[tuple(before.tokens)]
-            assert request.tokens[: len(known)] == known
-            assert len(request.tokens) == len(known) + 32
-        last[request.conversation] = request
-
-
-def test_a_burst_shares_a_prefix_and_unrelated_prompts_share_nothing():
-    _, calls = calls_of("W3")
-    assert [len(call) for call in calls] == [16, 16]
-    prompts = [tuple(request.tokens) for call in calls for request in call]
-    assert len(set(prompts)) == 32 and {len(prompt) for prompt in prompts} == {1530}
-    assert len({prompt[:1500] for prompt in prompts}) == 1
-    _, calls = calls_of("W4")
-    assert [request.shared for (request,) in calls] == [0] * 12
-    assert len({tuple(request.tokens[:8]) for (request,) in calls}) == 12
-
-
 def test_tokens_per_second_are_read_before_the_first_and_written_after_it(monkeypatch):
     clock = SimpleNamespace(now=0.0)
 
