@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,21 +12,9 @@ NEEDED = "needs vl-convert: pip install '.[bench]' in a checkout"
 
 
 def write(path: Path, content: str) -> None:
-    """Write a file, whole or not at all. Raises InvalidRequest if it cannot be written."""
-    data = content.encode(errors="replace")  # a file's name need not be text
-    place = path.resolve()
-    half = place.with_name(f".{place.name}.{os.getpid()}")
+    """Write a file. Raises InvalidRequest if it cannot be written."""
     try:
-        if place.exists() and not place.is_file():
-            place.write_bytes(data)  # a pipe, or a device
-            return
-        try:
-            half.write_bytes(data)
-            if place.exists():
-                shutil.copymode(place, half)
-            half.replace(place)
-        finally:
-            half.unlink(missing_ok=True)
+        path.write_bytes(content.encode(errors="replace"))  # a file's name need not be text
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
 

@@ -132,11 +132,7 @@ BLIND = ("random", "two-choices", "least-queued")
 
 
 def find_rules(names: Sequence[str]) -> list[str]:
-    """The rules of these names, each once; all of them for "all".
-
-    Raises:
-        InvalidRequest: none is called so.
-    """
+    """The rules of these names, each once; all of them for "all"."""
     if "all" in names:
         return [*RULES]
     for name in names:

@@ -46,9 +46,6 @@ def load_trace(
 
     Args:
         hash_block: tokens of a block, instead of what the trace says or its kind implies.
-
-    Raises:
-        InvalidRequest: a record is none of these.
     """
     trace = _Trace(path, hash_block, vocabulary)
     for number, (where, record) in enumerate(read_records(path, limit)):

@@ -36,11 +36,7 @@ _TRAINED_ON = 1 << 23
 
 
 def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
-    """The workloads that the flags of the command name.
-
-    Raises:
-        InvalidRequest: there is no such workload, or the file is not what it is said to be.
-    """
+    """The workloads that the flags of the command name."""
     names = args.workloads or ([] if args.file else DEFAULT)
     chosen = [
         load_public(name) if name in PUBLIC else generate(name, args.seed, vocabulary)

@@ -229,11 +229,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
 
 
 def generate(spec: str, seed: int, vocabulary: int) -> Workload:
-    """The workload that `spec` names, such as "chat" or "chat:turns=4,conversations=10".
-
-    Raises:
-        InvalidRequest: no such workload or keyword, or a value that is no positive number.
-    """
+    """The workload that `spec` names, such as "chat" or "chat:turns=4,conversations=10"."""
     name, _, options = spec.partition(":")
     if name not in GENERATORS:
         raise InvalidRequest(f"no workload {name!r}; there are {', '.join(GENERATORS)}")

@@ -48,11 +48,7 @@ def data_folder() -> Path | None:
 
 
 def load_public(name: str, folder: Path | None = None) -> Workload:
-    """The workload called `name`, one of `PUBLIC`.
-
-    Raises:
-        InvalidRequest: the data are not there.
-    """
+    """The workload called `name`, one of `PUBLIC`."""
     folder = folder or data_folder()
     if folder is None:
         raise InvalidRequest(

@@ -124,9 +124,6 @@ def load_requests(path: Path, renderer: Renderer, *, limit: int | None = None) -
     whose messages go on from an earlier request and its answer waits for that, and says what the
     answer was. Where nothing says it, an answer has 128 random tokens, or `max_tokens` if less.
     Several models share nothing.
-
-    Raises:
-        InvalidRequest: a record is no such body.
     """
     logged = [_read(where, record) for where, record in read_records(path, limit)]
     if not logged:
