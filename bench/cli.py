@@ -33,7 +33,8 @@ _MOST_REPLICAS = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "workloads",
         nargs="*",
         metavar="WORKLOAD",
@@ -41,8 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"on public data, if at hand, {', '.join(PUBLIC)} "
         f"({' '.join(DEFAULT)}, unless --file)",
     )
-    parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
-    parser.add_argument(
+    add("--level", choices=LEVELS, default="index", help="(index)")
+    add(
         "--schemes",
         nargs="+",
         metavar="SCHEME",
@@ -50,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="none, hash-B, radix-P, whole-P, aligned-P, cow-B, prefix-B, template-B; "
         f"or {', '.join(GROUPS)} (default)",
     )
-    parser.add_argument(
+    add(
         "--memory",
         nargs="+",
         metavar="SIZE",
@@ -58,71 +59,57 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="for KV pages: tokens, 512MiB, or a share of the workload's distinct tokens "
         "(30%% 100%%)",
     )
-    files = parser.add_argument_group("requests from a file")
-    files.add_argument("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
-    files.add_argument("--format", choices=FORMATS, help="what the file is")
-    files.add_argument(
-        "--hash-block",
-        type=int,
-        metavar="N",
-        help="tokens of an id (the trace's own, or 512)",
-    )
-    files.add_argument("--limit", type=int, metavar="N", help="read no more than N records")
-    serving = parser.add_argument_group("serving")
-    serving.add_argument(
+    files = parser.add_argument_group("requests from a file").add_argument
+    files("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
+    files("--format", choices=FORMATS, help="what the file is")
+    files("--hash-block", type=int, metavar="N", help="tokens of an id (the trace's own, or 512)")
+    files("--limit", type=int, metavar="N", help="read no more than N records")
+    serving = parser.add_argument_group("serving").add_argument
+    serving(
         "--arrivals",
         choices=("closed", "poisson", "trace"),
         default="closed",
         help="as others end, at random, or at the file's times (closed)",
     )
-    serving.add_argument(
+    serving(
         "--concurrency", type=int, default=8, metavar="N", help="closed: requests in flight (8)"
     )
-    serving.add_argument("--rate", type=float, metavar="R", help="poisson: requests a second")
-    serving.add_argument(
+    serving("--rate", type=float, metavar="R", help="poisson: requests a second")
+    serving(
         "--step-time", type=float, default=0.025, metavar="S", help="index level: seconds (0.025)"
     )
-    serving.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="per step (2048)"
-    )
-    serving.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
-    serving.add_argument("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
-    replicas = parser.add_argument_group("several replicas, simulated")
-    replicas.add_argument(
+    serving("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="per step (2048)")
+    serving("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
+    serving("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
+    replicas = parser.add_argument_group("several replicas, simulated").add_argument
+    replicas(
         "--replicas",
         type=int,
         metavar="N",
         help=f"compare ways to route requests to N replicas, each with this --memory, whose cache "
         f"is each of --schemes ({_REPLICA})",
     )
-    replicas.add_argument(
+    replicas(
         "--routing", nargs="+", metavar="NAME", default=["all"], help=f"all, {', '.join(RULES)}"
     )
-    replicas.add_argument(
+    replicas(
         "--prefill-rate",
         type=float,
         default=8192,
         metavar="R",
         help="prompt tokens that a replica computes in a second (8192)",
     )
-    replicas.add_argument(
+    replicas(
         "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
     )
-    engine = parser.add_argument_group("engine level")
-    engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
-    engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
-    engine.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="F",
-        help=f"write a page ({DEFAULT_PAGE}, unless --json)",
-    )
+    engine = parser.add_argument_group("engine level").add_argument
+    engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
+    engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+    engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})")
+    add("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
+    add("--report", type=Path, metavar="F", help=f"write a page ({DEFAULT_PAGE}, unless --json)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PrefixCache, RadixCache
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
@@ -31,14 +30,6 @@ class Survey:
     empty_slots: int
 
 
-@runtime_checkable
-class Filled(Protocol):
-    """A scheme's cache that says itself what its pages hold."""
-
-    def filled_slots(self) -> NDArray[np.int32]:
-        """[num_pages] slots of each page that hold a cached token."""
-
-
 def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
     """Look at every page. O(pages + nodes)."""
     size, num_pages = cache.page_size, cache.pool.num_pages
@@ -52,8 +43,8 @@ def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
     elif isinstance(cache, PageAlignedRadixCache):
         for node in cache.tree._tree:
             filled[node.pages] = size
-    elif isinstance(cache, Filled):
-        filled = cache.filled_slots()
+    elif filled_slots := getattr(cache, "filled_slots", None):
+        filled = filled_slots()
     elif isinstance(cache, HashBlockCache):
         filled[[page for page, block in enumerate(cache._blocks) if block is not None]] = size
     used = np.zeros(num_pages, bool)
