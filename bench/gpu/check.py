@@ -40,12 +40,9 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "environment": Section(1, 25),
-    "smoke": Section(1, 45),
+    "environment": Section(1, 70),
     "equality": Section(1, 85),
-    "ceilings": Section(1, 30),
-    "decode": Section(1, 90),
-    "ttft": Section(1, 80),
+    "speed": Section(1, 200),
     "correctness": Section(2, 90),
     "llm": Section(2, 100),
     "cascade": Section(2, 95),
@@ -79,14 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Each section in a process of its own.
-
-    The environment comes first, which says whether FlashInfer runs; so do ceilings where needed.
-    """
-    wanted = set(args.only or [n for n, s in SECTIONS.items() if args.call in (None, s.call)])
-    if wanted & {"decode", "ttft"} and not (args.out / "ceilings.json").exists():
-        wanted.add("ceilings")
-    names = [name for name in SECTIONS if name in wanted | {"environment"}]
+    """Each section in a process of its own; the environment first, which tells of FlashInfer."""
+    wanted = args.only or [n for n, s in SECTIONS.items() if args.call in (None, s.call)]
+    names = [name for name in SECTIONS if name in {"environment", *wanted}]
     options = ["--out", str(args.out)]
     options += [flag for flag in ("--rehearse", "--torch") if vars(args)[flag[2:]]]
     for name in names:
@@ -136,14 +128,9 @@ def run_here(args: argparse.Namespace) -> int:
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit, exit=True)  # says where it hangs
     report = Report(name, args.out / f"{name}.jsonl", limit - _RESERVE)
-    ceilings = args.out / "ceilings.json"
     try:
         with _place(args) as place:
-            if ceilings.exists():
-                place.ceilings = json.loads(ceilings.read_text())
             run_section(name, place, report)
-            if name == "ceilings":
-                ceilings.write_text(json.dumps(place.ceilings))
     except NoDevice as error:
         print(error, file=sys.stderr)
         return CANNOT_RUN

@@ -1,4 +1,6 @@
-"""What the machine is, what is installed there, and whether FlashInfer runs."""
+"""What the machine is, what is installed there, and whether FlashInfer runs, also for each kind of
+layer that a supported model has.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,31 @@ PACKAGES = (
 COMMANDS = (["nvidia-smi"], ["nvidia-smi", "topo", "-m"], ["nvcc", "--version"], ["lscpu"])
 
 
+def _kinds(
+    shapes: list[tuple[int, int]],
+    windows: tuple[int | None, ...] = (None,),
+    cap: float | None = None,
+) -> list[LayerKind]:
+    """Layers by (query heads of a KV head, head size), and by window."""
+    return [
+        LayerKind(2 * group, 2, dim, dim, dim**-0.5, window, cap)
+        for group, dim in shapes
+        for window in windows
+    ]
+
+
+LAYERS = {
+    "llama": _kinds([(4, 64), (4, 128), (1, 128)]),
+    "qwen2": _kinds([(7, 64), (7, 128)]),
+    "qwen3": _kinds([(2, 64), (2, 128)]),
+    "mistral": _kinds([(4, 128)], (None, 4096)),
+    "gemma": _kinds([(8, 256), (1, 256)]),
+    "gemma2": _kinds([(2, 256), (2, 128)], (None, 4096), 50.0),
+    "gemma3_text": _kinds([(4, 256), (2, 256), (2, 128)], (None, 1024)),
+}
+"""Of published checkpoints of every model type that `load` takes without comparing logits."""
+
+
 def run(place: Place, report: Report) -> None:
     device = torch.cuda.get_device_properties(place.device)
     report.tell("device", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
@@ -37,6 +64,12 @@ def run(place: Place, report: Report) -> None:
     for command in COMMANDS:
         report.tell(" ".join(command), "", _output(command))
     report.check("FlashInfer runs", _flashinfer, place)
+    for dtype in (place.dtype, *place.sizes.other_dtypes):
+        for model, kinds in LAYERS.items():
+            for kind in kinds:
+                heads = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}"
+                rules = f"window {kind.window}, softcap {kind.softcap}"
+                report.check(f"{model}, {dtype}, {heads}, {rules}", _try, place, dtype, kind)
 
 
 def _output(command: Sequence[str]) -> list[str]:
@@ -57,3 +90,8 @@ def _flashinfer(place: Place) -> str:
     backend = module.FlashInferBackend(place.device, place.dtype, kinds)
     try_out(backend, place.device, place.dtype, kinds)
     return f"{flashinfer.__version__}"
+
+
+def _try(place: Place, dtype: torch.dtype, kind: LayerKind) -> None:
+    try_out(place.make_backend(kind, dtype=dtype), place.device, dtype, [kind])
+    torch.cuda.synchronize()

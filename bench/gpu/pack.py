@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from radixcache.bench.gpu.smoke import LAYERS
+from radixcache.bench.gpu.environment import LAYERS
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")

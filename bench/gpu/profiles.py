@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from radixcache.bench.gpu.models import begin_decoding, engine_on, random_llama, random_tokens
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import Report, Row, figure
-from radixcache.bench.gpu.ttft import asking
+from radixcache.bench.gpu.speed import asking
 
 LONGEST = 12
 """Kernels that are named."""

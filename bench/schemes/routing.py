@@ -39,6 +39,7 @@ def cost(asked: Asked) -> Standing:
 
 
 def random(asked: Asked) -> Standing:
+    """Any."""
     return asked.random.choice(asked.standings)
 
 
