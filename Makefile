@@ -92,7 +92,7 @@ bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and 
 bench-exact: $(VENV)/.stamp-runtime  ## what a hit and a batch change of logits and answers (10 minutes)
 	@$(BIN)/python -m radixcache.bench.probes.exactness $(ARGS)
 
-gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (20 minutes)
+gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (13 minutes)
 	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
 
 pictures: $(VENV)/.stamp-dev  ## take the pictures of docs/ anew, in headless Chromium (10 minutes)

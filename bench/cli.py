@@ -19,6 +19,7 @@ from radixcache.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     from radixcache.bench.replay.index_level import Serving
+    from radixcache.bench.report.results import Report
     from radixcache.runtime.model.paged_model import PagedModel
 
 SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
@@ -32,8 +33,8 @@ _MOST_REPLICAS = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "workloads",
         nargs="*",
         metavar="WORKLOAD",
@@ -41,8 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"on public data, if at hand, {', '.join(PUBLIC)} "
         f"({' '.join(DEFAULT)}, unless --file)",
     )
-    parser.add_argument("--level", choices=LEVELS, default="index", help="(index)")
-    parser.add_argument(
+    add("--level", choices=LEVELS, default="index", help="(index)")
+    add(
         "--schemes",
         nargs="+",
         metavar="SCHEME",
@@ -50,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="none, hash-B, radix-P, whole-P, aligned-P, cow-B, prefix-B, template-B; "
         f"or {', '.join(GROUPS)} (default)",
     )
-    parser.add_argument(
+    add(
         "--memory",
         nargs="+",
         metavar="SIZE",
@@ -58,75 +59,85 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="for KV pages: tokens, 512MiB, or a share of the workload's distinct tokens "
         "(30%% 100%%)",
     )
-    files = parser.add_argument_group("requests from a file")
-    files.add_argument("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
-    files.add_argument("--format", choices=FORMATS, help="what the file is")
-    files.add_argument(
-        "--hash-block",
-        type=int,
-        metavar="N",
-        help="tokens of an id (the trace's own, or 512)",
-    )
-    files.add_argument("--limit", type=int, metavar="N", help="read no more than N records")
-    serving = parser.add_argument_group("serving")
-    serving.add_argument(
+    files = parser.add_argument_group("requests from a file").add_argument
+    files("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
+    files("--format", choices=FORMATS, help="what the file is")
+    files("--hash-block", type=int, metavar="N", help="tokens of an id (the trace's own, or 512)")
+    files("--limit", type=int, metavar="N", help="read no more than N records")
+    serving = parser.add_argument_group("serving").add_argument
+    serving(
         "--arrivals",
         choices=("closed", "poisson", "trace"),
         default="closed",
         help="as others end, at random, or at the file's times (closed)",
     )
-    serving.add_argument(
+    serving(
         "--concurrency", type=int, default=8, metavar="N", help="closed: requests in flight (8)"
     )
-    serving.add_argument("--rate", type=float, metavar="R", help="poisson: requests a second")
-    serving.add_argument(
+    serving("--rate", type=float, metavar="R", help="poisson: requests a second")
+    serving(
         "--step-time", type=float, default=0.025, metavar="S", help="index level: seconds (0.025)"
     )
-    serving.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="per step (2048)"
-    )
-    serving.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
-    serving.add_argument("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
-    replicas = parser.add_argument_group("several replicas, simulated")
-    replicas.add_argument(
+    serving("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="per step (2048)")
+    serving("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
+    serving("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
+    replicas = parser.add_argument_group("several replicas, simulated").add_argument
+    replicas(
         "--replicas",
         type=int,
         metavar="N",
         help=f"compare ways to route requests to N replicas, each with this --memory, whose cache "
         f"is each of --schemes ({_REPLICA})",
     )
-    replicas.add_argument(
+    replicas(
         "--routing", nargs="+", metavar="NAME", default=["all"], help=f"all, {', '.join(RULES)}"
     )
-    replicas.add_argument(
+    replicas(
         "--prefill-rate",
         type=float,
         default=8192,
         metavar="R",
         help="prompt tokens that a replica computes in a second (8192)",
     )
-    replicas.add_argument(
+    replicas(
         "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
     )
-    engine = parser.add_argument_group("engine level")
-    engine.add_argument("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
-    engine.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
-    engine.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="F",
-        help=f"write a page ({DEFAULT_PAGE}, unless --json)",
-    )
+    engine = parser.add_argument_group("engine level").add_argument
+    engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
+    engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+    engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})")
+    add("--json", type=Path, metavar="F", help="write the figures as JSON; - shows")
+    add("--report", type=Path, metavar="F", help=f"write a page ({DEFAULT_PAGE}, unless --json)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that the flags ask for."""
+    page = _page(args)
+    report = measure(args)
+    from radixcache.bench.report.files import NEEDED, write
+    from radixcache.bench.report.pages import as_html
+    from radixcache.bench.report.terminal import print_report
+    from radixcache.bench.tables import console
+
+    if page is not None:
+        write(page, as_html(report))
+    if str(args.json) == "-":
+        print(report.to_json())
+        return 0
+    if args.json is not None:
+        write(args.json, report.to_json())
+    shown = console()
+    print_report(report, shown)
+    if page is not None:
+        shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
+    elif args.json is None:
+        shown.print(f"No report is written: it {NEEDED}.", markup=False, soft_wrap=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """All that the flags ask for; `InvalidRequest`, before anything is loaded."""
     _check_order(args)
     is_default = args.replicas is not None and args.schemes == ["default"]
     schemes = find_schemes([_REPLICA] if is_default else args.schemes)
@@ -136,47 +147,30 @@ def run(args: argparse.Namespace) -> int:
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
-    from radixcache.bench.comparison import Comparison, RoutingComparison
+    from radixcache.bench.comparison import Comparison
     from radixcache.bench.replay.replicas import Fleet
-    from radixcache.bench.report.files import NEEDED, write
-    from radixcache.bench.report.pages import write_report
     from radixcache.bench.report.results import Report
-    from radixcache.bench.report.saved import to_json
-    from radixcache.bench.report.terminal import print_report, print_verdict
-    from radixcache.bench.tables import console
 
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
-    comparison: Comparison | RoutingComparison
-    if args.replicas is None:
-        comparison = Comparison(
-            schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
-        )
-    else:
+    fleet = None
+    if args.replicas is not None:
         fleet = Fleet(args.replicas, args.prefill_rate, args.step_time, args.max_num_seqs)
-        arrivals = _serving(args).arrivals
-        comparison = RoutingComparison(
-            ways, schemes, memories, fleet, arrivals, token_bytes, args.seed
-        )
-    page = _page(args)
-    report = Report(_settings(args, token_bytes, vocabulary, model))
-    report.workloads.extend(comparison.run(choose(args, vocabulary)))
-    if page is not None:
-        write_report(report, page)
-    if str(args.json) == "-":
-        print(to_json(report))
-        return 0
-    if args.json is not None:
-        write(args.json, to_json(report))
-    shown = console()
-    print_report(report, shown)
-    print_verdict(report, shown)
-    if page is not None:
-        shown.print(f"The report is in {page}.", markup=False, soft_wrap=True)
-    elif args.json is None:
-        shown.print(f"No report is written: it {NEEDED}.", markup=False, soft_wrap=True)
-    return 0
+    comparison = Comparison(
+        schemes,
+        memories,
+        _serving(args),
+        token_bytes,
+        args.level,
+        model,
+        args.repeats,
+        ways if fleet else [],
+        fleet,
+        args.seed,
+    )
+    found = comparison.run(choose(args, vocabulary))
+    return Report(_settings(args, token_bytes, vocabulary, model), [*found])
 
 
 def _check_order(args: argparse.Namespace) -> None:
@@ -241,25 +235,20 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_unused(args: argparse.Namespace) -> None:
     """Refuse flags that would change nothing, and that somebody must have meant to."""
-    unused = {
-        "--hash-block": (args.hash_block and args.format not in TRACES, "with a trace"),
-        "--limit": (args.limit and args.file is None, "with a --file"),
-        "--rate": (args.rate and args.arrivals != "poisson", "with --arrivals poisson"),
-        "--speed": (args.speed != 1 and args.arrivals != "trace", "with --arrivals trace"),
-        "--routing": (args.routing != ["all"] and args.replicas is None, "with --replicas"),
-        "--prefill-rate": (args.prefill_rate != 8192 and not args.replicas, "with --replicas"),
-        "--schedule-policy": (
-            args.schedule_policy != "fcfs" and args.replicas,
-            "without --replicas",
-        ),
-        "--max-num-batched-tokens": (
-            args.max_num_batched_tokens != 2048 and args.replicas,
-            "without --replicas",
-        ),
-    }
-    for flag, (is_unused, where) in unused.items():
-        if is_unused:
-            raise InvalidRequest(f"{flag} goes {where} only")
+    alone = args.replicas is None
+    unused = [
+        ("hash_block", None, args.format not in TRACES, "with a trace"),
+        ("limit", None, args.file is None, "with a --file"),
+        ("rate", None, args.arrivals != "poisson", "with --arrivals poisson"),
+        ("speed", 1, args.arrivals != "trace", "with --arrivals trace"),
+        ("routing", ["all"], alone, "with --replicas"),
+        ("prefill_rate", 8192, alone, "with --replicas"),
+        ("schedule_policy", "fcfs", not alone, "without --replicas"),
+        ("max_num_batched_tokens", 2048, not alone, "without --replicas"),
+    ]
+    for name, default, is_unused, where in unused:
+        if is_unused and getattr(args, name) != default:
+            raise InvalidRequest(f"--{name.replace('_', '-')} goes {where} only")
 
 
 def _serving(args: argparse.Namespace) -> Serving:

@@ -5,34 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixcache.bench.replay.index_level import Serving, run_index
-from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.replay.replicas import Fleet, run_replicas
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.report.sharing import shared_tree
-from radixcache.bench.schemes.bounds import (
-    Trie,
-    build_trie,
-    lru_curve,
-    optimal_hits,
-    unlimited_hits,
-)
+from radixcache.bench.schemes.bounds import build_trie, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import Memory, Scheme
 from radixcache.bench.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.paged_model import PagedModel
 
-_CURVES = ("radix-1", "hash-16", "hash-64", "hash-256")
-"""Schemes whose hits at every size of memory one pass gives."""
-
 _SIZES = 40
-"""Sizes of memory in a curve."""
+"""Sizes of memory in the curve of the optimum."""
+
+Says = Callable[[str], object]
+Tick = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -43,6 +36,7 @@ class Comparison:
         token_bytes: KV bytes of a token, for memory that is given in bytes.
         level: "index", "engine" or "both".
         model, repeats: at engine level, which model runs and how often it is timed.
+        ways, fleet: with several replicas, names of `radixcache.bench.schemes.routing.RULES`.
     """
 
     schemes: list[Scheme]
@@ -52,119 +46,88 @@ class Comparison:
     level: str = "index"
     model: PagedModel | None = None
     repeats: int = 3
-
-    def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
-        """Run all of it, workload by workload."""
-        runs = len(self.schemes) * (self.level != "engine")
-        runs += len(self.schemes) * (self.repeats + 1) * (self.level != "index")
-        requests = sum(len(workload.arrivals) for workload in workloads)
-        with _progress(requests * (1 + runs * len(self.memories))) as (says, tick):
-            for workload in workloads:
-                yield self._run(workload, says, tick)
-
-    def _run(
-        self, workload: Workload, says: Callable[[str], object], tick: Callable[[], object]
-    ) -> WorkloadReport:
-        says(f"bounds, {workload.name}")
-        trie = build_trie(workload, progress=tick)
-        found = _describe(workload, trie)
-        most = max(trie.footprint, workload.longest)
-        sizes = [int(size) for size in np.linspace(workload.longest, most, _SIZES)]
-        found.optimal_hits = {size: optimal_hits(trie, size) for size in sizes}
-        for scheme in self.schemes:
-            if scheme.name in _CURVES:
-                size = scheme.page_size
-                curve = lru_curve(trie if size == 1 else build_trie(workload, size))
-                found.curves[scheme.name] = [
-                    (memory, curve.hits(memory) / workload.prompt_tokens) for memory in sizes
-                ]
-        for memory in self.memories:
-            tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
-            found.optimal_hits[tokens] = optimal_hits(trie, tokens)
-            for scheme in self.schemes if self.level != "engine" else ():
-                says(f"{scheme.name}, {memory.text}, {workload.name}")
-                found.rows.append(
-                    run_index(workload, scheme, tokens, self.serving, memory.text, tick)
-                )
-            if self.model is not None:
-                from radixcache.bench.replay.engine_level import run_engine
-
-                says(f"engine, {memory.text}, {workload.name}")
-                found.rows += run_engine(
-                    workload,
-                    self.schemes,
-                    tokens,
-                    self.serving,
-                    self.model,
-                    repeats=self.repeats,
-                    memory=memory.text,
-                    progress=tick,
-                )
-        return found
-
-
-@dataclass(frozen=True)
-class RoutingComparison:
-    """Which ways to route are compared, on which replicas; the same for every workload.
-
-    Attributes:
-        ways: names of `radixcache.bench.schemes.routing.RULES`.
-        schemes, memories: the cache of each replica, and how much it holds.
-    """
-
-    ways: list[str]
-    schemes: list[Scheme]
-    memories: list[Memory]
-    fleet: Fleet
-    arrivals: Arrivals
-    token_bytes: int
+    ways: list[str] = field(default_factory=list)
+    fleet: Fleet | None = None
     seed: int = 0
 
     def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
-        """Run all of it, workload by workload."""
-        runs = [(m, s, w) for m in self.memories for s in self.schemes for w in self.ways]
+        runs = (self.level != "engine") + (self.repeats + 1) * (self.level != "index")
+        runs = len(self.ways) if self.fleet else runs
+        runs *= len(self.schemes) * len(self.memories)
         requests = sum(len(workload.arrivals) for workload in workloads)
-        with _progress(requests * (1 + len(runs))) as (says, tick):
+        with _progress(requests * (1 + runs)) as (says, tick):
             for workload in workloads:
-                says(f"{workload.name}: bounds")
+                says(f"bounds, {workload.name}")
                 trie = build_trie(workload, progress=tick)
-                found = _describe(workload, trie)
-                for memory, scheme, way in runs:
-                    says(f"{workload.name}, {memory.text}: {way}")
+                found = WorkloadReport(
+                    workload.name,
+                    workload.shape,
+                    len(workload.arrivals),
+                    workload.prompt_tokens,
+                    workload.answer_tokens,
+                    trie.footprint,
+                    unlimited_hits(trie),
+                    workload.longest,
+                    shared=shared_tree(trie),
+                )
+                most = max(trie.footprint, workload.longest)
+                for size in np.linspace(workload.longest, most, 0 if self.fleet else _SIZES):
+                    found.optimal_hits[int(size)] = optimal_hits(trie, int(size))
+                for memory in self.memories:
                     tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
-                    figures = run_replicas(
-                        workload,
-                        way,
-                        scheme,
-                        tokens,
-                        self.fleet,
-                        self.arrivals,
-                        memory=memory.text,
-                        seed=self.seed,
-                        progress=tick,
-                    )
-                    found.routing.append(figures)
+                    if self.fleet:
+                        self._route(workload, memory, tokens, found, says, tick)
+                    else:
+                        found.optimal_hits[tokens] = optimal_hits(trie, tokens)
+                        self._replay(workload, memory, tokens, found, says, tick)
                 yield found
 
+    def _replay(
+        self, workload: Workload, memory: Memory, tokens: int, found: WorkloadReport,
+        says: Says, tick: Tick,
+    ) -> None:  # fmt: skip
+        for scheme in self.schemes if self.level != "engine" else ():
+            says(f"{scheme.name}, {memory.text}, {workload.name}")
+            found.rows.append(run_index(workload, scheme, tokens, self.serving, memory.text, tick))
+        if self.model is not None:
+            from radixcache.bench.replay.engine_level import run_engine
 
-def _describe(workload: Workload, trie: Trie) -> WorkloadReport:
-    return WorkloadReport(
-        workload.name,
-        workload.shape,
-        len(workload.arrivals),
-        workload.prompt_tokens,
-        workload.answer_tokens,
-        trie.footprint,
-        unlimited_hits(trie),
-        workload.longest,
-        shared=shared_tree(trie),
-    )
+            says(f"engine, {memory.text}, {workload.name}")
+            found.rows += run_engine(
+                workload,
+                self.schemes,
+                tokens,
+                self.serving,
+                self.model,
+                repeats=self.repeats,
+                memory=memory.text,
+                progress=tick,
+            )
+
+    def _route(
+        self, workload: Workload, memory: Memory, tokens: int, found: WorkloadReport,
+        says: Says, tick: Tick,
+    ) -> None:  # fmt: skip
+        assert self.fleet is not None
+        for scheme in self.schemes:
+            for way in self.ways:
+                says(f"{workload.name}, {memory.text}: {way}")
+                figures = run_replicas(
+                    workload,
+                    way,
+                    scheme,
+                    tokens,
+                    self.fleet,
+                    self.serving.arrivals,
+                    memory=memory.text,
+                    seed=self.seed,
+                    progress=tick,
+                )
+                found.routing.append(figures)
 
 
 @contextmanager
-def _progress(
-    requests: int,
-) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
+def _progress(requests: int) -> Iterator[tuple[Says, Tick]]:
     """One bar for everything, where a terminal shows it: what is running, how much is left."""
     from tqdm import tqdm
 

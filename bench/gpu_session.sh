@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# One of the three calls of the GPU check, on a machine without network and without FlashInfer.
+# One of the two calls of the GPU check, on a machine without network and without FlashInfer.
 #
 #   bench/gpu_session.sh PARTS OUT CALL [options of radixcache.bench.gpu.check]
 #
 # PARTS is a folder with the archive of radixcache.bench.gpu.pack, flashinfer*.tgz, and wheels of
 # whatever else python3 lacks there; pure Python only, since they are not unpacked. Without an
-# archive attention runs in plain torch. OUT receives rows, logs and traces. CALL is 1, 2 or 3, each
-# of nine minutes at most. What is unpacked, and the ceilings, stay on the machine for the next call.
+# archive attention runs in plain torch. OUT receives rows, logs and traces. CALL is 1 or 2, each
+# of nine minutes at most. What is unpacked stays on the machine for the next call.
 set -euo pipefail
 parts=$(realpath "${1:?folder with flashinfer*.tgz and wheels}")
 out=$(realpath -m "${2:?folder for the results}")
-call=${3:?which call: 1, 2 or 3}
+call=${3:?which call: 1 or 2}
 shift 3
 cd "$(dirname "$0")/.."
 
@@ -31,5 +31,4 @@ for wheel in "$parts"/*.whl; do
 done
 export PYTHONPATH=${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-python3 -m radixcache.bench.gpu.check --out "$out" --call "$call" \
-    --ceilings "$kept/ceilings.json" "$@" 2>&1 | tee "$out/session$call.log"
+python3 -m radixcache.bench.gpu.check --out "$out" --call "$call" "$@" 2>&1 | tee "$out/session$call.log"

@@ -40,5 +40,4 @@ def held_bytes(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """What follows a process's name in its `stat`."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

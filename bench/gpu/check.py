@@ -14,15 +14,16 @@ import faulthandler
 import importlib
 import json
 import logging
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from radixcache.bench.gpu import processes
 from radixcache.bench.gpu.report import Report, Row, failed, read_rows, table
 
 if TYPE_CHECKING:
@@ -33,79 +34,61 @@ class Section(NamedTuple):
     """A module with a function `run(place, report)`."""
 
     call: int
-    """Of the three, of at most nine minutes each, that a borrowed machine gets."""
+    """Of the two, of at most nine minutes each, that a borrowed machine gets."""
 
     seconds: int
-    needs_ceilings: bool = False
 
 
 SECTIONS = {
-    "environment": Section(1, 25),
-    "smoke": Section(1, 45),
-    "correctness": Section(1, 90),
+    "environment": Section(1, 70),
     "equality": Section(1, 85),
-    "llm": Section(1, 100),
-    "ceilings": Section(1, 30),
-    "decode": Section(1, 90, needs_ceilings=True),
-    "ttft": Section(2, 80, needs_ceilings=True),
+    "speed": Section(1, 200),
+    "correctness": Section(2, 90),
+    "llm": Section(2, 100),
     "cascade": Section(2, 95),
     "profiles": Section(2, 100),  # last: whoever was profiled once is slower from then on
-    "reuse": Section(3, 120),
-    "peers": Section(3, 100),
 }
-"""In order. Less time is expected; what does not fit its limit is reported as not run."""
+"""In order: what answers most comes first. What does not fit its limit is reported as not run."""
 
 CANNOT_RUN = 2
 _RESERVE = 10  # seconds before a section's limit, in which nothing new begins
+_GRACE = 10.0  # seconds after it, in which it may say where it hangs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION",
                         help="run these alone: " + ", ".join(SECTIONS))  # fmt: skip
-    parser.add_argument("--call", type=int, choices=(1, 2, 3), help="run this third alone")
+    parser.add_argument("--call", type=int, choices=(1, 2), help="run this half alone")
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder to write to")
-    parser.add_argument("--ceilings", type=Path, metavar="FILE",
-                        help="of the device; measured and written if it is not there")  # fmt: skip
     parser.add_argument("--torch", action="store_true", help="without FlashInfer")
     parser.add_argument("--rehearse", action="store_true", help="on a pretended GPU")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FOLDER",
                         help="run nothing: merge what these hold into --out")  # fmt: skip
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(arguments)
-    args.ceilings = args.ceilings or args.out / "ceilings.json"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.section:
         return run_here(args)
     if args.merge:
         return merge(args.out, args.merge)
-    names = [
-        name
-        for name, section in SECTIONS.items()
-        if (name in args.only if args.only else args.call in (None, section.call))
-    ]
-    return run_all(with_what_they_need(names, args.ceilings), args)
+    return run_all(args)
 
 
-def with_what_they_need(names: Sequence[str], ceilings: Path) -> list[str]:
-    """The environment first, which says whether FlashInfer runs; ceilings where they are needed."""
-    needed = {"environment", *names}
-    if not ceilings.exists() and any(SECTIONS[name].needs_ceilings for name in names):
-        needed.add("ceilings")
-    return [name for name in SECTIONS if name in needed]
-
-
-def run_all(names: Sequence[str], args: argparse.Namespace) -> int:
-    """Each section in a process of its own."""
-    options = ["--out", str(args.out), "--ceilings", str(args.ceilings)]
+def run_all(args: argparse.Namespace) -> int:
+    """Each section in a process of its own; the environment first, which tells of FlashInfer."""
+    wanted = args.only or [n for n, s in SECTIONS.items() if args.call in (None, s.call)]
+    names = [name for name in SECTIONS if name in {"environment", *wanted}]
+    options = ["--out", str(args.out)]
     options += [flag for flag in ("--rehearse", "--torch") if vars(args)[flag[2:]]]
     for name in names:
-        status = run_apart(name, command_of(name, options), SECTIONS[name].seconds, args.out)
+        status = run_apart(name, options, args.out)
         merge(args.out, [args.out])
         if name == "environment":
             if status == CANNOT_RUN:
                 return CANNOT_RUN
-            if "--torch" not in options and not _flashinfer_runs(args.out):
+            rows = read_rows(args.out, [name])
+            if not any(row.name == "FlashInfer runs" and row.status == "ok" for row in rows):
                 options.append("--torch")
     print(f"\n{(args.out / 'gpu_check.md').read_text('utf-8')}")
     return int(failed(read_rows(args.out, names)))
@@ -115,40 +98,44 @@ def command_of(name: str, options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "radixcache.bench.gpu.check", *options, "--section", name]
 
 
-def run_apart(name: str, command: Sequence[str], seconds: float, out: Path) -> int:
+def run_apart(name: str, options: Sequence[str], out: Path) -> int:
     """A section in another process; a row says so if it ended badly. Returns its exit status."""
-    rows, log = out / f"{name}.jsonl", out / f"{name}.log"
+    rows, limit = out / f"{name}.jsonl", SECTIONS[name].seconds
     rows.unlink(missing_ok=True)
     print(f"\n== {name}", flush=True)
-    status, told = processes.run(command, seconds, log)
+    process = subprocess.Popen(
+        command_of(name, options), stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    told = ""
+    try:
+        status = process.wait(limit + _GRACE)
+        if status not in (0, CANNOT_RUN):
+            told = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    except subprocess.TimeoutExpired:
+        status, told = 1, f"took longer than its {limit} s"
+    finally:
+        with suppress(ProcessLookupError, PermissionError):  # and what it may have left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if told:
-        last = log.read_text("utf-8", "replace").splitlines()[-20:]
-        row = Row(name, "the process", "FAIL", told, lines=last)
-        row.append_to(rows)
-        print(f"{row.status:8} {name}: {told}", flush=True)
+        Row("the process", "FAIL", told, section=name).tell(rows)
     return status
 
 
-def _flashinfer_runs(out: Path) -> bool:
-    rows = read_rows(out, ["environment"])
-    return any(row.name == "FlashInfer runs" and row.status == "ok" for row in rows)
-
-
 def run_here(args: argparse.Namespace) -> int:
-    """A section in this process."""
     logging.basicConfig(format="%(levelname)s %(message)s")
-    name, seconds = args.section, SECTIONS[args.section].seconds - _RESERVE
-    report = Report(name, args.out / f"{name}.jsonl", seconds)
+    name, limit = args.section, SECTIONS[args.section].seconds
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit, exit=True)  # says where it hangs
+    report = Report(name, args.out / f"{name}.jsonl", limit - _RESERVE)
     try:
         with _place(args) as place:
-            if args.ceilings.exists():
-                place.ceilings = json.loads(args.ceilings.read_text())
             run_section(name, place, report)
-            if name == "ceilings":
-                args.ceilings.write_text(json.dumps(place.ceilings))
     except NoDevice as error:
         print(error, file=sys.stderr)
         return CANNOT_RUN
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 
@@ -193,6 +180,4 @@ def merge(out: Path, folders: Sequence[Path]) -> int:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    faulthandler.register(signal.SIGTERM, chain=True)  # a section that hangs says where
     sys.exit(main())

@@ -1,4 +1,6 @@
-"""What the machine is, what is installed there, and whether FlashInfer runs."""
+"""What the machine is, what is installed there, and whether FlashInfer runs, also for each kind of
+layer that a supported model has.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from radixcache.bench.gpu.kernel_names import missing
 from radixcache.bench.gpu.place import Place, load_flashinfer
 from radixcache.bench.gpu.report import NotRun, Report
 from radixcache.kernels.attention import LayerKind
@@ -23,6 +23,31 @@ PACKAGES = (
 )  # fmt: skip
 
 COMMANDS = (["nvidia-smi"], ["nvidia-smi", "topo", "-m"], ["nvcc", "--version"], ["lscpu"])
+
+
+def _kinds(
+    shapes: list[tuple[int, int]],
+    windows: tuple[int | None, ...] = (None,),
+    cap: float | None = None,
+) -> list[LayerKind]:
+    """Layers by (query heads of a KV head, head size), and by window."""
+    return [
+        LayerKind(2 * group, 2, dim, dim, dim**-0.5, window, cap)
+        for group, dim in shapes
+        for window in windows
+    ]
+
+
+LAYERS = {
+    "llama": _kinds([(4, 64), (4, 128), (1, 128)]),
+    "qwen2": _kinds([(7, 64), (7, 128)]),
+    "qwen3": _kinds([(2, 64), (2, 128)]),
+    "mistral": _kinds([(4, 128)], (None, 4096)),
+    "gemma": _kinds([(8, 256), (1, 256)]),
+    "gemma2": _kinds([(2, 256), (2, 128)], (None, 4096), 50.0),
+    "gemma3_text": _kinds([(4, 256), (2, 256), (2, 128)], (None, 1024)),
+}
+"""Of published checkpoints of every model type that `load` takes without comparing logits."""
 
 
 def run(place: Place, report: Report) -> None:
@@ -39,10 +64,12 @@ def run(place: Place, report: Report) -> None:
     for command in COMMANDS:
         report.tell(" ".join(command), "", _output(command))
     report.check("FlashInfer runs", _flashinfer, place)
-    names = built_kernels()
-    report.tell("built kernels of FlashInfer", f"{len(names)}", names)
-    lacking = missing(names)
-    report.tell("of the gate's models, not built", f"{len(lacking)}", lacking)
+    for dtype in (place.dtype, *place.sizes.other_dtypes):
+        for model, kinds in LAYERS.items():
+            for kind in kinds:
+                heads = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}"
+                rules = f"window {kind.window}, softcap {kind.softcap}"
+                report.check(f"{model}, {dtype}, {heads}, {rules}", _try, place, dtype, kind)
 
 
 def _output(command: Sequence[str]) -> list[str]:
@@ -65,8 +92,6 @@ def _flashinfer(place: Place) -> str:
     return f"{flashinfer.__version__}"
 
 
-def built_kernels() -> list[str]:
-    """The names of what is in `data/aot` of the package FlashInfer."""
-    package = getattr(sys.modules.get("flashinfer"), "__file__", None)
-    aot = Path(package or "").parent / "data/aot"
-    return sorted(library.stem for library in aot.glob("*/*.so"))
+def _try(place: Place, dtype: torch.dtype, kind: LayerKind) -> None:
+    try_out(place.make_backend(kind, dtype=dtype), place.device, dtype, [kind])
+    torch.cuda.synchronize()

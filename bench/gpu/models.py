@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,34 +138,15 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-
-
-def begin_decoding(
-    engine: Engine,
-    prompts: Sequence[Tokens],
-    steps: int,
-    params: SamplingParams | None = None,
-    over: int = 1,
-) -> None:
-    """All prompts decode, their KV taken as computed, and go on for `steps` or more.
-
-    They begin one after another, within as many steps as `over` says.
-    """
-    params = replace(params or greedy(1), max_tokens=over + steps + 16, ignore_eos=True)
+def begin_decoding(engine: Engine, prompts: Sequence[Tokens], steps: int) -> None:
+    """All prompts decode, their KV taken as computed, and go on for `steps` or more."""
     for prompt in prompts:
         remember(engine, prompt[:-1])
-    for turn in range(over):
-        first, end = (len(prompts) * at // over for at in (turn, turn + 1))
-        for prompt in prompts[first:end]:
-            engine.add_request(prompt, params)
-        engine.step()
+        engine.add_request(prompt, greedy(steps + 16))
     for _ in range(8):
+        engine.step()
         if len(engine.scheduler.running) == len(prompts):
             break
-        engine.step()
     else:
         raise RuntimeError(f"{len(engine.scheduler.running)} of {len(prompts)} prompts decode")
     for _ in range(3):  # the first one captures the graph
@@ -193,7 +173,8 @@ def last_graph(engine: Engine) -> Work:
 def run_all(engine: Engine, prompts: list[Tokens], max_tokens: int) -> list[Request]:
     """All prompts at once, to their end."""
     requests = [engine.add_request(prompt, greedy(max_tokens)) for prompt in prompts]
-    finish(engine)
+    while engine.has_work:
+        engine.step()
     failed = [request.error for request in requests if request.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from radixcache.bench.gpu.kernel_names import COMMON, Attention, all_kernels, missing
+from radixcache.bench.gpu.environment import LAYERS
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
@@ -40,6 +40,8 @@ PARTS = "activation cascade decode norm page prefill rope sampling"
 # Loading a built kernel renders its sources nonetheless.
 _SOURCES = re.compile("batch_(prefill|decode)|page|cascade|sampling|renorm|norm|rope|flashinfer_")
 
+_TENSOR_CORE_GROUP = 4  # as in the backend, which cannot be imported without FlashInfer
+
 ENV = """\
 _here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH=$_here/site${PYTHONPATH:+:$PYTHONPATH} FLASHINFER_DISABLE_JIT=1
@@ -56,33 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="kernels with one in their names")
     parser.add_argument("--arch", default="9.0a", help="of the GPU (9.0a, Hopper)")
     parser.add_argument("--python", default="3.12", metavar="V", help="of that machine (3.12)")
-    parser.add_argument("--list", action="store_true", help="name the kernels and build none")
     args = parser.parse_args(arguments)
-    every: dict[str, Attention | None] = {
-        **dict.fromkeys(COMMON),
-        **{kernel.name: kernel for kernel in all_kernels()},
-    }
-    fa3 = Attention("fa3", torch.bfloat16, 128, False, False)  # for one of the open questions
-    every[fa3.name] = fa3
-    chosen = {
-        name: kernel
-        for name, kernel in every.items()
-        if not args.only or any(word in name for word in args.only)
-    }
-    if args.list:
-        print(*chosen, sep="\n")
-        return 0
     if shutil.which("nvcc") is None:
         print("nvcc is not there: kernels cannot be built here", file=sys.stderr)
         return 2
     build = args.build.resolve()
     fetch(build, args.python)
-    compile_kernels(build, chosen, args.arch)
-    write(build, args.archive, chosen, args.arch, args.python)
+    kernels = compile_kernels(build, args.only, args.arch)
+    write(build, args.archive, kernels, args.arch, args.python)
     size = args.archive.stat().st_size / 2**20
-    lacking = missing(chosen)
-    print(f"{args.archive}: {len(chosen)} kernels, {size:.1f} MiB; {len(lacking)} are left out")
-    print(*lacking, sep="\n")
+    print(f"{args.archive}: {len(kernels)} kernels, {size:.1f} MiB")
     return 0
 
 
@@ -114,8 +99,8 @@ def _pip(verb: str, *arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", verb, "-q", *map(str, arguments)], check=True)
 
 
-def compile_kernels(build: Path, kernels: dict[str, Attention | None], arch: str) -> None:
-    """Build what is not built yet into `aot` of the build folder."""
+def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[str]:
+    """Build what is not built yet into `aot` of the build folder; returns the kernels' names."""
     stub = build / "stub"  # of the driver, to link with
     stub.mkdir(exist_ok=True)
     (stub / "empty.c").write_text("int radixcache_stub;\n")
@@ -124,54 +109,53 @@ def compile_kernels(build: Path, kernels: dict[str, Attention | None], arch: str
         check=True,
     )
     nvcc = Path(shutil.which("nvcc") or "").resolve()
-    include = " ".join(f"-I{p}" for p in (build / "headers").glob("nvidia/*/include"))
+    usual = Path("/usr/local/cuda")  # nvcc may be a script elsewhere that calls the one there
+    home = usual if (usual / "bin/nvcc").exists() else nvcc.parent.parent
     os.environ |= {
-        "CUDA_HOME": os.environ.get("CUDA_HOME") or str(_cuda_home(nvcc)),
+        "CUDA_HOME": os.environ.get("CUDA_HOME") or str(home),
         "FLASHINFER_CUDA_ARCH_LIST": arch,
         "FLASHINFER_WORKSPACE_BASE": str(build / "workspace"),
-        "FLASHINFER_EXTRA_CUDAFLAGS": include,
+        "FLASHINFER_EXTRA_CUDAFLAGS": " ".join(
+            f"-I{folder}" for folder in (build / "headers").glob("nvidia/*/include")
+        ),
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{stub}",
         "FLASHINFER_USE_CUDA_NORM": "1",
         "MAX_JOBS": os.environ.get("MAX_JOBS", "2"),
         "PATH": f"{build / 'tools/bin'}:{os.environ['PATH']}",
     }
     sys.path[:0] = [str(build / "tools"), str(build / "sources")]
-    for name, kernel in kernels.items():
+    specs = {spec.name: spec for spec in _specs()}
+    chosen = [name for name in specs if not only or any(word in name for word in only)]
+    for name in chosen:
         library = build / "aot" / arch / name / f"{name}.so"
         if library.exists():
             continue
-        spec = _spec(name, kernel)
-        assert spec.name == name, f"FlashInfer calls {name} by another name: {spec.name}"
         print(f"building {name}", flush=True)
-        spec.build(verbose=False)
+        specs[name].build(verbose=False)
         library.parent.mkdir(parents=True, exist_ok=True)
-        strip = ["strip", "--strip-unneeded", "-o", library, spec.jit_library_path]
+        strip = ["strip", "--strip-unneeded", "-o", library, specs[name].jit_library_path]
         subprocess.run(strip, check=True)
+    return chosen
 
 
-def _cuda_home(nvcc: Path) -> Path:
-    """The toolkit's folder: nvcc may be a script elsewhere that calls the one in it."""
-    usual = Path("/usr/local/cuda")
-    return usual if (usual / "bin/nvcc").exists() else nvcc.parent.parent
-
-
-def _spec(name: str, kernel: Attention | None) -> Any:
-    """FlashInfer's own recipe for a kernel."""
+def _specs() -> list[Any]:
+    """FlashInfer's own recipes for whatever the backend may ask of it for `LAYERS`."""
     from flashinfer.jit import activation, cascade, norm, page, rope, sampling
     from flashinfer.jit.attention import modules
 
-    if kernel is None:
-        if name.endswith("_and_mul"):
-            return activation.gen_act_and_mul_module(name.removesuffix("_and_mul"))
-        parts = {"cascade": cascade, "norm": norm, "page": page, "rope": rope, "sampling": sampling}
-        return getattr(parts[name], f"gen_{name}_module")()
-    dtypes, dim = (kernel.dtype,) * 3, kernel.head_dim
-    rest = (*dtypes, torch.int32, dim, dim, 0, kernel.window, kernel.softcap)
-    if kernel.use == "decode":
-        return modules.gen_batch_decode_module(*rest)
-    if kernel.use == "fa3":
-        return modules.gen_batch_prefill_module("fa3", *rest, False)
-    return modules._gen_batch_prefill_primary_module("fa2", *rest, False)
+    found = [
+        page.gen_page_module(), cascade.gen_cascade_module(), sampling.gen_sampling_module(),
+        norm.gen_norm_module(), rope.gen_rope_module(),
+        activation.gen_act_and_mul_module("silu"), activation.gen_act_and_mul_module("gelu_tanh"),
+    ]  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float16):
+        for kind in (kind for kinds in LAYERS.values() for kind in kinds):
+            rules = (kind.window is not None, kind.softcap is not None)
+            rest = (dtype, dtype, dtype, torch.int32, kind.head_dim, kind.head_dim, 0, *rules)
+            found.append(modules._gen_batch_prefill_primary_module("fa2", *rest, False))
+            if kind.query_heads // kind.kv_heads < _TENSOR_CORE_GROUP:
+                found.append(modules.gen_batch_decode_module(*rest))
+    return found
 
 
 def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python: str) -> None:

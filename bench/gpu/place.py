@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,14 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from radixcache.bench.gpu.report import NotRun
 from radixcache.bench.gpu.sizes import FULL, Sizes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
-from radixcache.runtime.model import cuda_graphs as decode_graphs
+from radixcache.runtime.model import cuda_graphs
 
 Work = Callable[[], Any]
 
@@ -33,8 +30,7 @@ class Place:
         out: the folder of the results.
         kernels: FlashInfer, or the stand-in, and the module that holds `FlashInferBackend`; None
             where only plain torch runs.
-        ceilings: what the device reaches at best: "bytes/s", "flop/s", "launch s".
-        planted: give every backend a wrong page, to show that the checks see it.
+        ceilings: what the device reaches at best: "bytes/s", "flop/s".
     """
 
     device: torch.device
@@ -43,13 +39,6 @@ class Place:
     out: Path
     kernels: tuple[ModuleType, ModuleType] | None
     ceilings: dict[str, float] = field(default_factory=dict)
-    planted: bool = False
-
-    @property
-    def flashinfer(self) -> Any:
-        if self.kernels is None:
-            raise NotRun("FlashInfer does not run here")
-        return self.kernels[0]
 
     def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
         if self.kernels is None:
@@ -61,27 +50,12 @@ class Place:
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, dtype=self.dtype, device=self.device).mul_(scale)
 
-    def host(self, values: Sequence[int] | NDArray[np.integer]) -> torch.Tensor:
-        """An int32 array on the host that the device can copy without waiting."""
-        return torch.from_numpy(np.asarray(values, dtype=np.int32).copy()).pin_memory()
-
     def capture(self, work: Work) -> Work:
         """A replay of `work`, from memory of its own."""
-        return decode_graphs._Capture(self.device)(work)
-
-    def wall_seconds(self, work: Work, repeat: int = 5) -> float:
-        """Median seconds of `work`, from the call until the device is idle."""
-        taken = []
-        for _ in range(repeat + 1):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:])
+        return cuda_graphs._Capture(self.device)(work)
 
     def gpu_seconds(self, works: Sequence[Work], repeat: int = 7) -> float:
-        """Seconds of one work on the device alone, as a median; the host's launches do not count.
+        """Median seconds of one work on the device alone; the host's launches do not count.
 
         All works are captured into one graph. Let them touch different memory, more than the L2
         cache together, as a model's layers do.
@@ -108,7 +82,6 @@ class Place:
 
 
 def gpu_place(out: Path, with_flashinfer: bool) -> Place:
-    """The first GPU."""
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     torch.backends.cuda.enable_cudnn_sdp(False)  # in transformers: it makes a plan for every shape
     device = torch.device("cuda", torch.cuda.current_device())

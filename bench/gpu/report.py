@@ -15,41 +15,10 @@ class NotRun(Exception):
     """Something cannot be checked or measured here; the message says why."""
 
 
-class DeviceLost(Exception):
-    """The GPU answers this process no more: whatever came after would fail for that reason."""
-
-
-@dataclass
-class Figure:
-    """A measured value, and what it should be."""
-
-    name: str
-    value: float
-    unit: str
-    at_most: float | None = None
-    at_least: float | None = None
-    note: str = ""
-    lines: Sequence[str] = ()
-
-    @property
-    def aim(self) -> str:
-        bounds = [("≤", self.at_most), ("≥", self.at_least)]
-        return " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
-
-    @property
-    def status(self) -> str:
-        if not self.aim:
-            return "measured"
-        low = self.at_least is None or self.value >= self.at_least
-        high = self.at_most is None or self.value <= self.at_most
-        return "met" if low and high else "missed"
-
-
 @dataclass
 class Row:
     """One line of the report: ok, FAIL, not run, note; or measured, met, missed with a value."""
 
-    section: str
     name: str
     status: str
     text: str = ""
@@ -57,6 +26,7 @@ class Row:
     unit: str = ""
     aim: str = ""
     lines: list[str] = field(default_factory=list)
+    section: str = ""
 
     @property
     def shown(self) -> str:
@@ -67,10 +37,31 @@ class Row:
         head = f"{self.status:8} {self.name}" + (f": {told}" if told else "")
         return "\n".join([head, *(f"         | {line}" for line in self.lines)])
 
-    def append_to(self, path: Path) -> None:
+    def tell(self, path: Path) -> None:
+        """Print it, and append it to a file of rows."""
+        print(self, flush=True)
         with path.open("a", encoding="utf-8") as file:
             # On a line of its own, whatever a process that died has left before it.
             file.write("\n" + json.dumps(asdict(self), ensure_ascii=False) + "\n")
+
+
+def figure(
+    name: str,
+    value: float,
+    unit: str,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    note: str = "",
+    lines: Sequence[str] = (),
+) -> Row:
+    """A measured value, and what it should be."""
+    bounds = [("≤", at_most), ("≥", at_least)]
+    aim = " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
+    missed = (at_most is not None and value > at_most) or (
+        at_least is not None and value < at_least
+    )
+    status = "missed" if missed else "met" if aim else "measured"
+    return Row(name, status, note, value, unit, aim, [*lines])
 
 
 class Report:
@@ -88,93 +79,67 @@ class Report:
 
     def check(self, name: str, work: Callable[..., str | None], *arguments: object) -> None:
         """A row that is ok unless `work` raises; what it returns is told along."""
-        self._try(name, lambda: self._add(name, "ok", work(*arguments) or ""))
+        self._try(name, lambda: [Row(name, "ok", work(*arguments) or "")])
 
     def measure(
-        self, name: str, work: Callable[..., Figure | Iterable[Figure]], *arguments: object
+        self, name: str, work: Callable[..., Row | Iterable[Row]], *arguments: object
     ) -> None:
         """A row for each figure of `work`."""
 
-        def all_figures() -> None:
+        def figures() -> Iterable[Row]:
             found = work(*arguments)
-            for f in [found] if isinstance(found, Figure) else found:
-                self._add(f.name, f.status, f.note, f.value, f.unit, f.aim, [*f.lines])
+            return [found] if isinstance(found, Row) else found
 
-        self._try(name, all_figures)
+        self._try(name, figures)
 
-    def tell(self, name: str, text: str, lines: Iterable[str] = ()) -> None:
-        """A row that is neither: a fact, or a conclusion."""
-        self._add(name, "note", text, lines=[*lines])
+    def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
+        """A row without a value."""
+        self._add(Row(name, status, text, lines=[*lines]))
 
-    def not_run(self, name: str, why: str) -> None:
-        self._add(name, "not run", why)
-
-    def _try(self, name: str, work: Callable[[], None]) -> None:
+    def _try(self, name: str, work: Callable[[], Iterable[Row]]) -> None:
         if time.monotonic() > self._end:
-            self.not_run(name, "no time left")
+            self.tell(name, "no time left", status="not run")
             return
         try:
-            work()
-        except NotRun as error:
-            self.not_run(name, _first_line(error))
+            for row in work():
+                self._add(row)
         except Exception as error:
+            first = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             if type(error).__name__ == "MissingJITCacheError":
-                self.not_run(name, "FlashInfer's kernel for it is not there, and may not be built")
+                first = "FlashInfer's kernel for it is not there, and may not be built"
+            elif not isinstance(error, NotRun):
+                lines = "".join(traceback.format_exception(error)).splitlines()
+                self.tell(name, f"{type(error).__name__}: {first}", lines, "FAIL")
+                _check_device()
                 return
-            lines = "".join(traceback.format_exception(error)).splitlines()
-            self._add(name, "FAIL", f"{type(error).__name__}: {_first_line(error)}", lines=lines)
-            _still_answers(name, error)
+            self.tell(name, first, status="not run")
 
-    def _add(
-        self,
-        name: str,
-        status: str,
-        text: str = "",
-        value: float | None = None,
-        unit: str = "",
-        aim: str = "",
-        lines: Sequence[str] = (),
-    ) -> None:
-        row = Row(self._section, name, status, text, value, unit, aim, [*lines])
+    def _add(self, row: Row) -> None:
+        row.section = self._section
         self.rows.append(row)
-        row.append_to(self._path)
-        print(row, flush=True)
+        row.tell(self._path)
 
 
-def _still_answers(name: str, error: Exception) -> None:
-    """An error of a kernel sticks: every later call of this process fails with it."""
+def _check_device() -> None:
+    """End the section if the error sticks to the device: every later call would fail with it."""
     import torch
 
     if torch.cuda.is_available():
-        try:
-            torch.cuda.synchronize()
-        except Exception:
-            raise DeviceLost(f"after {name}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        torch.cuda.synchronize()
 
 
 def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
-    """Every row that the sections have written there."""
     rows = []
     for section in sections:
-        try:
-            text = (folder / f"{section}.jsonl").read_text("utf-8", "replace")
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            rows.append(Row(section, "its rows", "FAIL", f"cannot be read: {error.strerror}"))
-            continue
-        for line in text.splitlines():
+        path = folder / f"{section}.jsonl"
+        for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
             with suppress(json.JSONDecodeError):  # its process died in the middle of it
                 rows.append(Row(**json.loads(line)))
     return rows
 
 
 def table(rows: Iterable[Row]) -> str:
-    """A Markdown table."""
+    """In Markdown."""
     lines = ["| section | what | result | aim | |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row.section, row.name, row.status, row.aim, row.shown or row.text)

@@ -6,28 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
 
-def _llama(
-    vocab: int,
-    width: int,
-    inner: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    context: int,
-) -> dict[str, int]:
-    """The settings of a config."""
-    return {
-        "vocab_size": vocab,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "max_position_embeddings": context,
-    }
+
+def _llama(*values: int) -> dict[str, int]:
+    return dict(zip(_FIELDS, values, strict=True))
 
 
 LLAMA_8B = _llama(128_256, 4096, 14_336, 32, 32, 8, 128, 131_072)
@@ -40,6 +26,7 @@ _TINY = _llama(256, 64, 64, 2, 4, 2, 16, 1024)
 class Sizes(NamedTuple):
     """Numbers of the sections, on a GPU unless said otherwise. Lengths in tokens."""
 
+    repeat: int = 7
     # Ceilings
     copy_bytes: int = 8 << 30
     matmul: int = 8192
@@ -48,42 +35,31 @@ class Sizes(NamedTuple):
     shrink: int = 1  # lengths are divided by it
     far_elements: int = (1 << 31) + (1 << 24)  # of one page tensor, whose last pages are used
     other_dtypes: tuple[torch.dtype, ...] = (torch.float16,)
-    # Equality
+    # Equality, LLM
     small: dict[str, int] = _CLEAR  # a model in whose logits greedy choices are clear
     stem: int = 1100
     answer: int = 24
-    # LLM
-    tokens: int = 24  # of an answer
-    streams: int = 64
-    # The big model and its workloads
+    # Decode, TTFT
     big: dict[str, int] = LLAMA_8B
     decode_batches: tuple[int, ...] = (1, 16, 64, 256)
     decode_context: int = 1024
     steps: int = 15
-    period: int = 128  # steps after which a decode reserves pages anew, as in the scheduler
     cached: tuple[int, ...] = (4096, 16_384, 32_768)
     question: int = 64
     chunk: int = 8192  # max_num_batched_tokens
-    # Cascade, attention alone
+    # Cascade
     heads: tuple[tuple[int, int], ...] = ((32, 8), (8, 1))  # (query heads, KV heads)
     head_dim: int = 128
     rows: tuple[int, ...] = (4, 8, 16, 64)
     shared: tuple[int, ...] = (256, 512, 1024, 2048, 8192)
     own: int = 128
     beyond_l2: int = 200 << 20  # bytes of pages in all layers together
-    # Cascade, in the engine
-    shared_in_engine: tuple[int, ...] = (2048, 8192)
-    shared_rows: int = 64
-    # Radix against hash-block and peers
-    documents: int = 8
-    document: tuple[int, int] = (500, 1500)  # from, to
-    requests: int = 64
-    repeat: int = 7
 
 
 FULL = Sizes()
 
 SMALL = Sizes(
+    repeat=1,
     copy_bytes=1 << 20,
     matmul=128,
     head_dims=(16,),
@@ -93,13 +69,10 @@ SMALL = Sizes(
     small=_TINY,
     stem=70,
     answer=3,
-    tokens=6,
-    streams=6,
     big=_TINY,
     decode_batches=(1, 3),
     decode_context=40,
     steps=2,
-    period=8,
     cached=(64,),
     question=8,
     chunk=128,
@@ -109,10 +82,4 @@ SMALL = Sizes(
     shared=(32, 64),
     own=8,
     beyond_l2=1 << 12,
-    shared_in_engine=(64,),
-    shared_rows=4,
-    documents=2,
-    document=(20, 60),
-    requests=3,
-    repeat=1,
 )

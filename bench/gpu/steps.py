@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from radixcache.bench.gpu.place import Place, Work
+from radixcache.bench.gpu.place import Place
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.torch_backend import TorchBackend
 
@@ -45,18 +44,19 @@ class Step:
         return LayerKind(heads, self.key.shape[1], dim, dim, *rest)
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.query, self.key, self.value, self.k_pages, self.v_pages
+
+    @property
     def options(self) -> dict[str, Any]:
-        """Of `AttentionBackend.run`."""
         return {"scale": self.kind.scale, "window": self.window, "softcap": self.softcap}
 
 
-def make_batch(
-    rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0, first_page: int = 0
-) -> PagedBatch:
+def make_batch(rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0) -> PagedBatch:
     """Sequences in shuffled pages; the decodes have `share` tokens, whole pages, in common."""
     counts = [-(-(new + cached) // page_size) for new, cached in lens]
     stem = share // page_size
-    free = iter(first_page + rng.permutation(sum(counts) + stem + 3))
+    free = iter(rng.permutation(sum(counts) + stem + 3))
     common = [next(free) for _ in range(stem)]
     tables = [
         [*common, *(next(free) for _ in range(count - stem))]
@@ -138,7 +138,7 @@ def reference(place: Place, step: Step) -> tuple[torch.Tensor, torch.Tensor, tor
     """The output and the pages afterwards, by `TorchBackend` in float32, without sharing."""
     backend = TorchBackend(place.device)
     backend.plan(replace(step.batch, shared=()))
-    inputs = [t.float() for t in (step.query, step.key, step.value, step.k_pages, step.v_pages)]
+    inputs = [tensor.float() for tensor in step.tensors]
     out = backend.run(*inputs, **step.options)
     return out, inputs[3], inputs[4]
 
@@ -147,42 +147,9 @@ def reference(place: Place, step: Step) -> tuple[torch.Tensor, torch.Tensor, tor
 def attend(
     backend: AttentionBackend, step: Step, batch: PagedBatch | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same by `backend`."""
     pages = step.k_pages.clone(), step.v_pages.clone()
     backend.plan(batch or step.batch)
     return backend.run(step.query, step.key, step.value, *pages, **step.options), *pages
-
-
-class Fixed:
-    """Steps of one number of decodes in a CUDA graph, one after another on the same memory.
-
-    Args:
-        backend: has room for them (`allocate_fixed`).
-        like: a step of that many decodes.
-        num_pages: that the steps use at most.
-    """
-
-    def __init__(self, place: Place, backend: AttentionBackend, like: Step, num_pages: int) -> None:
-        self._place, self._backend = place, backend
-        self._pages = [t.new_zeros(num_pages, *t.shape[1:]) for t in (like.k_pages, like.v_pages)]
-        self._inputs = [t.clone() for t in (like.query, like.key, like.value)]
-        self._replay: Work | None = None
-
-    @torch.inference_mode()
-    def run(
-        self, step: Step, batch: PagedBatch | None = None, plan: bool = True
-    ) -> tuple[torch.Tensor, ...]:
-        """The same as `attend`."""
-        used = [pages[: len(step.k_pages)] for pages in self._pages]
-        given = (step.query, step.key, step.value, step.k_pages, step.v_pages)
-        for fixed, fresh in zip([*self._inputs, *used], given, strict=True):
-            fixed.copy_(fresh)
-        if plan:
-            self._backend.plan_fixed(batch or step.batch)
-        if self._replay is None:
-            run = partial(self._backend.run, *self._inputs, *self._pages, **step.options)
-            self._replay = self._place.capture(run)
-        return self._replay(), *used
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:

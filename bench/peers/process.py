@@ -21,6 +21,10 @@ def python_of(venv: str) -> Path:
     return Path(sys.executable) if venv == ".venv" else ROOT / venv / "bin" / "python"
 
 
+class Failed(Exception):
+    """A library cannot be started, or cannot go on; says why."""
+
+
 class Worker:
     """A module that says a line when it is ready, then answers a line for each line.
 
@@ -29,16 +33,15 @@ class Worker:
         made_by: make target that makes the environment.
         command: the module, and its arguments.
         environment: variables beside ours.
+
+    Raises:
+        Failed: the environment does not exist, or the library cannot be loaded.
     """
 
     def __init__(self, venv: str, made_by: str, *command: str, **environment: str) -> None:
-        self.error = ""
-        self.version = ""
-        self.process: subprocess.Popen[str] | None = None
         python = python_of(venv)
         if not python.exists():
-            self.error = f"{venv} does not exist: `make {made_by}` makes it"
-            return
+            raise Failed(f"{venv} does not exist: `make {made_by}` makes it")
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (the process outlives this call)
         self.process = subprocess.Popen(
             [python, "-W", "ignore", "-m", *command],
@@ -49,36 +52,35 @@ class Worker:
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )
-        answer = self._read()
-        self.version = answer.get("version", "")
-        self.error = answer.get("error", "")
+        try:
+            self.version: str = self._read()["version"]
+        except Failed:
+            self.close()
+            raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the worker answers to a request; {"error": ...} if it has ended."""
-        assert self.process is not None and self.process.stdin is not None
-        try:
+        """What the worker answers to a request. Raises `Failed` if it fails, or has ended."""
+        with suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            return self._ended()
         return self._read()
 
     def _read(self) -> dict[str, Any]:
-        assert self.process is not None and self.process.stdout is not None
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else self._ended()
+        if not line:
+            self.log.seek(0)
+            last = self.log.read().strip().rpartition("\n")[2]
+            raise Failed(f"its process ended: {last}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise Failed(answer["error"])
         return answer
 
-    def _ended(self) -> dict[str, Any]:
-        self.log.seek(0)
-        last = self.log.read().strip().rpartition("\n")[2]
-        return {"error": f"its process ended: {last}"}
-
     def close(self) -> None:
-        """End the process."""
-        if self.process is not None and self.process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.process.stdin.close()
-            self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
 
 
 def serve(

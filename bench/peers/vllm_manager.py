@@ -11,7 +11,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 
 def make_manager(num_blocks: int, block_size: int, **options: Any) -> KVCacheManager:
-    """A manager of one full-attention group."""
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
     )

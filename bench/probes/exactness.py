@@ -1,6 +1,6 @@
 """What a hit and a batch change: logits and greedy answers, by default and in exact mode.
 
-    python -m radixcache.bench.probes.exactness     # --quick; or --time: what exact mode costs
+    python -m radixcache.bench.probes.exactness     # --quick: in a minute
 
 Every prompt is answered alone with nothing cached, behind a cached prefix, and in a batch with
 others. Figures of the first token's log-probabilities are parts of their standard deviation over
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
 from itertools import takewhile
 from pathlib import Path
@@ -24,15 +23,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from radixcache import LLM, NoCache, PagePool, SamplingParams
+from radixcache import LLM, SamplingParams
 from radixcache.bench.probes.people import FIELDS, make_table
 from radixcache.bench.probes.random_llama import save_random_llama
-from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.input_processor import Prompt
-from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.paged_model import PagedModel
 
 DTYPES = ("float32", "bfloat16")
 GROUP = 10  # questions about one table or document
@@ -100,7 +95,6 @@ def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, way: str) ->
 
 
 def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Namespace) -> None:
-    """Print two rows of the table."""
     tabletalk = folder == BUNDLED_MODEL
     count = args.questions if tabletalk else args.prompts
     answers: dict[str, list[Any]] = {}
@@ -133,57 +127,23 @@ def compare(name: str, folder: Path, dtype: str, exact: bool, args: argparse.Nam
         )
 
 
-def measure_cost(name: str, folder: Path, dtype: str, args: argparse.Namespace) -> None:
-    """Print a row: time in exact mode over that by default, alternating on one thread."""
-    engines = [make_engine(load_model(folder, dtype=dtype, exact=e)) for e in (False, True)]
-    rng, rounds = np.random.default_rng(args.seed), list[list[float]]()
-    for _ in range(args.rounds + 1):
-        tokens = rng.integers(0, engines[0].model.vocab_size, (16, 1000))
-        times = [measure(engine, tokens) for engine in engines]
-        rounds.append([b / a for a, b in zip(*times, strict=True)])
-    ratios = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
-    print(f"| {name} | {dtype} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
-
-
-def make_engine(model: PagedModel) -> Engine:
-    cache = NoCache(PagePool(256, 16))
-    return Engine(model, model.allocate(256, 16), cache, Scheduler(cache, 2048, 16))
-
-
-def measure(engine: Engine, tokens: NDArray[np.int64]) -> list[float]:
-    """Seconds to prefill 1,000 tokens, and for 32 more; and for 32 of each of 16 behind 100."""
-    params, found = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True), list[float]()
-    for rows in (tokens[:1], tokens[:, :100]):
-        requests = [engine.add_request(row, params) for row in rows]
-        while engine.has_work:
-            engine.step()
-        metrics = [request.output().metrics for request in requests]
-        found += [metrics[0].ttft or 0, statistics.mean(m.latency - (m.ttft or 0) for m in metrics)]
-    return [*found[:2], found[3]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--questions", type=int, default=1000, help="to tabletalk (1000)")
     parser.add_argument("--prompts", type=int, default=100, help="to the other models (100)")
     parser.add_argument("--answer", type=int, default=32, help="tokens (32)")
     parser.add_argument("--rows", type=int, default=20, help="whose log-probabilities count (20)")
-    parser.add_argument("--rounds", type=int, default=5, help="of --time (5)")
     parser.add_argument("--seed", type=int, default=0)
     models = ("tabletalk", "llama", "gemma2")
     parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="NAME",
                         help=f"of {', '.join(models)} (all)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="20 questions, 10 prompts")
-    parser.add_argument("--time", action="store_true", help="what exact mode costs instead")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.prompts = 20, 10
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, seed {args.seed}")
-    if args.time:
-        print("| model | dtype | prefill 1,000 | decode 1 at 1,000 | decode 16 at 100 |")
-    else:
-        print("| model | dtype | mode | by | largest | RMS | answers that flip |")
-    print("|---" * (5 if args.time else 7) + "|")
+    print("| model | dtype | mode | by | largest | RMS | answers that flip |")
+    print("|---" * 7 + "|")
     with tempfile.TemporaryDirectory() as place:
         llama, gemma = Path(place, "llama"), Path(place, "gemma2")
         for folder, save in ((llama, save_random_llama), (gemma, save_random_gemma)):
@@ -192,11 +152,8 @@ def main() -> None:
         folders = {"tabletalk": BUNDLED_MODEL, "llama": llama, "gemma2": gemma}
         for name in args.models:
             for dtype in DTYPES:
-                if args.time:
-                    measure_cost(name, folders[name], dtype, args)
-                else:
-                    for exact in (False, True):
-                        compare(name, folders[name], dtype, exact, args)
+                for exact in (False, True):
+                    compare(name, folders[name], dtype, exact, args)
 
 
 if __name__ == "__main__":

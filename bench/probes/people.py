@@ -14,7 +14,6 @@ FIELDS = {
 
 
 def make_table(rng: random.Random) -> tuple[str, list[str]]:
-    """A table of ten people, and their names."""
     people = rng.sample([f"{name} {surname}" for name in NAMES for surname in SURNAMES], 10)
     rows = [["ID", "Name", *FIELDS], ["---"] * (2 + len(FIELDS))]
     for number, person in enumerate(people, 1):

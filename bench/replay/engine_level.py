@@ -30,8 +30,6 @@ _CERTAIN = torch.finfo(torch.float32).max
 
 
 class ScriptedSampler(Sampler):
-    """Chooses what the workload says."""
-
     def __init__(self, model: PagedModel, answers: dict[Request, Tokens]) -> None:
         super().__init__(model.device, 0, model.eos_token_ids)
         self._answers = answers
@@ -79,8 +77,6 @@ class ScriptedEngine(Engine):
 
 @dataclass
 class Timed:
-    """One run of one scheme."""
-
     outcomes: list[Outcome]
     seconds: float
     evicted_tokens: int
@@ -132,7 +128,8 @@ def run_engine(
             evicted_tokens=timed[0].evicted_tokens,
             seconds=statistics.median(run.seconds for run in timed),
         )
-        figures.engine = _times(workload, timed)
+        if figures.refused < figures.requests:
+            figures.engine = _times(workload, timed)
         found.append(figures)
     return found
 

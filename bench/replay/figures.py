@@ -23,10 +23,8 @@ class Figures:
         hit_tokens, computed_tokens: prompt tokens found, and prefilled (again after a preemption).
         prompt_tokens: of all requests, refused ones included: they hit nothing.
         computed_by_turn: prefilled tokens per request served, for each turn of a conversation.
-        doubled_tokens: computed although another request in flight had them; index level only.
         evicted_tokens: dropped to make room.
-        peak_used_pages: most pages that running requests used; sampled, index level only.
-        empty_share: of the slots in held pages, how many held no token; mean of the samples.
+        empty_share: of the slots in held pages, how many held no token; 64 samples, index level.
         cache_us: processor time in the cache per request, µs; index level only.
         cold: requests that were served and hit nothing.
     """
@@ -46,8 +44,6 @@ class Figures:
     evicted_tokens: int
     computed_by_turn: list[float]
     seconds: float
-    doubled_tokens: int | None = None
-    peak_used_pages: int | None = None
     empty_share: float | None = None
     cache_us: float | None = None
     cold: int = 0
@@ -57,12 +53,16 @@ class Figures:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens."""
         return self.hit_tokens / self.prompt_tokens
 
     @property
+    def spoiled(self) -> str:
+        """What happened to requests besides being served; empty if nothing did."""
+        counts = {"refused": self.refused, "preempted": self.preemptions}
+        return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+    @property
     def warm(self) -> int:
-        """Requests that hit something."""
         return self.requests - self.refused - self.cold
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +80,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
         return cls(float(np.median(values)), min(values), max(values))
 
 

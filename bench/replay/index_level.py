@@ -40,7 +40,6 @@ def run_index(
     memory: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Replay a workload in one scheme."""
     cache = scheme.make(memory_tokens, workload)
     clock = CacheTime(cache)
     scheduler = WatchedScheduler(
@@ -65,9 +64,7 @@ def run_index(
         seconds=time.perf_counter() - start,
     )
     surveys = scheduler.surveys
-    figures.doubled_tokens = scheduler.doubled_tokens
     figures.cache_us = clock.seconds * 1e6 / figures.requests
-    figures.peak_used_pages = max((s.used_pages for s in surveys), default=0)
     held = sum((s.used_pages + s.cached_pages) * scheme.page_size for s in surveys)
     figures.empty_share = sum(s.empty_slots for s in surveys) / held if held else 0.0
     return figures

@@ -58,7 +58,6 @@ class WallClock:
         """A step has run."""
 
     def wait_until(self, moment: float) -> None:
-        """There is nothing to do before `moment`."""
         time.sleep(max(0.0, moment - self.now()))
 
 
@@ -109,8 +108,6 @@ class Arrivals:
 
 
 class Queue:
-    """The requests of a workload that have not come yet."""
-
     def __init__(self, workload: Workload, arrivals: Arrivals) -> None:
         self._due = arrivals.due(workload)
         self._most = arrivals.concurrency

@@ -73,17 +73,14 @@ class RoutingFigures:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens."""
         return self.hit_tokens / max(1, self.hit_tokens + self.computed_tokens)
 
     @property
     def ttft_mean(self) -> float:
-        """Seconds; 0 if there was no request."""
         return float(np.mean(self.ttfts or [0.0]))
 
     @property
     def ttft_p99(self) -> float:
-        """Seconds; 0 if there was no request."""
         return float(np.percentile(self.ttfts or [0.0], 99))
 
     @property
@@ -92,17 +89,12 @@ class RoutingFigures:
         return max(self.computed_by_replica) / max(1.0, float(np.mean(self.computed_by_replica)))
 
     def to_json(self) -> dict[str, Any]:
-        """For `json.dumps`; without what each single request waited."""
-        shown = {key: value for key, value in asdict(self).items() if key != "ttfts"}
-        for name in ("hit_rate", "ttft_mean", "ttft_p99", "imbalance"):
-            shown[name] = getattr(self, name)
-        return shown
+        names = ("hit_rate", "ttft_mean", "ttft_p99", "imbalance")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass
 class _Job:
-    """A request on its replica."""
-
     index: int
     due: float
     prompt: Tokens
@@ -237,7 +229,6 @@ class _Simulation:
         self.after(to_compute / self.fleet.prefill_rate, self.start, job)
 
     def start(self, job: _Job) -> None:
-        """The first token is there."""
         self.ttfts[job.index] = self.now - job.due
         self.router.started(job.index)
         job.replica.prefilling = False
@@ -246,7 +237,6 @@ class _Simulation:
         self.begin(job.replica)
 
     def end(self, job: _Job) -> None:
-        """The last token is there."""
         answer, cache = self.arrivals[job.index].answer(), job.replica.cache
         assert job.lease is not None
         if len(answer) > 1:

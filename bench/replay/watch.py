@@ -1,18 +1,16 @@
-"""What the index level sees besides hits: doubled work, memory by use, time spent in the cache."""
+"""What the index level sees besides hits: memory by use, and time spent in the cache."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PrefixCache, RadixCache
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
-from radixcache.nodes import common_length
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 
@@ -32,14 +30,6 @@ class Survey:
     empty_slots: int
 
 
-@runtime_checkable
-class Filled(Protocol):
-    """A scheme's cache that says itself what its pages hold."""
-
-    def filled_slots(self) -> NDArray[np.int32]:
-        """[num_pages] slots of each page that hold a cached token."""
-
-
 def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
     """Look at every page. O(pages + nodes)."""
     size, num_pages = cache.page_size, cache.pool.num_pages
@@ -53,8 +43,8 @@ def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
     elif isinstance(cache, PageAlignedRadixCache):
         for node in cache.tree._tree:
             filled[node.pages] = size
-    elif isinstance(cache, Filled):
-        filled = cache.filled_slots()
+    elif filled_slots := getattr(cache, "filled_slots", None):
+        filled = filled_slots()
     elif isinstance(cache, HashBlockCache):
         filled[[page for page, block in enumerate(cache._blocks) if block is not None]] = size
     used = np.zeros(num_pages, bool)
@@ -76,45 +66,23 @@ def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
 
 
 class WatchedScheduler(Scheduler):
-    """A scheduler that notes, request by request, what another in flight had computed already.
-
-    Attributes:
-        doubled_tokens: prompt tokens that a request computes although, when it was admitted, one
-            before it in flight had them computed or was about to.
-        surveys: one for every `survey_every` admissions.
-    """
+    """A scheduler that looks at the pages at one of `survey_every` admissions."""
 
     def __init__(self, *args: Any, survey_every: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.doubled_tokens = 0
         self.surveys: list[Survey] = []
-        self._survey_every = survey_every
-        self._admissions = 0
+        self._survey_every, self._admissions = survey_every, 0
         self._known: set[Sequence] = set()
 
     def schedule(self) -> list[Chunk]:
         chunks = super().schedule()
-        new = [c.sequence for c in chunks if c.sequence not in self._known]
-        if new:
-            self._known = set(self.running)
-            for sequence in new:
-                if not sequence.preemptions:
-                    self._note(sequence)
+        for sequence in {c.sequence for c in chunks} - self._known:
+            if not sequence.preemptions:
+                if self._admissions % self._survey_every == 0:
+                    self.surveys.append(survey(self.cache, self.running))
+                self._admissions += 1
+        self._known = set(self.running)
         return chunks
-
-    def _note(self, sequence: Sequence) -> None:
-        tokens = sequence.tokens[:-1]
-        shared = 0
-        for other in self.running:
-            if other is sequence:
-                break
-            length = min(len(tokens), len(other))
-            if length > shared and (tokens[:1] == other.tokens[:1]).all():
-                shared = max(shared, common_length(tokens[:length], other.tokens[:length]))
-        self.doubled_tokens += max(0, shared - sequence.cached_tokens)
-        if self._admissions % self._survey_every == 0:
-            self.surveys.append(survey(self.cache, self.running))
-        self._admissions += 1
 
 
 _METHODS = ("match", "acquire", "reserve", "publish", "commit", "release")
@@ -143,7 +111,6 @@ class CacheTime:
 
     @property
     def seconds(self) -> float:
-        """In all calls together."""
         return (self._total - self._calls * self._clock_cost) / 1e9
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,32 +12,15 @@ NEEDED = "needs vl-convert: pip install '.[bench]' in a checkout"
 
 
 def write(path: Path, content: str) -> None:
-    """Write a file, whole or not at all. Raises InvalidRequest if it cannot be written."""
-    data = content.encode(errors="replace")  # a file's name need not be text
-    place = path.resolve()
-    half = place.with_name(f".{place.name}.{os.getpid()}")
+    """Write a file. Raises InvalidRequest if it cannot be written."""
     try:
-        if place.exists() and not place.is_file():
-            place.write_bytes(data)  # a pipe, or a device
-            return
-        try:
-            half.write_bytes(data)
-            if place.exists():
-                shutil.copymode(place, half)
-            half.replace(place)
-        finally:
-            half.unlink(missing_ok=True)
+        path.write_bytes(content.encode(errors="replace"))  # a file's name need not be text
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
 
 
 def check_page(path: Path) -> None:
-    """Refuse what `write_report` could not do, before anything is measured. Touches nothing.
-
-    Raises:
-        InvalidRequest: another ending, or a place that cannot be written.
-        MissingDependency: vl-convert is not installed.
-    """
+    """Refuse a page that could not be written or drawn, before anything is measured."""
     if path.suffix != ".html":
         raise InvalidRequest(f"a report ends in .html, not {path.name!r}")
     if find_spec("vl_convert") is None:
@@ -53,9 +35,7 @@ def check_writable(path: Path) -> None:
         reason = "Is a directory"
     elif not path.parent.is_dir():
         reason = "No such file or directory"
-    elif not os.access(path.resolve().parent, os.W_OK) or (
-        path.exists() and not os.access(path, os.W_OK)
-    ):
+    elif not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
         reason = "Permission denied"
     if reason is not None:
         raise InvalidRequest(f"cannot write {path}: {reason}")

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from radixcache.bench.report.columns import ENGINE, INDEX, ROUTING, Column
-from radixcache.bench.report.files import write
-from radixcache.bench.report.headline import headline
-from radixcache.bench.report.plots import few, plots, spoiled, styles
-from radixcache.bench.report.results import Report, WorkloadReport, verdicts
-from radixcache.bench.report.terminal import remarks
+from radixcache.bench.report.columns import Column, tables
+from radixcache.bench.report.plots import few, plots, styles
+from radixcache.bench.report.results import Report, WorkloadReport
+from radixcache.bench.report.verdicts import headline, remarks
 
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'"
 
 
-def write_report(report: Report, path: Path) -> None:
-    """Write one page with all it needs inside; `InvalidRequest` if it cannot be written."""
-    write(path, as_html(report))
-
-
 def as_html(report: Report) -> str:
     """The page. It loads nothing, and its policy lets it load nothing."""
-    title, specs = _title(report), list[object]()
+    routed = any(workload.routing for workload in report.workloads)
+    title = f"Prefix caching: {'ways to route' if routed else 'radix against hash-block'}"
+    specs: list[object] = []
     body = [f"<header><h1>{title}</h1><ol>"]
     for number, workload in enumerate(report.workloads):
         name = f'<a href="#w{number}">{escape(workload.name)}</a>'
@@ -59,15 +54,10 @@ def _library() -> str:
     return library
 
 
-def _title(report: Report) -> str:
-    routed = any(workload.routing for workload in report.workloads)
-    return f"Prefix caching: {'ways to route' if routed else 'radix against hash-block'}"
-
-
 def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
     """One workload; its plots go to the end of `specs`."""
     yield f'<h2>{escape(workload.name)}</h2><p class="headline">{_headline(workload)}</p>'
-    yield f'<p class="note">{escape(summary(workload))}</p>'
+    yield f'<p class="note">{escape(workload.summary)}</p>'
     if workload.rows:
         yield from _legend(workload)
     yield '<div class="plots">'
@@ -77,31 +67,15 @@ def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
         yield f'<p class="note">{escape(plot.note)}</p></figure>'
         specs.append(plot.spec)
     yield "</div>"
-    for level, columns, rows in _tables(workload):
-        yield from _table(level, columns, workload, rows)
-    for title, said in (("Remarks", remarks(workload)), ("Verdicts", verdicts(workload))):
-        if said:
-            lines = "".join(f"<li>{escape(line)}</li>" for line in said)
-            yield f"<details><summary>{title}</summary><ul>{lines}</ul></details>"
+    for name, columns, rows in tables(workload):
+        yield from _table(name, columns, workload, rows)
+    if said := remarks(workload):
+        lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+        yield f"<details><summary>Remarks</summary><ul>{lines}</ul></details>"
 
 
 def _headline(workload: WorkloadReport) -> str:
-    """Its figures in bold."""
-    return re.sub(r"(\d+(?: to \d+)? %) fewer", r"<b>\1 fewer</b>", escape(headline(workload)))
-
-
-def summary(workload: WorkloadReport) -> str:
-    """What the workload is, in one paragraph."""
-    said = f"{workload.shape}: {workload.requests:,} requests, {workload.prompt_tokens:,} prompt "
-    said += f"and {workload.answer_tokens:,} generated tokens, {workload.footprint:,} of them "
-    said += "distinct."
-    if (differ := workload.disagreements) is not None:
-        said += (
-            f" Index and engine level DIFFER in the hits of {differ:,} requests."
-            if differ
-            else " Index and engine level hit the same tokens, request by request."
-        )
-    return said
+    return re.sub(r"(\d+%) fewer", r"<b>\1 fewer</b>", escape(headline(workload)))
 
 
 def _legend(workload: WorkloadReport) -> Iterator[str]:
@@ -124,35 +98,21 @@ def _legend(workload: WorkloadReport) -> Iterator[str]:
     yield '<button type="button">all schemes</button></form>'
 
 
-def _tables(workload: WorkloadReport) -> Iterator[tuple[str, list[Column], list[Any]]]:
-    for level, columns in (("index", INDEX), ("engine", ENGINE)):
-        if rows := workload.level(level):
-            yield level, columns, rows
-    if workload.routing:
-        yield "routing", ROUTING, workload.routing
-
-
 def _table(
-    level: str, columns: list[Column], workload: WorkloadReport, rows: list[Any]
+    name: str, columns: list[Column], workload: WorkloadReport, rows: Sequence[Any]
 ) -> Iterator[str]:
-    yield f'<div class="table"><table data-level="{level}"><thead><tr>'
+    yield f'<div class="table"><table data-level="{name}"><thead><tr>'
     for column in columns:
         title = f'<abbr title="{escape(column.note)}">{escape(column.title)}</abbr>'
-        yield f'<th scope="col">{title}<small>{escape(column.unit)}</small></th>'
+        yield f'<th scope="col">{title}</th>'
     yield "</tr></thead><tbody>"
     for above, row in zip([None, *rows], rows, strict=False):
-        first = above is None or above.memory != row.memory
-        css = ' class="first"' if first else ""
-        listed = "" if level == "routing" else f' data-scheme="{escape(row.scheme)}"'
+        css = "" if above is not None and above.memory == row.memory else ' class="first"'
+        listed = "" if name == "routing" else f' data-scheme="{escape(row.scheme)}"'
         yield f"<tr{css}{listed}>"
         for column in columns:
-            text = escape(column.text(workload, row))
-            if column.title == "hit":
-                said = "" if level == "routing" else spoiled(row)
-                mark = f"<em>{escape(said)}</em> " if said else ""
-                yield f'<td style="--share:{row.hit_rate:.4f}">{mark}{text}</td>'
-            else:
-                yield f"<td>{text}</td>"
+            bar = f' style="--share:{row.hit_rate:.4f}"' if column.title == "hit" else ""
+            yield f"<td{bar}>{escape(column.text(workload, row))}</td>"
         yield "</tr>"
     yield "</tbody></table></div><details><summary>What the columns say</summary><dl>"
     yield from (f"<dt>{escape(c.title)}</dt><dd>{escape(c.note)}</dd>" for c in columns)

@@ -16,14 +16,13 @@ from radixcache.bench.report.sharing import Segment
 
 Spec = dict[str, Any]
 
-OPTIMUM, UNLIMITED, CURVES = "offline optimum", "unlimited memory", "LRU, one pass"
+OPTIMUM, UNLIMITED = "offline optimum", "unlimited memory"
 _FEW = ("hash-16", "radix-1", "radix-16", OPTIMUM, UNLIMITED)
 _GREY = "#8a8a8a"
 _COLOURS = {  # of Okabe and Ito: told apart by the colour-blind too
     "none": _GREY,
     OPTIMUM: "currentColor",
     UNLIMITED: _GREY,
-    CURVES: _GREY,
     "hash-16": "#0072b2",
     "hash": "#56b4e9",
     "radix-1": "#d55e00",
@@ -78,8 +77,6 @@ def styles(workload: WorkloadReport) -> dict[str, Style]:
     if workload.optimal_hits:
         found[OPTIMUM] = Style("currentColor", [6, 3], "")
     found[UNLIMITED] = Style(_GREY, [], "")
-    if workload.curves:
-        found[CURVES] = Style(_GREY, [1, 3], "")
     return found
 
 
@@ -89,7 +86,7 @@ def few(workload: WorkloadReport) -> list[str]:
     schemes = dict.fromkeys(row.scheme for row in workload.rows)
     if len(schemes) > 5 and any(scheme in _FEW for scheme in schemes):
         return [name for name in names if name in _FEW]
-    return [name for name in names if name != CURVES]
+    return names
 
 
 def plots(workload: WorkloadReport) -> Iterator[Plot]:
@@ -106,13 +103,6 @@ def plots(workload: WorkloadReport) -> Iterator[Plot]:
         yield _sharing(workload)
 
 
-def spoiled(row: Figures) -> str:
-    """What happened to requests besides being served; empty if nothing did."""
-    refused = f"{row.refused:,} of {row.requests:,} refused" if row.refused else ""
-    preempted = f"{row.preemptions:,} preempted" if row.preemptions else ""
-    return ", ".join(filter(None, (refused, preempted)))
-
-
 def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     total = workload.prompt_tokens
     points = [
@@ -121,14 +111,9 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
             "memory": row.memory_tokens,
             "asked": row.memory,
             "share": row.hit_rate,
-            "spoiled": spoiled(row) or "no",
+            "spoiled": row.spoiled or "no",
         }
         for row in rows
-    ]
-    curves = [
-        {"scheme": name, "memory": memory, "share": share}
-        for name, at in workload.curves.items()
-        for memory, share in at
     ]
     best = [
         {"scheme": OPTIMUM, "memory": memory, "share": hits / total}
@@ -144,11 +129,8 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     colour, shape = looks["color"], looks["shape"]
     line = {"x": x, "y": y, "color": colour, "strokeDash": looks["strokeDash"]}
     dots = {"x": x, "y": y, "color": colour, "tooltip": tips}
-    dotted = {"type": "line", "strokeWidth": 1.5, "opacity": 0.7, "strokeDash": [1, 3]}
     marred = f"{_SHOWN} && datum.spoiled !== 'no'"
-    with_curves = f"{_SHOWN} && indexof(shown, '{CURVES}') >= 0"
     layers = [
-        _layer("curves", dotted, {"x": x, "y": y, "color": colour}, with_curves),
         _layer("limit", _LINE | {"type": "rule"}, {"y": y, "color": colour, "tooltip": bound}),
         _layer("best", _LINE, line),
         _layer("best", _POINT | {"opacity": 0}, dots | {"tooltip": [*bound, tips[3]]}),
@@ -157,11 +139,9 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
         _layer("points", {"type": "point", "size": 180}, dots, marred),
     ]
     note = "Every point is a replay."
-    if workload.curves:
-        note += " LRU, one pass (in the legend): every size, one request after the other."
     if any(row.refused or row.preemptions for row in rows):
         note += " A ring: requests were refused or preempted, which spoils the figure."
-    data = {"points": points, "curves": curves, "best": best, "limit": limit}
+    data = {"points": points, "best": best, "limit": limit}
     return Plot("Hit rate over memory", note, _spec(workload, layers, **data))
 
 
@@ -304,7 +284,6 @@ def _tip(name: str, title: str | None = None, pattern: str = "") -> Spec:
 
 
 def _looks(workload: WorkloadReport) -> dict[str, Spec]:
-    """Colour, dash and shape by scheme."""
     drawn = styles(workload)
     field = {"field": "scheme", "type": "nominal", "legend": None}
     return {

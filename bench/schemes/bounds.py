@@ -1,4 +1,4 @@
-"""What no scheme can beat, and what LRU gives at every size of memory, without a replay.
+"""What no scheme can beat, without a replay.
 
 All of it is computed on the trie of the workload, with one request after the other in their order
 of arrival. So served, no scheme is above the optimum, unless its pages refuse a request for which
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.nodes import common_length
@@ -53,26 +52,18 @@ class _Edge:
         self.parent = parent
         self.start = start
         self.tokens = tokens
-        self.children: dict[bytes, _Edge] = {}
+        self.children: dict[int, _Edge] = {}
         self.number = -1
 
 
-def build_trie(
-    workload: Workload, block: int = 1, progress: Callable[[], object] = lambda: None
-) -> Trie:
-    """The trie of a workload. O(tokens).
-
-    Args:
-        block: sequences share whole blocks of this many tokens only; what remains at their ends
-            does not count.
-        progress: called after each request.
-    """
+def build_trie(workload: Workload, progress: Callable[[], object] = lambda: None) -> Trie:
+    """The trie of a workload; `progress` is called after each request. O(tokens)."""
     root = _Edge(None, 0, np.empty(0, np.int32))
     ends: list[tuple[_Edge, _Edge]] = []
     for arrival in workload.arrivals:
         tokens = arrival.tokens()
-        hittable = _insert(root, tokens[: (arrival.prompt_tokens - 1) // block * block], block)
-        ends.append((hittable, _insert(root, tokens[: len(tokens) // block * block], block)))
+        hittable = _insert(root, tokens[: arrival.prompt_tokens - 1])
+        ends.append((hittable, _insert(root, tokens)))
         progress()
     trie = Trie()
     for hittable, last in ends:
@@ -93,22 +84,21 @@ def build_trie(
     return trie
 
 
-def _insert(root: _Edge, tokens: Tokens, block: int) -> _Edge:
+def _insert(root: _Edge, tokens: Tokens) -> _Edge:
     """The edge with whose end `tokens` end, made or cut off as needed."""
     edge, position = root, 0
     while position < len(tokens):
-        key = tokens[position : position + block].tobytes()
+        key = int(tokens[position])
         child = edge.children.get(key)
         if child is None:
             child = edge.children[key] = _Edge(edge, position, tokens[position:].copy())
             return child
         length = min(len(child.tokens), len(tokens) - position)
         same = common_length(child.tokens[:length], tokens[position : position + length])
-        same -= same % block
         if same < len(child.tokens):
             upper = _Edge(edge, position, child.tokens[:same])
             child.parent, child.start, child.tokens = upper, position + same, child.tokens[same:]
-            upper.children[child.tokens[:block].tobytes()] = child
+            upper.children[int(child.tokens[0])] = child
             edge.children[key] = child = upper
         edge, position = child, position + same
     return edge
@@ -165,55 +155,3 @@ def optimal_hits(trie: Trie, memory: int) -> int:
             next_use[segment] = uses[segment][-1] if uses[segment] else _NEVER
             heapq.heappush(farthest, (-next_use[segment], -trie.starts[segment], segment))
     return hits
-
-
-@dataclass
-class LRUCurve:
-    """Hits under LRU as a function of memory, all sizes from one pass over the trie.
-
-    LRU is a stack algorithm (Mattson et al., 1970): what fits a smaller memory is in every larger
-    one. Here the order is of tokens: by the last request that used them and, within one, the deeper
-    ones first to go. A token is hit in every memory that holds all tokens used later, and itself.
-
-    Attributes:
-        before: for each run of hit tokens, how many tokens were used later than its first.
-        lengths: tokens of each run.
-    """
-
-    before: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    def hits(self, memory: int) -> int:
-        """Tokens hit in `memory` tokens. O(runs)."""
-        return int(np.clip(memory - self.before, 0, self.lengths).sum())
-
-
-def lru_curve(trie: Trie) -> LRUCurve:
-    """The curve of a workload. O(segments of all paths), and a sum over the requests for each hit.
-
-    Exact for a token-exact tree at page size 1, one request at a time, but for tokens that are
-    computed although they are cached (a prompt's last, and answers that were given before): each
-    has a page of its own for a moment, for which another token may go. With the trie of blocks,
-    for block caches but for their pages that are not full. Says nothing of memories that are
-    smaller than the longest request.
-    """
-    last_use = [-1] * len(trie.lengths)
-    used = np.zeros(len(trie.paths), np.int64)  # by each request, and by none after it
-    before, lengths = [], []
-    for number, path in enumerate(trie.paths):
-        above, above_use = 0, -1
-        for segment in path[: trie.hittable[number]]:
-            use = last_use[segment]
-            if use < 0:
-                break
-            if use != above_use:
-                above, above_use = int(used[use + 1 :].sum()), use
-            before.append(above)
-            lengths.append(trie.lengths[segment])
-            above += trie.lengths[segment]
-        for segment in path:
-            if last_use[segment] >= 0:
-                used[last_use[segment]] -= trie.lengths[segment]
-            last_use[segment] = number
-        used[number] += sum(trie.lengths[segment] for segment in path)
-    return LRUCurve(np.array(before, np.int64), np.array(lengths, np.int64))

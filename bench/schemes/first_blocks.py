@@ -94,7 +94,6 @@ class FirstBlocksCache(NoCache):
         return page
 
     def _leave(self, page: int) -> None:
-        """One user less."""
         self.pool.refs[page] -= 1
         if self.pool.refs[page] == 1:
             self._num_idle += 1

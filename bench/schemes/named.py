@@ -13,6 +13,7 @@ from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateC
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.sizes import parse_memory as parse_bytes
 
 
 class WholeLeaves(RadixCache):
@@ -61,8 +62,6 @@ NOTHING = Workload("nothing", "no request")
 
 @dataclass(frozen=True)
 class Scheme:
-    """A caching scheme and its page size."""
-
     kind: str
     page_size: int
 
@@ -80,11 +79,7 @@ class Scheme:
 
 
 def parse_scheme(name: str) -> Scheme:
-    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`.
-
-    Raises:
-        InvalidRequest: none is called so.
-    """
+    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`."""
     kind, _, size = name.partition("-")
     if kind == "none" and not size:
         return Scheme("none", 16)
@@ -100,11 +95,7 @@ def parse_scheme(name: str) -> Scheme:
 
 
 def find_schemes(names: Sequence[str]) -> list[Scheme]:
-    """The schemes that names of schemes or of groups stand for, each once.
-
-    Raises:
-        InvalidRequest: none is called so.
-    """
+    """The schemes that names of schemes or of groups stand for, each once."""
     expanded = [scheme for name in names for scheme in GROUPS.get(name, [name])]
     return [parse_scheme(name) for name in dict.fromkeys(expanded)]
 
@@ -142,23 +133,15 @@ class Memory:
         return max(2, int(wanted) // step) * step
 
 
-_BYTES = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BYTES |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
-
-
 def parse_memory(text: str) -> Memory:
-    """ "30%" of the footprint, "2GB" or "512MiB", or "65536" tokens.
-
-    Raises:
-        InvalidRequest: it is none of these, or zero.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b|b)?", text.strip().lower())
-    amount = float(found[1]) if found else 0.0
-    if not found or not amount:
+    """ "30%" of the footprint, "2GB" or "512MiB", or "65536" tokens; InvalidRequest if none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    try:
+        if found is None:
+            return Memory(text, parse_bytes(text), "bytes")
+    except InvalidRequest:
+        found = None
+    if not found or not float(found[1]):
         raise InvalidRequest(f"not an amount of memory: {text!r} (say 30%, 2GB, 512MiB or tokens)")
-    unit = found[2]
-    if unit == "%":
-        return Memory(text, amount / 100, "share")
-    if unit:
-        return Memory(text, amount * _BYTES.get(unit[:-1], 1), "bytes")
-    return Memory(text, amount, "tokens")
+    amount = float(found[1])
+    return Memory(text, amount / 100, "share") if found[2] else Memory(text, amount, "tokens")

@@ -48,8 +48,6 @@ class PageAlignedRadixCache(PrefixCache):
         self._weights = _odd_weights(pool.page_size)
         self.granularity = pool.page_size
         self.pin_budget = self.tree.pin_budget
-        self._in_flight: dict[PageLease, Tokens] = {}
-        """Leases that publish in the step being scheduled, and their tails before it."""
 
     @property
     def stats(self) -> CacheStats:  # type: ignore[override]
@@ -72,8 +70,7 @@ class PageAlignedRadixCache(PrefixCache):
 
     def _query(self, tokens: TokensLike) -> Tokens:
         """What to look up: the pages before the last token, and one symbol that is never hit."""
-        symbols = self._symbols(as_tokens(tokens)[:-1])
-        return np.append(symbols, np.int32(0))
+        return np.append(self._symbols(as_tokens(tokens)[:-1]), np.int32(0))
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.tree.match(self._query(tokens), namespace) * self.page_size
@@ -108,10 +105,6 @@ class PageAlignedRadixCache(PrefixCache):
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
-        if lease in self._in_flight:
-            raise LeaseError("a lease publishes once per step: commit or roll back first")
-        if not written:
-            self._in_flight[lease] = lease.tail
         lease.num_tokens += len(tokens)
         tokens = np.concatenate((lease.tail, tokens))
         symbols = self._symbols(tokens)
@@ -125,15 +118,9 @@ class PageAlignedRadixCache(PrefixCache):
 
     def commit(self) -> None:
         self.tree.commit()
-        self._in_flight.clear()
 
     def rollback(self) -> None:
-        self.tree.rollback()
-        for lease, tail in self._in_flight.items():
-            lease.tail = tail
-            lease.num_tokens = lease.inner.num_tokens * self.page_size + len(tail)
-            self._read(lease)
-        self._in_flight.clear()
+        raise NotImplementedError("no step of a replay fails")
 
     def release(self, lease: Lease) -> None:
         lease = self._mine(lease)
@@ -144,7 +131,6 @@ class PageAlignedRadixCache(PrefixCache):
         self.tree._release(lease)
 
     def recover(self) -> None:
-        self._in_flight.clear()
         self.tree.recover()
 
     def _forget_all(self) -> None:

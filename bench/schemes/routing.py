@@ -108,7 +108,6 @@ def llm_d(asked: Asked) -> Standing:
 
 
 def _loads(asked: Asked) -> tuple[int, int]:
-    """Requests on the most and on the least loaded replica."""
     loads = [s.requests for s in asked.standings]
     return max(loads), min(loads)
 
@@ -134,11 +133,7 @@ BLIND = ("random", "two-choices", "least-queued")
 
 
 def find_rules(names: Sequence[str]) -> list[str]:
-    """The rules of these names, each once; all of them for "all".
-
-    Raises:
-        InvalidRequest: none is called so.
-    """
+    """The rules of these names, each once; all of them for "all"."""
     if "all" in names:
         return [*RULES]
     for name in names:

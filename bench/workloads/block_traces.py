@@ -24,49 +24,20 @@ _MOST = 1 << 24
 """Tokens of a prompt, an answer or a block; more is no trace of a model that there is."""
 
 
-def load_mooncake(
+def load_trace(
     path: Path,
     *,
     hash_block: int | None = None,
     vocabulary: int = 1 << 17,
     limit: int | None = None,
 ) -> Workload:
-    """A trace of `{"timestamp", "input_length", "output_length", "hash_ids"}`, one per line.
+    """A trace of requests, each with the hash ids of its whole prompt, or of sessions of them.
 
-    Requests wait for no other. Timestamps are milliseconds.
+    Kinds of records:
 
-    Args:
-        hash_block: tokens of a block: 512 in Mooncake's own traces, 64 or less in others.
-
-    Raises:
-        InvalidRequest: a line is no such record.
-    """
-    trace = _Trace(path, hash_block or 512, vocabulary)
-    for where, record in read_records(path, limit):
-        match record:
-            case {"timestamp": at, "input_length": length, "output_length": answer, "hash_ids": i}:
-                trace.add(where, length, answer, i, at=at, scale=1000)
-            case _:
-                raise InvalidRequest(
-                    f"{where}: not a request of a Mooncake trace: it has a timestamp, an "
-                    f"input_length, an output_length and hash_ids"
-                )
-    return trace.finished()
-
-
-def load_sessions(
-    path: Path,
-    *,
-    hash_block: int | None = None,
-    vocabulary: int = 1 << 17,
-    limit: int | None = None,
-) -> Workload:
-    """A trace of sessions: a request waits for the one before it in its session.
-
-    Three kinds of records, each with the hash ids of the whole prompt:
-
-    - one request of Mooncake's with a "session_id", which comes after the last one with that id;
-      "timestamp" in milliseconds, or "delay" after the request before (as AIPerf and Dynamo write);
+    - `{"timestamp", "input_length", "output_length", "hash_ids"}`, as Mooncake's traces have it:
+      blocks of 512 tokens, milliseconds. With a "session_id" it comes after the last one with that
+      id, perhaps with a "delay" instead of a "timestamp" (as AIPerf and Dynamo write);
     - one request with "chat_id" and "parent_chat_id" (Qwen-Bailian's traces: blocks of 16 tokens,
       "timestamp" in seconds);
     - one session whose "requests" have "t" in seconds, "in", "out" and "hash_ids" (agents' traces
@@ -74,43 +45,40 @@ def load_sessions(
       The requests of a "subagent" among them are a session that its next request waits for.
 
     Args:
-        hash_block: tokens of a block, instead of what the trace says: its "block_size", else 16
-            with chat ids and 512 with session ids.
-
-    Raises:
-        InvalidRequest: a record is none of these.
+        hash_block: tokens of a block, instead of what the trace says or its kind implies.
     """
-    trace = _Trace(path, hash_block or 512, vocabulary)
-    trace.ends_open = True
-    last: dict[Any, int] = {}
+    trace = _Trace(path, hash_block, vocabulary)
     for number, (where, record) in enumerate(read_records(path, limit)):
-        trace.scope = None
         match record:
             case {"requests": [*requests]}:
-                trace.block = _block(where, hash_block or record.get("block_size", 64))
-                trace.scope = number if record.get("hash_id_scope") == "local" else None
+                scope = number if record.get("hash_id_scope") == "local" else None
+                trace.start(where, record, 64, scope)
                 _add_session(trace, where, requests, None)
             case {"chat_id": int() | str() as chat, "input_length": length, "output_length": said}:
-                trace.block = _block(where, hash_block or record.get("block_size", 16))
+                trace.start(where, record, 16)
                 parent = record.get("parent_chat_id")
-                after = last.get(parent) if isinstance(parent, int | str) else None
+                after = trace.last.get(parent) if isinstance(parent, int | str) else None
                 ids, at = record.get("hash_ids"), record.get("timestamp", 0)
-                last[chat] = trace.add(where, length, said, ids, at=at, after=after)
+                trace.last[chat] = trace.add(where, length, said, ids, at=at, after=after)
             case {"session_id": int() | str() as name, "input_length": length, "output_length": n}:
-                trace.block = _block(where, hash_block or record.get("block_size", 512))
-                after = last.get(name)
-                ids, at = record.get("hash_ids"), record.get("timestamp")
+                trace.start(where, record, 512)
+                after, at = trace.last.get(name), record.get("timestamp")
                 begin = 0.0
                 if at is None:
                     at = record.get("delay", 0)
                     begin = trace.workload.arrivals[after].at if after is not None else 0.0
-                last[name] = trace.add(
+                ids = record.get("hash_ids")
+                trace.last[name] = trace.add(
                     where, length, n, ids, at=at, begin=begin, scale=1000, after=after
                 )
+            case {"timestamp": at, "input_length": length, "output_length": n, "hash_ids": ids}:
+                trace.start(where, record, 512)
+                trace.add(where, length, n, ids, at=at, scale=1000)
             case _:
                 raise InvalidRequest(
-                    f'{where}: not a session: it has "requests", or is a request with its lengths '
-                    f'and a "session_id" or "chat_id"'
+                    f"{where}: not a request of a trace: it has a timestamp, an input_length, an "
+                    f'output_length and hash_ids, perhaps a "session_id" or "chat_id"; or '
+                    f'"requests"'
                 )
     return trace.finished()
 
@@ -136,31 +104,26 @@ def _add_session(trace: _Trace, where: str, requests: list[Any], after: int | No
 
 
 class _Trace:
-    """A workload while it is read."""
-
-    def __init__(self, path: Path, block: int, vocabulary: int) -> None:
-        self.path = path
-        self.block = block
-        self.ends_open = False
-        """Whether a trace may leave out the id of a last block that is not full."""
-        self.scope: int | None = None
+    def __init__(self, path: Path, hash_block: int | None, vocabulary: int) -> None:
         self.workload = Workload(name_of(path), "")
-        self._vocabulary = vocabulary
+        self.last: dict[Any, int] = {}
+        """The last request of each session or chat."""
+        self._path, self._hash_block, self._vocabulary = path, hash_block, vocabulary
+        self._block, self._scope = 0, None  # type: int, int | None
         self._numbers: dict[tuple[int | None, int], int] = {}
         """Of blocks, in the order in which they come, by scope and id."""
 
+    def start(self, where: str, record: Any, block: int, scope: int | None = None) -> None:
+        """A record begins, whose kind has blocks of so many tokens."""
+        self._scope = scope
+        self._block = self._hash_block or record.get("block_size", block)
+        if type(self._block) is not int or not 0 < self._block <= _MOST:
+            raise InvalidRequest(f"{where}: no number of tokens in a block: {self._block!r:.40}")
+
     def add(
-        self,
-        where: str,
-        length: Any,
-        answer: Any,
-        ids: Any,
-        *,
-        at: Any,
-        begin: float = 0.0,
-        scale: int = 1,
-        after: int | None = None,
-    ) -> int:
+        self, where: str, length: Any, answer: Any, ids: Any, *,
+        at: Any, begin: float = 0.0, scale: int = 1, after: int | None = None,
+    ) -> int:  # fmt: skip
         """Append a request as a file has it; returns its index.
 
         Args:
@@ -177,8 +140,7 @@ class _Trace:
                 raise InvalidRequest(f"{where}: no number of tokens in its {name}: {tokens!r:.40}")
         covered = [] if ids is None else self._blocks(where, length, ids)
         answer = max(answer, 1)
-        turn = 0 if after is None else self.workload.arrivals[after].turn + 1
-        make = partial(_prompt, np.array(covered, np.uint64), self.block, length, index)
+        make = partial(_prompt, np.array(covered, np.uint64), self._block, length, index)
         self.workload.arrivals.append(
             Arrival(
                 length,
@@ -186,39 +148,32 @@ class _Trace:
                 partial(make, self._vocabulary),
                 partial(_unique, index, answer, self._vocabulary),
                 after=after,
-                turn=turn,
+                turn=0 if after is None else self.workload.arrivals[after].turn + 1,
                 at=begin + at / scale,
             )
         )
         return index
 
     def _blocks(self, where: str, length: int, ids: Any) -> list[int]:
-        """The numbers of a prompt's blocks."""
+        """The numbers of a prompt's blocks; a last block that is not full may have no id."""
         if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
             raise InvalidRequest(f"{where}: hash_ids must be numbers from 0 on")
-        counts = {-(-length // self.block), length // self.block if self.ends_open else -1}
-        if len(ids) not in counts:
+        if len(ids) not in (-(-length // self._block), length // self._block):
             raise InvalidRequest(
-                f"{where}: {len(ids)} hash_ids for {length} tokens: not blocks of {self.block} "
+                f"{where}: {len(ids)} hash_ids for {length} tokens: not blocks of {self._block} "
                 f"(say --hash-block)"
             )
-        return [self._numbers.setdefault((self.scope, i), len(self._numbers)) for i in ids]
+        return [self._numbers.setdefault((self._scope, i), len(self._numbers)) for i in ids]
 
     def finished(self) -> Workload:
         """The workload. Raises InvalidRequest if there is no request in it."""
         arrivals = self.workload.arrivals
         if not arrivals:
-            raise InvalidRequest(f"{self.path}: no request in it")
+            raise InvalidRequest(f"{self._path}: no request in it")
         sessions = sum(arrival.after is None for arrival in arrivals)
         shared = f" in {sessions:,} sessions" if sessions < len(arrivals) else ""
-        self.workload.shape = f"trace of {self.block}-token blocks{shared}"
+        self.workload.shape = f"trace of {self._block}-token blocks{shared}"
         return self.workload
-
-
-def _block(where: str, size: Any) -> int:
-    if type(size) is not int or not 0 < size <= _MOST:
-        raise InvalidRequest(f"{where}: no number of tokens in a block: {size!r:.40}")
-    return size
 
 
 def _prompt(blocks: np.ndarray, block: int, length: int, index: int, vocabulary: int) -> Tokens:

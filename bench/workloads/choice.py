@@ -6,13 +6,13 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from radixcache.bench.workloads import block_traces, loaders
+from radixcache.bench.workloads import loaders
+from radixcache.bench.workloads.block_traces import load_trace
 from radixcache.bench.workloads.byte_level_bpe import train_encoder
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.public_data import PUBLIC, load_public
 from radixcache.bench.workloads.records import read_text
-from radixcache.bench.workloads.rendering import Joined, Templated
-from radixcache.bench.workloads.requests import holds_requests, load_requests
+from radixcache.bench.workloads.requests import Joined, Templated, holds_requests, load_requests
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 
@@ -23,7 +23,7 @@ DEFAULT = ("chat", "few-shot", "best-of-n", "documents")
 """One for each reason: turns whose ends fill no block, questions after the same examples, samples
 of one short prompt, and texts so long that only eviction counts."""
 
-TRACES = {"mooncake": block_traces.load_mooncake, "sessions": block_traces.load_sessions}
+TRACES = ("mooncake", "sessions")
 TEXTS = {
     "sharegpt": loaders.load_sharegpt,
     "messages": loaders.load_messages,
@@ -36,11 +36,7 @@ _TRAINED_ON = 1 << 23
 
 
 def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
-    """The workloads that the flags of the command name.
-
-    Raises:
-        InvalidRequest: there is no such workload, or the file is not what it is said to be.
-    """
+    """The workloads that the flags of the command name."""
     names = args.workloads or ([] if args.file else DEFAULT)
     chosen = [
         load_public(name) if name in PUBLIC else generate(name, args.seed, vocabulary)
@@ -54,11 +50,8 @@ def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
             f"say --format requests"
         )
     if args.format in TRACES:
-        load = TRACES[args.format]
-        chosen.append(
-            load(args.file, hash_block=args.hash_block, vocabulary=vocabulary, limit=args.limit)
-        )
-        return chosen
+        blocks = {"hash_block": args.hash_block, "vocabulary": vocabulary}
+        return [*chosen, load_trace(args.file, limit=args.limit, **blocks)]
     if (tokenizer := _tokenizer(args)) is None:
         text = read_text(args.file)[:_TRAINED_ON]
         encode = train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))

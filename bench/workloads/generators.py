@@ -18,14 +18,11 @@ from radixcache.errors import InvalidRequest
 
 
 class Writer:
-    """Random texts."""
-
     def __init__(self, seed: int, vocabulary: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.vocabulary = vocabulary
 
     def text(self, length: int) -> Tokens:
-        """[length] random tokens."""
         return self.rng.integers(0, self.vocabulary, length, dtype=np.int32)
 
     def about(self, length: int) -> Tokens:
@@ -39,15 +36,9 @@ class Writer:
 
 
 def chat(
-    write: Writer,
-    *,
-    conversations: int = 60,
-    turns: int = 8,
-    system: int = 200,
-    systems: int = 1,
-    user: int = 60,
-    answer: int = 120,
-) -> Workload:
+    write: Writer, *, conversations: int = 60, turns: int = 8, system: int = 200, systems: int = 1,
+    user: int = 60, answer: int = 120,
+) -> Workload:  # fmt: skip
     """Multi-turn chat: every turn's prompt is the whole conversation so far.
 
     `conversations` over one system prompt of `system` tokens, or over one of `systems`, drawn by
@@ -72,15 +63,9 @@ def chat(
 
 
 def few_shot(
-    write: Writer,
-    *,
-    tasks: int = 10,
-    questions: int = 40,
-    shots: int = 5,
-    shot: int = 120,
-    question: int = 60,
-    answer: int = 8,
-) -> Workload:
+    write: Writer, *, tasks: int = 10, questions: int = 40, shots: int = 5, shot: int = 120,
+    question: int = 60, answer: int = 8,
+) -> Workload:  # fmt: skip
     """Few-shot evaluation, task after task: the same examples before every question of a task.
 
     `tasks` of `shots` examples of about `shot` tokens; `questions` each, of about `question`
@@ -98,14 +83,9 @@ def few_shot(
 
 
 def best_of_n(
-    write: Writer,
-    *,
-    questions: int = 60,
-    n: int = 8,
-    instruction: int = 25,
-    question: int = 60,
+    write: Writer, *, questions: int = 60, n: int = 8, instruction: int = 25, question: int = 60,
     answer: int = 100,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """Best of n: each question is asked `n` times at once, for different answers.
 
     `instruction` tokens that all share, then a question of about `question`; the `n` answers of
@@ -122,15 +102,9 @@ def best_of_n(
 
 
 def tree_search(
-    write: Writer,
-    *,
-    problems: int = 12,
-    branch: int = 3,
-    depth: int = 3,
-    instruction: int = 80,
-    problem: int = 60,
-    thought: int = 40,
-) -> Workload:
+    write: Writer, *, problems: int = 12, branch: int = 3, depth: int = 3, instruction: int = 80,
+    problem: int = 60, thought: int = 40,
+) -> Workload:  # fmt: skip
     """Tree of thought: every thought is expanded into `branch` next ones, `depth` levels deep.
 
     A prompt is `instruction` tokens that all share, a problem of about `problem`, and the thoughts
@@ -152,14 +126,9 @@ def tree_search(
 
 
 def documents(
-    write: Writer,
-    *,
-    documents: int = 20,
-    questions: int = 200,
-    document: int = 2000,
-    question: int = 30,
-    answer: int = 20,
-) -> Workload:
+    write: Writer, *, documents: int = 20, questions: int = 200, document: int = 2000,
+    question: int = 30, answer: int = 20,
+) -> Workload:  # fmt: skip
     """Questions about long documents, in random order, about some more often than others.
 
     Documents of about `document` tokens, asked about by Zipf's law: the k-th with weight 1/k.
@@ -172,15 +141,9 @@ def documents(
 
 
 def agents(
-    write: Writer,
-    *,
-    agents: int = 20,
-    steps: int = 12,
-    system: int = 600,
-    task: int = 60,
-    action: int = 30,
-    observation: int = 80,
-) -> Workload:
+    write: Writer, *, agents: int = 20, steps: int = 12, system: int = 600, task: int = 60,
+    action: int = 30, observation: int = 80,
+) -> Workload:  # fmt: skip
     """Agent loops: think, call a tool, read what it says, and again.
 
     All share a prompt with tools of `system` tokens. A step generates an action of about `action`
@@ -200,14 +163,9 @@ def agents(
 
 
 def short_instructions(
-    write: Writer,
-    *,
-    requests: int = 600,
-    stems: int = 10,
-    stem: int = 28,
-    question: int = 18,
+    write: Writer, *, requests: int = 600, stems: int = 10, stem: int = 28, question: int = 18,
     answer: int = 24,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """Short instructions: one of `stems` instructions, then a few tokens of the user's own.
 
     Instructions of about `stem` tokens in random order, questions of about `question`.
@@ -220,8 +178,8 @@ def short_instructions(
 
 
 def zero_sharing(
-    write: Writer, *, requests: int = 300, prompt: int = 300, answer: int = 20
-) -> Workload:
+    write: Writer, *, requests: int = 300, prompt: int = 300, answer: int = 20,
+) -> Workload:  # fmt: skip
     """Nothing shared at all: what a cache costs where it cannot help.
 
     Prompts of about `prompt` tokens, no two of which begin with the same token.
@@ -239,14 +197,9 @@ def zero_sharing(
 
 
 def bursts(
-    write: Writer,
-    *,
-    bursts: int = 15,
-    size: int = 32,
-    stem: int = 300,
-    question: int = 40,
+    write: Writer, *, bursts: int = 15, size: int = 32, stem: int = 300, question: int = 40,
     answer: int = 16,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """Bursts: `size` requests with one new stem arrive at the same moment.
 
     Stems of about `stem` tokens, questions of about `question`. A burst waits for the one before.
@@ -276,11 +229,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
 
 
 def generate(spec: str, seed: int, vocabulary: int) -> Workload:
-    """The workload that `spec` names, such as "chat" or "chat:turns=4,conversations=10".
-
-    Raises:
-        InvalidRequest: no such workload or keyword, or a value that is no positive number.
-    """
+    """The workload that `spec` names, such as "chat" or "chat:turns=4,conversations=10"."""
     name, _, options = spec.partition(":")
     if name not in GENERATORS:
         raise InvalidRequest(f"no workload {name!r}; there are {', '.join(GENERATORS)}")

@@ -22,9 +22,6 @@ def load_sharegpt(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
 
     Every turn of "gpt" (or "assistant") is a request whose prompt is all before it. Turns come in
     rounds: first the first turns of all conversations, then the second ones.
-
-    Raises:
-        InvalidRequest: the file is no such list.
     """
     conversations = parse(str(path), read_text(path))
     if not isinstance(conversations, list):
@@ -48,9 +45,6 @@ def load_messages(path: Path, encode: Encode, *, limit: int | None = None) -> Wo
     part of what an assistant says, and "tools" of what the model is told first, both as JSON.
     Requests as in `load_sharegpt`; messages that no answer follows are a prompt of their own, with
     128 random tokens for an answer.
-
-    Raises:
-        InvalidRequest: a record is no such conversation.
     """
     records = list(read_records(path, limit))
     if all(isinstance(record, dict) and "role" in record for _, record in records):
@@ -102,12 +96,10 @@ def _part(where: str, part: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """The shortest JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _turn(where: str, turn: Any) -> tuple[str, str]:
-    """Who says what in a turn of ShareGPT."""
     match turn:
         case {"from": str(role), "value": str(text)}:
             return {"gpt": "assistant"}.get(role, role), text
@@ -118,9 +110,6 @@ def load_prompts(path: Path, encode: Encode, *, limit: int | None = None) -> Wor
     """Plain prompts: one a line, each answered with 128 random tokens. Empty lines do not count.
 
     A JSON list of texts is one of prompts, too.
-
-    Raises:
-        InvalidRequest: the file is empty, no text, or JSON that is something else.
     """
     text = read_text(path)
     lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]

@@ -48,11 +48,7 @@ def data_folder() -> Path | None:
 
 
 def load_public(name: str, folder: Path | None = None) -> Workload:
-    """The workload called `name`, one of `PUBLIC`.
-
-    Raises:
-        InvalidRequest: the data are not there.
-    """
+    """The workload called `name`, one of `PUBLIC`."""
     folder = folder or data_folder()
     if folder is None:
         raise InvalidRequest(
@@ -199,7 +195,6 @@ def _choices(row: list[str]) -> str:
 
 @cache
 def trained_encoder(folder: Path) -> Encode:
-    """Text to tokens by a tokenizer trained on the public data."""
     texts = [f"{question}\n{answer}" for question, answer in _gsm8k(folder)]
     texts += [_choices(row) for _, dev, test in _mmlu(folder) for row in (*dev, *test)]
     texts += [(folder / "mt_bench_question.jsonl").read_text()]

@@ -22,11 +22,7 @@ def name_of(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, unpacked if it is called .gz.
-
-    Raises:
-        InvalidRequest: it cannot be read.
-    """
+    """The text of a file, unpacked if it is called .gz."""
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
@@ -42,9 +38,6 @@ def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[str, An
     """Each record's place and content, from lines of JSON or from one document.
 
     A document is an array of records, or one record, however many lines it takes.
-
-    Raises:
-        InvalidRequest: the file cannot be read, or what it has to be is not JSON.
     """
     text = read_text(path)
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -67,11 +60,7 @@ def is_json(text: str) -> bool:
 
 
 def parse(where: str, text: str) -> Any:
-    """What JSON says.
-
-    Raises:
-        InvalidRequest: it says nothing that can be read.
-    """
+    """What JSON says."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

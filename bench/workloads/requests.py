@@ -3,18 +3,88 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixcache.bench.workloads.byte_level_bpe import Encode
 from radixcache.bench.workloads.loaders import ANSWER, as_json, read_message
 from radixcache.bench.workloads.records import is_json, name_of, read_records, read_text
-from radixcache.bench.workloads.rendering import Message, Renderer, spoken
-from radixcache.bench.workloads.workload import Workload
+from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from radixcache.runtime.tokens.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+"""As chat templates take it: its content is a text."""
+
+Rendered = tuple[list[Tokens], Tokens]
+"""A prompt in parts, and the answer, empty if that is unknown."""
+
+
+class Joined:
+    """Without a model: tools, then message after message."""
+
+    how = "without a chat template (--model M has one)"
+
+    def __init__(self, encode: Encode) -> None:
+        self._tokens = cache(
+            lambda text: np.array(encode(text.encode(errors="replace").decode()), np.int32)
+        )
+
+    def render(
+        self, prompt: str | Sequence[Message], tools: list[Any], answer: Message | None
+    ) -> Rendered:
+        texts = [prompt] if isinstance(prompt, str) else [*map(spoken, prompt)]
+        if tools:
+            texts.insert(0, as_json(tools))
+        return [*map(self._tokens, texts)], self._tokens(spoken(answer) if answer else "")
+
+
+class Templated:
+    """As a server of the model has it: its chat template, and what was tokens before stays them."""
+
+    how = "in the model's chat template"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from radixcache.runtime.tokens.history import TokenHistory
+
+        self._tokenizer = tokenizer
+        self._history = TokenHistory(tokenizer)
+
+    def render(
+        self, prompt: str | Sequence[Message], tools: list[Any], answer: Message | None
+    ) -> Rendered:
+        said = spoken(answer) if answer else ""
+        if isinstance(prompt, str):
+            return [np.array(self._tokenizer.encode(prompt), np.int32)], self._plain(said)
+        text = self._tokenizer.render_chat(prompt, tools=tools)
+        before = self._history.encode(text)
+        if answer:
+            whole = self._tokenizer.render_chat([*prompt, answer], tools=tools, ask=False)
+            # Some templates write a past answer otherwise than the model wrote it, less thoughts.
+            said = whole[len(text) :].rstrip() if whole.startswith(text) else said
+            self._history.remember(before, self._plain(said).tolist())
+        return [before.tokens], self._plain(said)
+
+    def _plain(self, text: str) -> Tokens:
+        return np.array(self._tokenizer.encode(text, special=False), np.int32)
+
+
+Renderer = Joined | Templated
+
+
+def spoken(message: Message) -> str:
+    """Its text, and its calls of tools as JSON."""
+    calls = message.get("tool_calls", ())
+    return message["content"] + "".join(as_json(call.get("function", call)) for call in calls)
+
 
 _SETTINGS = {"model", "max_tokens", "max_completion_tokens", "temperature", "stream"}
 """What a request has beside its messages, and a conversation of a data set has not."""
@@ -54,9 +124,6 @@ def load_requests(path: Path, renderer: Renderer, *, limit: int | None = None) -
     whose messages go on from an earlier request and its answer waits for that, and says what the
     answer was. Where nothing says it, an answer has 128 random tokens, or `max_tokens` if less.
     Several models share nothing.
-
-    Raises:
-        InvalidRequest: a record is no such body.
     """
     logged = [_read(where, record) for where, record in read_records(path, limit)]
     if not logged:

@@ -117,12 +117,10 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
         return sum(arrival.prompt_tokens for arrival in self.arrivals)
 
     @property
     def answer_tokens(self) -> int:
-        """Of all requests."""
         return sum(arrival.answer_tokens for arrival in self.arrivals)
 
     @property

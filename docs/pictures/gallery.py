@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import vl_convert
 
-from radixcache.bench.report.headline import headline
+from radixcache.bench import cli
 from radixcache.bench.report.plots import plots, still, styles
 from radixcache.bench.report.results import WorkloadReport
-from radixcache.bench.report.saved import read_json
-from radixcache.bench.report.terminal import remarks
+from radixcache.bench.report.verdicts import headline, remarks
 from radixcache.bench.workloads.public_data import PUBLIC, data_folder
-from radixcache.runtime import cli
 
 OPTIONS = "--schemes hash-16 radix-1 radix-16 --memory 10% 30% 60% 100%"
 SHORT = ("hash-16", "radix-16")
@@ -66,10 +64,9 @@ def take(folder: Path) -> None:
 
 def measure(command: str) -> WorkloadReport:
     """What this command line finds about its one workload."""
-    with tempfile.TemporaryDirectory() as place:
-        written = Path(place, "report.json")
-        assert cli.main([*shlex.split(command)[1:], "--json", str(written)]) == 0
-        (workload,) = read_json(written).workloads
+    parser = argparse.ArgumentParser()
+    cli.add_flags(parser)
+    (workload,) = cli.measure(parser.parse_args(shlex.split(command)[2:])).workloads
     return workload
 
 

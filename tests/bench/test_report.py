@@ -1,40 +1,64 @@
-"""`radixcache bench`: its flags, its tables, its JSON and its pages."""
+"""`radixcache bench`: its flags, its tables, its sentences, its JSON and its page."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from radixcache.bench import cli
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.report.columns import INDEX
-from radixcache.bench.report.headline import headline
+from radixcache.bench.replay.replicas import RoutingFigures
+from radixcache.bench.report.columns import INDEX, ROUTING
+from radixcache.bench.report.files import write
 from radixcache.bench.report.pages import as_html
-from radixcache.bench.report.results import Report, WorkloadReport, verdicts
-from radixcache.bench.report.saved import read_json, to_json
-from radixcache.bench.report.sharing import Segment, shared_tree
+from radixcache.bench.report.results import Report, WorkloadReport
+from radixcache.bench.report.sharing import shared_tree
+from radixcache.bench.report.terminal import print_report
+from radixcache.bench.report.verdicts import headline, remarks
 from radixcache.bench.schemes.bounds import build_trie
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from tests.runtime.server.browser import INSTALLED, browser
 
-SMALL = ["bench", "best-of-n:questions=8,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
+TINY = "chat:conversations=2,turns=2,user=4,answer=4,system=40"
+SMALL = ["best-of-n:questions=8,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]
+SCHEMES = "none hash-16 hash-32 hash-64 radix-1 aligned-16".split()
+HOSTILE = "</script><script>alert('1')</script> & \"quoted\""
 
 
-def figures(scheme, computed, *, level="index", memory="30%", refused=0, hits=()):
-    return Figures(
-        level=level,
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Where a report by default is written."""
+    monkeypatch.chdir(tmp_path)
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_flags(parser)
+    return parser.parse_args(words)
+
+
+def figures(scheme, computed, *, memory="30%", **more):
+    row = Figures(
+        level="index",
         workload="w",
         scheme=scheme,
-        page_size=16,
+        page_size=int(scheme.partition("-")[2] or 16),
         memory=memory,
         memory_tokens=1000,
         requests=200,
-        refused=refused,
+        refused=0,
         prompt_tokens=10_000,
         hit_tokens=10_000 - computed,
         computed_tokens=computed,
@@ -42,260 +66,205 @@ def figures(scheme, computed, *, level="index", memory="30%", refused=0, hits=()
         evicted_tokens=0,
         computed_by_turn=[1.0],
         seconds=1.0,
-        hits=list(hits),
     )
+    return replace(row, **more)
 
 
-def workload(*rows):
-    return WorkloadReport("w", "shape", 200, 10_000, 100, 5000, 9000, rows=list(rows))
+def workload(*rows, **more):
+    optimum = more.pop("optimal_hits", {1000: 10_000})
+    found = WorkloadReport("w", "shape", 200, 10_000, 100, 5000, 9000, rows=list(rows))
+    return replace(found, optimal_hits=optimum, **more)
 
 
-@pytest.mark.parametrize(
-    ("block", "tree", "said"),
-    [
-        (1000, 1100, "hash-block wins: hash-16 prefills 9.1% less than radix-16"),
-        (1000, 1010, "a tie: hash-16 prefills 1.0% less than radix-16"),
-        (1010, 1000, "a tie: hash-16 prefills 1.0% more than radix-16"),
-        (1800, 1000, "radix wins: hash-16 prefills 1.80x the tokens of radix-16"),
-    ],
-)
-def test_the_verdict_names_the_winner_whoever_it_is(block, tree, said):
-    rows = [figures("none", 9000), figures("hash-16", block), figures("radix-16", tree)]
-    assert verdicts(workload(*rows))[0] == f"w, 30%: {said}"
+# Sentences.
 
-
-def test_the_best_of_each_side_is_compared_and_those_that_refused_are_not():
-    rows = [
-        figures("hash-16", 1000),
-        figures("hash-256", 10, refused=1),
-        figures("hash-32", 900),
-        figures("radix-1", 800),
-        figures("radix-16", 950),
-        figures("whole-16", 1),
-        figures("aligned-16", 1),
-    ]
-    (said,) = verdicts(workload(*rows))
-    assert "hash-32 prefills 1.12x the tokens of radix-1" in said
-
-
-def test_what_hash_block_does_better_page_for_page_is_said():
-    rows = [figures("hash-16", 1000), figures("radix-16", 990), figures("radix-1", 500)]
-    rows[2].page_size = 1
-    rows[0].empty_share, rows[1].empty_share = 0.02, 0.2
-    assert verdicts(workload(*rows)) == [
-        "w, 30%: radix wins: hash-16 prefills 2.00x the tokens of radix-1",
-        "w, 30%: page for page, hash-16 prefills 1.010x the tokens of radix-16",
-        "w, 30%: page for page, hash-16 wastes less: 2.0% of its slots are empty, 20.0% of "
-        "radix-16's",
-    ]
-
-
-def test_levels_that_differ_are_reported():
-    index, engine = figures("radix-1", 5, hits=[1, 2]), figures("radix-1", 5, level="engine")
-    assert workload(index).disagreements is None
-    engine.hits = [1, 2]
-    assert workload(index, engine).disagreements == 0
-    engine.hits = [3, 2]
-    assert workload(index, engine).disagreements == 1
-
-
-def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path, capsys):
-    page, data = tmp_path / "r.html", tmp_path / "r.json"
-    schemes = ["--schemes", "none", "hash-16", "radix-1"]
-    assert main([*SMALL, *schemes, "--report", str(page), "--json", str(data)]) == 0
-    said = capsys.readouterr().out
-    assert "best-of-n:questions=8,n=3" in said and "radix wins" in said
-    found = json.loads(data.read_text())
-    assert found["settings"]["level"] == "index"
-    assert [len(w["rows"]) for w in found["workloads"]] == [6, 6]
-    row = found["workloads"][0]["rows"][5]
-    assert (
-        row["scheme"] == "radix-1"
-        and row["hit_tokens"] + row["computed_tokens"] == (found["workloads"][0]["prompt_tokens"])
-    )
-    assert 'data-scheme="radix-1"' in page.read_text()
-
-
-def test_both_levels_agree_in_the_command(capsys):
-    spec = "short:requests=6,answer=2"
-    flags = "--level both --schemes none radix-16 --repeats 1 --json -".split()
-    assert main(["bench", spec, *flags, "--memory", "2000"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["workloads"][0]["disagreements"] == 0
-    engine = [row for row in found["workloads"][0]["rows"] if row["level"] == "engine"]
-    assert [row["scheme"] for row in engine] == ["none", "radix-16"]
-    assert all(row["engine"]["ttft_p99"]["median"] > 0 for row in engine)
-
-
-def test_a_file_is_replayed(tmp_path, capsys):
-    path = tmp_path / "prompts.txt"
-    path.write_text("the same words at first, then one\nthe same words at first, then two\n" * 3)
-    flags = ["--format", "prompts", "--schemes", "radix-1", "--memory", "100%", "--json", "-"]
-    assert main(["bench", "--file", str(path), *flags]) == 0
-    found = json.loads(capsys.readouterr().out)["workloads"][0]
-    assert found["requests"] == 6 and found["rows"][0]["hit_tokens"] > 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--schemes", "radix"], "no scheme 'radix'; say none, hash-16"),
-        (["--schemes", "none-16"], "no scheme 'none-16'"),
-        (
-            ["--schemes", "family", "--level", "both"],
-            "template-16, prefix-16, cow-16: at index level only, without a model",
-        ),
-        (["--memory", "0%"], "not an amount of memory: '0%'"),
-        (["--memory", "lots"], "not an amount of memory: 'lots'"),
-        (["--concurrency", "0"], "--concurrency must be more than 0, not 0"),
-        (["--file", "x"], "--file and --format go together"),
-        (["--arrivals", "poisson"], "needs a --rate"),
-        (["--arrivals", "trace"], "needs a file with times"),
-        (["--report", "x.pdf"], "a report ends in .html"),
-        (["--report", "/nowhere/x.html"], "cannot write /nowhere/x.html: No such file"),
-        (["--json", "/"], "cannot write /: Is a directory"),
-        (["--json", "/nowhere/x"], "cannot write /nowhere/x: No such file"),
-        (["--memory", "30%", "chat"], "chat is a workload: name it before --memory, not after"),
-        (["--schemes", "radix-1", "chat:turns=2"], "name it before --schemes, not after"),
-        (["--seed", "-1"], "--seed must be at least 0, not -1"),
-        (["--step-time", "nan"], "--step-time must be more than 0, not nan"),
-        (["nothing"], "no workload 'nothing'"),
-        (["--file", "/nowhere", "--format", "mooncake"], "cannot read /nowhere"),
-    ],
-)
-def test_bad_flags_are_refused_in_one_sentence(flags, complaint, capsys):
-    assert main(["bench", *flags]) == 2
-    said = capsys.readouterr().err
-    assert complaint in said and said.count("\n") == 1
-
-
-def test_nothing_can_be_written_where_there_is_no_folder(tmp_path, capsys):
-    flags = ["--schemes", "radix-1", "--json", str(tmp_path / "no" / "where.json")]
-    assert main([SMALL[0], SMALL[1], *flags]) == 2
-    assert "cannot write" in capsys.readouterr().err
-
-
-def test_a_report_without_workloads_is_empty_but_whole():
-    assert json.loads(to_json(Report({"seed": 0})))["workloads"] == []
-
-
-def test_a_run_that_is_refused_leaves_the_files_as_they_were(tmp_path, capsys):
-    there, fresh = tmp_path / "there.html", tmp_path / "fresh.json"
-    there.write_text("of yesterday")
-    assert main(["bench", "nothing", "--report", str(there), "--json", str(fresh)]) == 2
-    assert "no workload 'nothing'" in capsys.readouterr().err
-    assert there.read_text() == "of yesterday" and not fresh.exists()
-
-
-def test_a_report_without_vl_convert_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("radixcache.bench.report.files.find_spec", lambda name: None)
-    assert main(["bench", *SMALL[1:], "--report", str(tmp_path / "r.html")]) == 2
-    assert "a report needs vl-convert" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-# The headline.
+FEW = "too little data for a verdict"
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
+        ([("hash-16", 1000), ("radix-16", 620)], "radix-16 computes 38% fewer {} hash-16."),
+        ([("hash-16", 900), ("radix-1", 1000)], "hash-16 computes 10% fewer {} radix-1."),
+        ([("hash-16", 990), ("radix-1", 1000)], "a tie of radix-1 and hash-16, within 2%."),
         (
-            [("hash-16", 1000, "30%"), ("radix-1", 620, "30%")],
-            "Radix computes 38 % fewer prompt tokens than blocks of 16 in memory for 30 % of its "
-            "distinct tokens.",
+            [("hash-16", 1000), ("hash-32", 900), ("radix-1", 800), ("whole-16", 1)],
+            "radix-1 computes 11% fewer {} hash-32.",  # the best of each side
         ),
         (
-            [("hash-16", 900, "30%"), ("radix-1", 1000, "30%")],
-            "Blocks of 16 compute 10 % fewer prompt tokens than radix in memory for 30 % of its "
-            "distinct tokens.",
+            [("hash-16", 10_000), ("radix-1", 6200)],
+            "radix-1 computes 38% fewer {} hash-16, which hits nothing.",
         ),
         (
-            [("hash-16", 990, "2GB"), ("radix-1", 1000, "2GB")],
-            "Radix and blocks of 16 tie, within 2 %, in 2GB of memory.",
+            [("hash-16", 10_000), ("hash-32", 12_400, {"hit_tokens": 1}), ("radix-1", 6200)],
+            "radix-1 computes 50% fewer {} hash-32.",
+        ),
+        ([("hash-16", 10_000), ("radix-1", 10_000)], "neither hash nor radix hits anything."),
+        ([("hash-16", 10_000), ("radix-1", 9810)], f"{FEW}, 1.9% of the prompt tokens are hit."),
+        (
+            [("hash-16", 900), ("radix-1", 500, {"cold": 181})],
+            f"{FEW}, 19 requests hit anything.",
         ),
         (
-            [(s, c, m) for m in ("9%", "20%", "50%") for s, c in (("hash-16", 9), ("radix-1", 3))],
-            "Radix computes 67 % fewer prompt tokens than blocks of 16 in every size of memory, "
-            "for 9 % to 50 % of its distinct tokens.",
+            [("hash-16", 900), ("radix-1", 500, {"cold": 180})],
+            "radix-1 computes 44% fewer {} hash-16.",
         ),
         (
-            [("hash-16", 900, "500"), ("radix-1", 300, "500"), ("none", 9000, "60")],
-            "Radix computes 67 % fewer prompt tokens than blocks of 16 in 500 tokens of memory.",
+            [("hash-16", 900, {"refused": 1}), ("radix-1", 2500)],
+            "the best scheme, radix-1, hits 75.0%.",
         ),
-        (
-            [("radix-1", 2500, "30%")],
-            "The best scheme here, radix-1, hits 75 % of the prompt tokens in memory for 30 % of "
-            "its distinct tokens; unlimited memory would hit 90 %.",
-        ),
+        ([("hash-16", 900, {"refused": 1})], "requests are refused."),
     ],
 )
 def test_the_headline_says_who_computes_less_and_how_much(rows, said):
-    rows = [figures(scheme, computed, memory=memory) for scheme, computed, memory in rows]
-    assert headline(workload(*rows)) == said
+    rows = [figures(name, computed, **dict(*more)) for name, computed, *more in rows]
+    assert headline(workload(*rows)) == "30%: " + said.format("prompt tokens than")
 
 
-def test_the_headline_says_where_requests_are_refused_and_where_nothing_is_shared():
-    rows = [figures("hash-16", 1000), figures("radix-1", 500)]
-    rows += [figures("hash-16", 9, memory="6%", refused=1), figures("radix-1", 9, memory="6%")]
-    assert headline(workload(*rows)).endswith(
-        "; requests are refused in memory for 6 % of its distinct tokens."
+def test_memories_with_one_verdict_share_a_clause():
+    rows = [figures(*row) for row in (("hash-16", 9), ("radix-1", 3))]
+    rows += [replace(row, memory="9%") for row in rows]
+    rows += [figures(name, 500, memory="2GB") for name in ("hash-16", "radix-1")]
+    assert headline(workload(*rows)) == (
+        "30%, 9%: radix-1 computes 67% fewer prompt tokens than hash-16; "
+        "2GB: a tie of radix-1 and hash-16, within 2%."
     )
-    alone = workload(*rows)
-    alone.unlimited_hits = 0
-    assert headline(alone) == "No prompt begins as one before it does: no scheme can hit anything."
+    alone = "No prompt begins as one before it does: no scheme can hit anything."
+    assert headline(workload(*rows, unlimited_hits=0)) == alone
 
 
-def rivals(block, tree, memory="30%", **more):
-    """A duel, in which `more` is said of both."""
-    rows = [figures("hash-16", 10_000 - block), figures("radix-1", 10_000 - tree)]
-    return [replace(row, memory=memory, **more) for row in rows]
+def way(name, ttft, hit, memory="30%", refused=0):
+    ttfts = [] if ttft is None else [ttft]
+    return RoutingFigures("w", name, "radix-16", memory, 64, refused, hit, 10 - hit, ttfts, [1, 0])
 
 
-def test_a_rival_that_hit_nothing_is_not_named():
-    found = workload(*rivals(0, 3800), *rivals(1000, 3800, "100%"))
+def test_what_routing_is_worth_is_said_beside_the_best_way_that_ignores_caches():
+    rows = [way("random", 0.09, 1), way("least-queued", 0.05, 2), way("session", 0.02, 7)]
+    rows += [way("sglang", 0.00435, 9), way("cost", 0.0043, 9), way("random", 0.01, 9, "100%")]
+    found = workload(routing=[*rows, way("best", None, 0, refused=2)])
     assert headline(found) == (
-        "Only radix hits anything, 38 % of the prompt tokens, in memory for 30 % of its distinct "
-        "tokens; radix computes 31 % fewer prompt tokens than blocks of 16 in memory for 100 % of "
-        "its distinct tokens."
+        "Routed by cost, requests have their first token earliest, after 4.3 ms in the mean, and "
+        "hit 90% of the prompt tokens (sglang within 2%); by least-queued, the fastest that "
+        "ignores what is shared, after 50.0 ms, and 20%."
     )
-    only, _ = verdicts(found)
-    assert only == "w, 30%: only radix hits anything: radix-1 38.0%"
-    assert headline(workload(*rivals(4000, 0))).startswith("Only blocks of 16 hit anything, 40 %")
-    preempted = replace(figures("hash-32", 9000), computed_tokens=12_400)
-    (said,) = verdicts(workload(*rivals(0, 3800), preempted))
-    assert said == "w, 30%: radix wins: hash-32 prefills 2.00x the tokens of radix-1"
-    nothing = workload(figures("none", 10_000), figures("radix-1", 10_000))
-    assert headline(nothing) == "No scheme here hits anything; unlimited memory would hit 90 %."
+    assert "<title>Prefix caching: ways to route</title>" in as_html(Report({}, [found]))
+    refused = workload(routing=[way("cost", None, 0, refused=2)])
+    assert headline(refused).startswith("Requests were refused everywhere")
+    few = workload(routing=rows, requests=15)
+    assert headline(few) == "Too little data to compare ways to route: 15 requests."
+
+
+HALF = {"optimal_hits": {1000: 7000}}
 
 
 @pytest.mark.parametrize(
-    ("hits", "more", "said"),
+    ("rows", "more", "said"),
     [
-        ((1000, 3800), {"requests": 19}, "19 requests hit anything"),
-        ((1000, 3800), {"cold": 170, "refused": 0}, None),
-        ((1000, 3800), {"cold": 181}, "19 requests hit anything"),
-        ((0, 190), {}, "1.9 % of the prompt tokens hit"),
+        ([("hash-16", 10_000), ("radix-1", 10_000)], {}, ["30%: nothing is hit: the requests in"]),
+        ([("hash-64", 10_000), ("radix-1", 9993)], {}, ["30%: hash-64 hit nothing: less than a"]),
+        ([("radix-1", 10_000)], {"unlimited_hits": 0}, ["30%: nothing is hit, because no two"]),
+        (
+            [("radix-1", 9990, {"refused": 2})],
+            {"longest": 2000},
+            ["30%: refused requests do not fit into 1,000 tokens less a page (the longest needs 2"],
+        ),
+        (
+            [("radix-1", 9990, {"preemptions": 3})],
+            {},
+            ["30%: too little for the requests in flight (radix-1)"],
+        ),
+        (
+            [("hash-16", 8000, {"empty_share": 0.004}), ("radix-16", 8500, {"empty_share": 0.024})],
+            {},
+            ["30%: radix-16 computes more than hash-16: the half-filled pages that it keeps (2.4%"],
+        ),
+        ([("hash-16", 8000), ("radix-1", 7800)], HALF, ["30%: no scheme hits half of the opt"]),
+        ([("hash-16", 8000), ("radix-1", 1000)], HALF, ["30%: radix-1 above the optimum, which"]),
+        ([("radix-1", 8000)], {"footprint": 100}, ["30%: these are 1,000 tokens, not 30: all"]),
+        ([("hash-16", 8000), ("radix-1", 7800)], {"optimal_hits": {1000: 4000}}, []),
     ],
 )
-def test_too_little_data_is_no_verdict(hits, more, said):
-    found = workload(*rivals(*hits, **more))
-    if said is None:
-        assert headline(found).startswith("Radix computes 31 % fewer")
-        return
-    assert headline(found) == (
-        f"Too little data for a verdict ({said}) in memory for 30 % of its distinct tokens."
-    )
-    assert verdicts(found) == [f"w, 30%: too little data for a verdict: {said}"]
+def test_what_spoils_figures_is_said_in_words(rows, more, said):
+    rows = [figures(name, computed, **dict(*row)) for name, computed, *row in rows]
+    more = {"footprint": 3333, "optimal_hits": {1000: 2300}, **more}
+    found = remarks(workload(*rows, **more))
+    assert len(found) == len(said), found
+    assert all(line.startswith(begin) for line, begin in zip(found, said, strict=True)), found
 
 
-def test_too_few_requests_say_nothing_of_ways_to_route(tmp_path, capsys):
-    flags = ["--replicas", "2", "--json", str(tmp_path / "r.json"), "--memory", "100%"]
-    assert main(["bench", "best-of-n:questions=5,n=3", *flags]) == 0
-    assert "Too little data to compare ways to route: 15 requests." in capsys.readouterr().out
+# The terminal.
 
 
-# Files.
+def shown(report, width):
+    out = StringIO()
+    print_report(report, Console(file=out, width=width, highlight=False))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_tables_are_whole_at_every_width(width):
+    """With figures as long as they get: every name, number and remark is there."""
+    long = {"cache_us": 123_456.0, "refused": 10_000, "preemptions": 100_000, "memory": "100%"}
+    rows = [figures(name, 123_456_789, **long) for name in ("aligned-16", "hash-256")]
+    lines = shown(Report({"seed": 0}, [workload(*rows)]), width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    cells = "memory|scheme|hit|of optimum|prefilled|cache µs|remark|aligned-16|hash-256|123,456,789"
+    for cell in f"{cells}|123,456|10,000 refused,|preempted".split("|"):
+        assert cell in text
+    assert "…" not in text
+    assert "remark" not in "".join(shown(Report({}, [workload(figures("radix-1", 5))]), width))
+
+
+def test_the_command_prints_tables_and_a_headline_last(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = [SMALL[0], "--schemes", "none", "hash-16", "radix-1"]
+    assert main(["bench", *words]) == 0
+    said = capsys.readouterr()
+    *_, last, page = said.out.splitlines()
+    assert max(map(len, said.out.splitlines())) == 80
+    assert last.startswith("100%: radix-1 computes ") or "100%: radix-1" in said.out
+    assert page == "The report is in bench-report.html." and Path("bench-report.html").exists()
+    assert said.err == "", "no bar where no terminal shows it"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["bench", *words, "--json", "x.json"]) == 0
+    bar = capsys.readouterr().err
+    assert "bounds, best-of-n" in bar and "100%, best-of-n" in bar and "\n" not in bar
+
+
+@pytest.mark.parametrize("flags", [["--json", "-"], ["--json", "x.json"], ["--report", "x.html"]])
+def test_no_other_report_is_written_than_asked_for(flags, tmp_path, capsys):
+    assert main(["bench", TINY, *flags]) == 0
+    assert ("x.html." in capsys.readouterr().out) == (flags[1] == "x.html")
+    assert not (tmp_path / "bench-report.html").exists()
+
+
+def test_without_what_draws_pages_the_table_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("radixcache.bench.cli.find_spec", lambda name: None)
+    assert main(["bench", TINY]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("No report is written: it needs vl-")
+    monkeypatch.setattr("radixcache.bench.report.files.find_spec", lambda name: None)
+    assert main(["bench", TINY, "--report", "r.html"]) == 2
+    assert "a report needs vl-convert" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["chat:turns=2", "short", "--memory", "2GB", "10%", "--schemes", "radix-1", "none"],
+        ["--file", "a b.jsonl", "--format", "sessions", "--hash-block", "16", "--seed", "3"],
+        ["chat", "--arrivals", "poisson", "--rate", "2.5", "--report", "it's.html"],
+    ],
+)
+def test_the_command_runs_it_again(words):
+    program, bench, *again = shlex.split(cli.command(parsed(*words)))
+    assert (program, bench) == ("radixcache", "bench")
+    assert parsed(*again) == parsed(*words)
+
+
+# JSON, and the page.
 
 
 class Tags(HTMLParser):
@@ -324,100 +293,53 @@ class Tags(HTMLParser):
             self.rows[-1][-1] += data
 
 
-HOSTILE = "</script><script>alert('1')</script> & \"quoted\""
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole():
     """A report of two small workloads in six schemes, one of them with a hostile name."""
-    path = tmp_path_factory.mktemp("report") / "whole.json"
-    flags = ["--schemes", "none", "hash-16", "hash-32", "hash-64", "radix-1", "aligned-16"]
-    assert main([*SMALL, *flags, "--memory", "40%", "100%", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    found["workloads"][1]["name"] = HOSTILE
-    found["settings"]["command"] = f"radixcache bench {HOSTILE}"
-    path.write_text(json.dumps(found))
-    return path
+    report = cli.measure(
+        parsed(*SMALL, "--schemes", *SCHEMES, "--memory", "40%", "100%", "--json", "-")
+    )
+    report.workloads[1].name = HOSTILE
+    report.settings["command"] = f"radixcache bench {HOSTILE}"
+    return report
 
 
 @pytest.fixture(scope="module")
 def page(whole):
-    return as_html(read_json(whole))
+    return as_html(whole)
 
 
 def test_the_page_shows_the_figures_of_the_json(whole, page):
-    rows = [row for row in Tags(page).rows if row[0] != "memoryfor KV"]
-    found = [row for w in json.loads(whole.read_text())["workloads"] for row in w["rows"]]
-    assert len(rows) == len(found) == 24
-    for cells, row in zip(rows, found, strict=True):
-        assert cells[:2] == [row["memory"], row["scheme"]]
-        assert cells[2].endswith(f"{row['hit_rate']:.1%}")
-        assert (f"{row['preemptions']:,} preempted" in cells[2]) == (row["preemptions"] > 0)
-        assert cells[5:8] == [
-            f"{row[name]:,}" for name in ("computed_tokens", "doubled_tokens", "evicted_tokens")
-        ]
-        assert cells[8] == f"{row['peak_used_pages']:,}" and cells[10] == f"{row['cache_us']:,.0f}"
+    found = json.loads(whole.to_json())
+    assert found["settings"]["level"] == "index"
+    workloads = found["workloads"]
+    rows = [row for w in workloads for row in w["rows"]]
+    assert [row["scheme"] for row in rows] == 4 * SCHEMES
+    for row in rows:
+        whole_prompts = row["hit_tokens"] + row["computed_tokens"] >= row["prompt_tokens"]
+        assert whole_prompts or row["refused"]
+    head = [column.title for column in INDEX]
+    shown = [row for row in Tags(page).rows if row[0] != "memory"]
+    for cells, row in zip(shown, rows, strict=True):
+        by_title = dict(zip(head, cells, strict=False))
+        assert (by_title["memory"], by_title["scheme"]) == (row["memory"], row["scheme"])
+        assert by_title["hit"] == f"{row['hit_rate']:.1%}"
+        assert by_title["cache µs"] == f"{row['cache_us']:,.0f}"
+        names = {"prefilled": "computed_tokens", "evicted": "evicted_tokens"}
+        assert all(by_title[title] == f"{row[name]:,}" for title, name in names.items())
+    assert f">{workloads[0]['headline'][:4]}" in page
 
 
 def test_the_page_explains_its_columns_and_loads_nothing(page):
     tags = Tags(page)
-    titles = [attrs["title"] for tag, attrs in tags.found if tag == "abbr"]
-    assert titles == [column.note for column in INDEX] * 2
+    titles = {attrs["title"] for tag, attrs in tags.found if tag == "abbr"}
+    assert {column.note for column in INDEX[:-1]} <= titles
     assert not [attrs for _, attrs in tags.found if attrs.keys() & {"src", "srcset", "action"}]
     assert all(a["href"].startswith("#") for _, a in tags.found if "href" in a)
     (policy,) = [a["content"] for _, a in tags.found if "http-equiv" in a]
     assert policy.startswith("default-src 'none';") and "http" not in policy
-
-
-def test_hostile_names_are_text(page):
-    tags = Tags(page)
-    assert [tag for tag, _ in tags.found].count("script") == 3
+    assert [tag for tag, _ in tags.found].count("script") == 3  # hostile names are text
     assert tags.text.count(HOSTILE) >= 2 and f"radixcache bench {HOSTILE}" in tags.text
-
-
-def test_a_report_comes_back_from_its_json(whole, page):
-    report = read_json(whole)
-    again = whole.with_name("again.json")
-    again.write_text(to_json(report))
-    assert read_json(again) == report and as_html(read_json(again)) == page
-    assert to_json(read_json(again)) == to_json(report)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "is no report of radixcache bench"),
-        ("[]", "is no report of radixcache bench"),
-        ('{"settings": {}}', "is no report of radixcache bench"),
-        ('{"format": 1, "settings": {}, "workloads": [{"name": 5}]}', "is no report"),
-        ('{"format": 1, "settings": [], "workloads": []}', "is no report"),
-        ('{"format": 99}', "is a report of format 99, and this reads 1"),
-        ("[" * 100_000, "is no report of radixcache bench"),
-    ],
-)
-def test_what_is_no_report_is_not_read(text, complaint, tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(InvalidRequest, match=complaint):
-        read_json(path)
-
-
-# What is shared.
-
-
-@pytest.mark.parametrize("most", [1, 5, 40, 10_000])
-def test_the_tree_of_what_is_shared_has_every_token_of_every_request(most):
-    requests = generate("tree-search:problems=3", 1, 500)
-    trie = build_trie(requests)
-    found = shared_tree(trie, most)
-    assert sum(s.folded == 1 for s in found) >= min(most, len(trie.lengths))
-    assert sum(s.folded for s in found) == len(trie.lengths)
-    total = sum(arrival.kv_tokens for arrival in requests.arrivals)
-    assert sum(s.tokens * s.requests for s in found) == pytest.approx(total)
-    for segment in found:
-        if segment.parent >= 0:
-            above: Segment = found[segment.parent]
-            assert segment.start == above.start + above.tokens
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
@@ -440,17 +362,103 @@ def test_the_plots_are_drawn_and_the_legend_shows_what_is_hidden(page, tmp_path)
         assert not seen.driver.get_log("browser")
 
 
-def test_a_report_of_replicas_has_their_table_and_comes_back(tmp_path, capsys):
-    data, page = tmp_path / "r.json", tmp_path / "r.html"
-    flags = ["--replicas", "2", "--memory", "100%", "--json", str(data), "--report", str(page)]
-    assert main([*SMALL[:2], *flags]) == 0
-    report = read_json(data)
+def test_both_levels_agree_in_the_command_and_refused_everywhere_is_no_error(capsys):
+    flags = "--level both --schemes none radix-16 --repeats 1 --memory 2000 32 --json -".split()
+    assert main(["bench", "short:requests=6,answer=2", *flags, "--report", "r.html"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["workloads"]
+    assert found["disagreements"] == 0
+    engine = [row for row in found["rows"] if row["level"] == "engine"]
+    assert [row["scheme"] for row in engine] == 2 * ["none", "radix-16"]
+    assert all(row["engine"]["ttft_p99"]["median"] > 0 for row in engine[:2])
+    assert all(row["engine"] is None and row["refused"] == 6 for row in engine[2:])
+
+
+def test_a_report_of_replicas_has_their_table():
+    flags = ["--replicas", "2", "--memory", "100%", "--json", "-"]
+    report = cli.measure(parsed(SMALL[0], *flags))
     found = report.workloads[0].routing
-    rows = Tags(page.read_text()).rows[1:]
-    assert [cells[3] for cells in rows] == [row.routing for row in found] and found
+    head, *rows = Tags(as_html(report)).rows
+    assert head == [column.title for column in ROUTING]
     for cells, row in zip(rows, found, strict=True):
-        assert cells[2] == f"{row.hit_rate:.1%}" and cells[4] == f"{row.computed_tokens:,}"
-        assert cells[5] == f"{1000 * row.ttft_mean:,.0f}" and row.ttft_mean > 0
-    best = min(found, key=lambda row: row.ttft_mean)
-    assert headline(report.workloads[0]).startswith(f"Routed by {best.routing}, ")
-    assert as_html(report) == page.read_text()
+        assert cells[2:5] == [row.routing, f"{row.hit_rate:.1%}", f"{row.computed_tokens:,}"]
+        assert cells[5] == f"{1000 * row.ttft_mean:,.1f}" and row.ttft_mean > 0
+
+
+@pytest.mark.parametrize("most", [1, 5, 10_000])
+def test_the_tree_of_what_is_shared_has_every_token_of_every_request(most):
+    requests = generate("tree-search:problems=3", 1, 500)
+    trie = build_trie(requests)
+    found = shared_tree(trie, most)
+    assert sum(s.folded == 1 for s in found) >= min(most, len(trie.lengths))
+    assert sum(s.folded for s in found) == len(trie.lengths)
+    total = sum(arrival.kv_tokens for arrival in requests.arrivals)
+    assert sum(s.tokens * s.requests for s in found) == pytest.approx(total)
+    for segment in found:
+        if segment.parent >= 0:
+            above = found[segment.parent]
+            assert segment.start == above.start + above.tokens
+
+
+# Refusals, and files.
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--schemes radix", "no scheme 'radix'; say none, hash-16"),
+        ("--schemes none-16", "no scheme 'none-16'"),
+        ("--schemes family --level both", "template-16, prefix-16, cow-16: at index level only"),
+        ("--memory 0%", "not an amount of memory: '0%'"),
+        ("--memory lots", "not an amount of memory: 'lots'"),
+        (f"{TINY} --memory {'9' * 23}", "is more than 268,435,456 tokens"),
+        (f"{TINY} --memory {'9' * 400}%", "is more than"),
+        ("chat:user=" + "9" * 5000, "8 digits at most"),
+        ("--concurrency 0", "--concurrency must be more than 0, not 0"),
+        ("--step-time nan", "--step-time must be more than 0, not nan"),
+        ("--step-time 1e308", "must be from 1e-09 to 1e+12"),
+        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--file x", "--file and --format go together"),
+        ("--file /nowhere --format mooncake", "cannot read /nowhere"),
+        ("--arrivals poisson", "needs a --rate"),
+        ("--arrivals trace", "needs a file with times"),
+        ("--hash-block 3", "--hash-block goes with a trace only"),
+        ("--limit 3", "--limit goes with a --file only"),
+        ("--rate 3", "--rate goes with --arrivals poisson only"),
+        ("--speed 3", "--speed goes with --arrivals trace only"),
+        ("--report x.pdf", "a report ends in .html"),
+        ("--report /nowhere/x.html", "cannot write /nowhere/x.html: No such file"),
+        ("--json /", "cannot write /: Is a directory"),
+        ("--json x.html --report x.html", "--json and --report are one file"),
+        ("--memory 30% chat", "chat is a workload: name it before --memory, not after"),
+        ("--schemes radix-1 chat:turns=2", "name it before --schemes, not after"),
+        ("nothing", "no workload 'nothing'"),
+        ("--replicas 0", "--replicas must be more than 0"),
+        ("--replicas 1000000000", "--replicas must be at most 1024"),
+        ("--replicas 2 --prefill-rate 1e-308", "must be from 1e-09 to 1e+12"),
+        ("--replicas 2 --routing best", "no routing 'best'; say all, random"),
+        ("--replicas 2 --level both", "--level index alone"),
+        ("--replicas 2 --schedule-policy lpm", "--schedule-policy goes without --replicas only"),
+        ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
+        ("--routing cost", "--routing goes with --replicas only"),
+        ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(flags, complaint, tmp_path, capsys):
+    yesterday = tmp_path / "bench-report.html"
+    yesterday.write_text("of yesterday")
+    assert main(["bench", *flags.split()]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err and said.err.count("\n") == 1 and len(said.err) < 400
+    assert not said.out and yesterday.read_text() == "of yesterday"
+
+
+def test_the_file_that_is_read_is_not_written_over(capsys):
+    Path("p.txt").write_text("one\ntwo\n")
+    assert main("bench --file p.txt --format prompts --json p.txt".split()) == 2
+    assert "--file and --json are one file" in capsys.readouterr().err
+    assert Path("p.txt").read_text() == "one\ntwo\n"
+
+
+def test_a_full_disk_is_told():
+    with pytest.raises(InvalidRequest, match="No space left"):
+        write(Path("/dev/full"), "x")

@@ -34,8 +34,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from bench.peers.conformance.rounds import Round
-from bench.peers.conformance.sides import Shape, chain, make_hasher
+from bench.peers.conformance.round import Round, chain, make_hasher
 from radixcache.block_hash import BlockNamespace, Image, first_parent
 
 
@@ -70,7 +69,6 @@ def compare_hashes() -> list[str]:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description="HashBlockCache against vLLM's KVCacheManager.")
     parser.add_argument("--seeds", type=int, default=64, help="rounds (64)")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -82,8 +80,7 @@ def main() -> int:
     counts: Counter[str] = Counter()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     for seed in tqdm(seeds, disable=None):
-        rng = Random(seed)
-        one = Round(Shape.draw(rng), rng)
+        one = Round(Random(seed))
         try:
             one.run(args.operations)
         except Exception as error:  # one that breaks is one that differs

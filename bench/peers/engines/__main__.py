@@ -3,7 +3,7 @@
     make bench-peers
     make bench-peers ARGS="--quick"
     make bench-peers ARGS="--only W1 W3 --without vllm --json /tmp/engines.json"
-    make bench-peers ARGS="--model smollm2"     # SmolLM2-135M in 4 bits, ours against llama.cpp
+    make bench-peers ARGS="--model FILE.gguf"     # ours against llama.cpp, on a file of yours
 
 In every round each engine in turn is started in a process of its own, in its own environment,
 warmed up, sent all workloads, and ended, so no engine ever works while another one is there. A
@@ -19,32 +19,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.peers.engines import smollm2
 from bench.peers.engines.cases import SIZES, THREADS, WORKLOADS
-from bench.peers.engines.contenders import BOTH, ENGINES
-from bench.peers.engines.report import Results, Turn, agreements, tables
-from bench.peers.process import Worker, python_of
+from bench.peers.engines.worker import ENGINES
+from bench.peers.process import Failed, Worker, python_of
+from bench.peers.report import comparison
 from radixcache.bench.machine import conditions, held_bytes
 from radixcache.bench.tables import console
 
-OFF = ("W4",)
-"""What engines are asked with caching off."""
 
+@dataclass
+class Turn:
+    """What one engine did in one round: outcomes by workload, as the worker sent them."""
 
-class Failed(Exception):
-    """An engine cannot go on; says why."""
+    engine: str
+    version: str = ""
+    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def take_turn(engine: str, path: Path, workloads: list[str], sizes: str, seed: int) -> Turn:
-    """Start an engine, warm it up, run workloads, measure its memory, end it.
-
-    Raises:
-        Failed: it could not be started, or a workload failed.
-    """
+    """Start an engine, warm it up, run workloads, measure its memory, end it. Raises `Failed`."""
     start = time.perf_counter()
     worker = Worker(
         ENGINES[engine].venv,
@@ -56,67 +54,72 @@ def take_turn(engine: str, path: Path, workloads: list[str], sizes: str, seed: i
         HF_HUB_OFFLINE="1",
     )
     try:
-        if worker.error or worker.process is None:
-            raise Failed(worker.error)
-        figures = {"start": time.perf_counter() - start}
-        turn = Turn(engine, {"process": {"figures": figures, "version": worker.version}})
-        wanted = [name for name in workloads if name in OFF or not engine.endswith("-off")]
-        for name in wanted:
-            if sizes == "full":
-                ask(worker, name, "warm-up", seed + 1)
-        for name in wanted:
-            turn.outcomes[name] = ask(worker, name, sizes, seed)
-        figures["memory"] = float(held_bytes(worker.process.pid))
+        process = {"start, s": time.perf_counter() - start}
+        turn = Turn(engine, worker.version)
+        for kind, number in (("warm-up", seed + 1), (sizes, seed)):
+            for name in workloads if kind != "warm-up" or sizes == "full" else ():
+                turn.outcomes[name] = worker.ask({"workload": name, "sizes": kind, "seed": number})
+        process["memory, MB"] = held_bytes(worker.process.pid) / 1e6
+        turn.outcomes["process"] = {"figures": process}
     finally:
         worker.close()
     return turn
 
 
-def ask(worker: Worker, workload: str, sizes: str, seed: int) -> dict[str, Any]:
-    """What a workload came to; `Failed` if it did not."""
-    outcome = worker.ask({"workload": workload, "sizes": sizes, "seed": seed})
-    if "error" in outcome:
-        raise Failed(f"{workload}: {outcome['error']}")
-    return outcome
-
-
-def take_turns(args: argparse.Namespace, files: dict[str, Path]) -> list[Turn]:
-    """All rounds but the first, which does not count; engines that fail are named once.
-
-    Args:
-        files: the model, by `Contender.file`.
-    """
-    wanted = [name for name in ENGINES if name.removesuffix("-off") not in args.without]
-    engines = [name for name in wanted if args.model in ENGINES[name].models]
-    others = [name for name in wanted if "llama" in ENGINES[name].models and name not in engines]
-    if others:
-        print(f"Not compared on {args.model}: {', '.join(others)}.", flush=True)
-    for name in list(engines):
-        if ENGINES[name].file not in files:
-            engines.remove(name)
-            print(f"{name} is left out: there is no {ENGINES[name].file} file.", flush=True)
+def take_turns(args: argparse.Namespace, model: Path) -> list[Turn]:
+    """All rounds but the first, which does not count; engines that fail are named once."""
+    left: dict[str, list[str]] = {}
+    for name, engine in ENGINES.items():
+        asked = [w for w in args.only if w in (engine.only or args.only)]
+        kind = "gguf" if args.model else "llama"
+        if asked and kind in engine.on and name.removesuffix("-off") not in args.without:
+            left[name] = asked
     sizes = "quick" if args.quick else "full"
     turns = []
     for number in range(args.rounds + 1):
-        for engine in list(engines):
-            if engine.endswith("-off") and not set(OFF) & set(args.only):
-                continue
+        for name, asked in list(left.items()):
             began = time.perf_counter()
             try:
                 # The first start reads from disk and compiles: it is not measured.
-                size, file = sizes if number else "quick", files[ENGINES[engine].file]
-                turn = take_turn(engine, file, args.only, size, args.seed)
+                turn = take_turn(name, model, asked, sizes if number else "quick", args.seed)
             except Failed as failed:
-                engines.remove(engine)
-                print(f"{engine} is left out: {failed}.", flush=True)
+                del left[name]
+                print(f"{name} is left out: {failed}.", flush=True)
                 continue
             seconds = time.perf_counter() - began
             kind = f"round {number} of {args.rounds}" if number else "a round that does not count"
-            print(f"{kind}: {engine} took {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(f"{kind}: {name} took {seconds:.0f} s", file=sys.stderr, flush=True)
             if number:
                 turns.append(turn)
-    left = {turn.engine for turn in turns} & set(engines)
     return [turn for turn in turns if turn.engine in left]
+
+
+def figures(turns: list[Turn], workload: str) -> dict[str, dict[str, list[float]]]:
+    """Of a workload: one value a round, by engine and name."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in turns:
+        for name, value in turn.outcomes.get(workload, {}).get("figures", {}).items():
+            found.setdefault(turn.engine, {}).setdefault(name, []).append(value)
+    return found
+
+
+def agreements(turns: list[Turn]) -> Iterator[str]:
+    """For each engine in how many answers it agrees with a reference in every round."""
+    engines = list(dict.fromkeys(turn.engine for turn in turns))
+    reference = "transformers" if "transformers" in engines else "ours"
+    right = next((turn.outcomes for turn in turns if turn.engine == reference), {})
+    for engine in engines:
+        mine = [turn.outcomes for turn in turns if turn.engine == engine]
+        same = [
+            all(answer == other for other in others)
+            for workload in right.keys() & mine[0].keys() - {"process"}
+            for answer, *others in zip(
+                right[workload]["answers"], *(found[workload]["answers"] for found in mine),
+                strict=True,
+            )
+        ]  # fmt: skip
+        if engine != reference and same:
+            yield f"  {engine:18}{sum(same):4} of {len(same)} answers are those of {reference}"
 
 
 def make_model(folder: Path, seed: int, without: list[str]) -> None:
@@ -134,22 +137,11 @@ def make_model(folder: Path, seed: int, without: list[str]) -> None:
         subprocess.run(command, check=False)
 
 
-def smollm2_files(folder: Path, without: list[str]) -> dict[str, Path]:
-    """SmolLM2 as it was installed, and in 8 bits if llama.cpp is there to write that."""
-    files, python = {"": smollm2.find()}, python_of(ENGINES["llama.cpp"].venv)
-    if python.exists() and "llama.cpp" not in without:
-        command = [str(python), "-m", "bench.peers.engines.smollm2"]
-        command += [str(files[""]), str(folder / "Q8_0.gguf")]
-        if not subprocess.run(command, check=False, capture_output=True).returncode:
-            files["Q8_0"] = folder / "Q8_0.gguf"
-    return files
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--model", choices=BOTH, default="llama", help="random weights, 33 M (llama)"
+        "--model", type=Path, metavar="FILE", help="a GGUF file (a Llama of 33 M, random weights)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -163,27 +155,22 @@ def main() -> None:
     print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
     print("tokens and counts: " + ", ".join(f"{name} {n}" for name, n in asdict(sizes).items()))
     with tempfile.TemporaryDirectory() as folder:
-        files = {"": Path(folder)}
-        if args.model == "llama":
+        if args.model is None:
             make_model(Path(folder), args.seed, args.without)
-        else:
-            try:
-                files = smollm2_files(Path(folder), args.without)
-            except FileNotFoundError as error:
-                parser.exit(1, f"{error}\n")
-        turns = take_turns(args, files)
-    results = Results(turns)
+        turns = take_turns(args, args.model or Path(folder))
     titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
     titles["process"] = "from start to ready, and memory after the workloads."
-    for title, shown in tables(results, titles):
-        console(140).print(f"\n{title}", shown, sep="\n")
-    print("\nanswers", *agreements(results), sep="\n")
-    versions = {turn.engine: turn.outcomes["process"]["version"] for turn in turns}
+    against = {name: engine.against for name, engine in ENGINES.items()}
+    for workload, title in titles.items():
+        if found := figures(turns, workload):
+            shown = comparison(found, against)
+            console(140).print(f"\n{workload}: {title}", shown, sep="\n")
+    print("\nanswers", *agreements(turns), sep="\n")
+    versions = {turn.engine: turn.version for turn in turns}
     print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")
     print(conditions())
     if args.json:
-        found = [{"engine": turn.engine, "outcomes": turn.outcomes} for turn in turns]
-        args.json.write_text(json.dumps(found))
+        args.json.write_text(json.dumps([asdict(turn) for turn in turns]))
 
 
 if __name__ == "__main__":

@@ -93,27 +93,14 @@ SIZES = {
     # Whatever an engine does once, it does here: same lengths, fewer requests.
     "warm-up": Sizes(questions=3, conversations=2, turns=2, prompts=3, tries=1),
     "quick": Sizes(
-        document=200,
-        questions=3,
-        system=60,
-        user=8,
-        conversations=2,
-        turns=3,
-        prefix=100,
-        at_once=4,
-        unrelated=40,
-        prompts=2,
-        answer=6,
-        read=100,
-        before=20,
-        written=8,
-        tries=2,
+        document=200, questions=3, system=60, user=8, conversations=2, turns=3, prefix=100,
+        at_once=4, unrelated=40, prompts=2, answer=6, read=100, before=20, written=8, tries=2,
     ),
-}
+}  # fmt: skip
 
 
 Figures = dict[str, float]
-"""Seconds, bytes or tokens per second, by name."""
+"""By name and unit. More tokens per second are better, less of everything else."""
 
 
 @dataclass
@@ -126,7 +113,7 @@ class Outcome:
 
 
 class Asked:
-    """Sends requests to an engine and writes down the times and the answers."""
+    """Sends requests to an engine and writes down the answers."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         self.outcome = Outcome()
@@ -159,10 +146,11 @@ def document(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
         times.append((answer.ttft, seconds))
     hits = times[1:]
     return {
-        "first TTFT": times[0][0],
-        "TTFT of a hit": statistics.median(ttft for ttft, _ in hits),
-        "a token after": statistics.median((s - ttft) / (sizes.answer - 1) for ttft, s in hits),
-        "all": sum(seconds for _, seconds in times),
+        "first TTFT, ms": 1000 * times[0][0],
+        "TTFT of a hit, ms": 1000 * statistics.median(ttft for ttft, _ in hits),
+        "a token after, ms": 1000
+        * statistics.median((s - ttft) / (sizes.answer - 1) for ttft, s in hits),
+        "all, s": sum(seconds for _, seconds in times),
     }
 
 
@@ -180,7 +168,7 @@ def conversations(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures
             total += seconds
             if turn:
                 later.append(answer.ttft)
-    return {"all": total, "TTFT from turn 2": statistics.median(later)}
+    return {"TTFT from turn 2, ms": 1000 * statistics.median(later), "all, s": total}
 
 
 def burst(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
@@ -189,14 +177,14 @@ def burst(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     figures = {}
     for name in ("cold", "warm"):
         prompts = [prefix + _tokens(rng, sizes.own) for _ in range(sizes.at_once)]
-        figures[name], _ = ask(*(Request(prompt, shared=len(prefix)) for prompt in prompts))
+        figures[f"{name}, s"], _ = ask(*(Request(prompt, shared=len(prefix)) for prompt in prompts))
     return figures
 
 
 def unrelated(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
     """W4: prompts that share nothing, one at a time."""
     times = [ask(Request(_tokens(rng, sizes.unrelated)))[0] for _ in range(sizes.prompts)]
-    return {"a request": statistics.median(times)}
+    return {"a request, ms": 1000 * statistics.median(times)}
 
 
 def speed(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
@@ -211,9 +199,9 @@ def speed(ask: Asked, sizes: Sizes, rng: np.random.Generator) -> Figures:
             after = seconds - max(answer.ttft for answer in answers)
             rates.append(count * (sizes.written - 1) / after)
     return {
-        "read": statistics.median(read),
-        "written by one": statistics.median(written[1]),
-        "written by eight": statistics.median(written[8]),
+        "read, tokens/s": statistics.median(read),
+        "written by one, tokens/s": statistics.median(written[1]),
+        "written by eight, tokens/s": statistics.median(written[8]),
     }
 
 

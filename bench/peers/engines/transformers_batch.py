@@ -67,7 +67,6 @@ class TransformersBatch:
         return answers
 
     def forget(self) -> None:
-        """A new loop with an empty cache."""
         if self.is_new:
             return
         self.manager.stop(block=True)

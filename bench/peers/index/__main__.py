@@ -14,218 +14,176 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.peers.process import Worker
+from bench.peers.process import Failed, Worker
+from bench.peers.report import comparison
 from radixcache.bench.machine import conditions
-from radixcache.bench.tables import console, table
+from radixcache.bench.tables import console
 
 LIBRARIES = {"ours": ".venv", "sglang": ".venv-sglang", "vllm": ".venv-vllm"}
 
 BLOCK = 16
 """vLLM's page size in every row: it appears once, in the rows of page 16 if there are any."""
 
-MICRO = ("ours", "sglang-rust", "sglang-python", "vllm")
-TRACE = (
-    "ours",
-    "ours-token",
-    "sglang-rust",
-    "sglang-rust-once",
-    "sglang-python",
-    "vllm",
-)
+CONTENDERS = ("ours", "sglang-rust", "sglang-python", "vllm")
+OF_TRACE = ("ours", "ours-token", "sglang-rust", "sglang-rust-once", "sglang-python", "vllm")
 
 
 @dataclass
 class Row:
-    """One row: a case with its parameters."""
-
     title: str
     case: str
-    params: dict[str, Any]
     rounds: int
-    contenders: tuple[str, ...] = MICRO
+    params: dict[str, Any]
     page_size: int = 1
 
 
 @dataclass
 class Result:
-    """What one contender did in one row."""
-
-    row: Row
-    contender: str
     rounds: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     found: int | None = None
     """Tokens found, where the row looks something up."""
 
-    @property
-    def value(self) -> float | None:
-        """Median microseconds, or bytes per token."""
-        if self.error or not self.rounds:
-            return None
-        if self.row.case == "memory":
-            return median(r["bytes"] / r["tokens"] for r in self.rounds)
-        if self.row.case == "trace_t":
-            ends = [0] + [r["requests"] for r in self.rounds]
-            return median(
-                sum(r["phases"].values()) / 1000 / (end - start)
-                for r, start, end in zip(self.rounds, ends, ends[1:], strict=False)
-            )
-        return median(ns for r in self.rounds for ns in r["ns"]) / 1000
+    def values(self, case: str) -> list[float]:
+        """Microseconds, or bytes per token, of each round."""
+        if case == "memory":
+            return [r["bytes"] / r["tokens"] for r in self.rounds]
+        if case == "trace_t":
+            return [sum(r["phases"].values()) / 1000 / r["segment"] for r in self.rounds]
+        return [median(r["ns"]) / 1000 for r in self.rounds]
 
     @property
-    def details(self) -> str:
-        """What a trace's cost consists of, and its hits."""
-        if self.row.case != "trace_t" or self.value is None:
-            return ""
+    def note(self) -> str:
+        """Why it failed; or what a trace's cost consists of, and its hits."""
+        if self.error or not self.rounds or "phases" not in self.rounds[-1]:
+            return self.error
         last = self.rounds[-1]
         parts = {
             phase: sum(r["phases"].get(phase, 0) for r in self.rounds) / 1000 / last["requests"]
             for phase in dict.fromkeys(phase for r in self.rounds for phase in r["phases"])
         }
         hits, prompts = last["hit_tokens"], last["prompt_tokens"]
+        phases = ", ".join(f"{phase} {us:.0f}" for phase, us in parts.items())
         return (
-            f"mean {sum(parts.values()):.0f} "
-            f"({', '.join(f'{phase} {us:.0f}' for phase, us in parts.items())}); "
+            f"mean {sum(parts.values()):.0f} ({phases}); "
             f"hits {hits:,} of {prompts:,}, {hits / prompts:.4f}"
         )
 
 
-def rows(args: argparse.Namespace) -> list[Row]:
-    """The rows that were asked for."""
-    found: list[Row] = []
-
-    def add(
-        title: str,
-        case: str,
-        rounds: int,
-        contenders: tuple[str, ...] = MICRO,
-        /,
-        pages: Sequence[int] = args.pages,
-        **params: Any,
-    ) -> None:
-        for page in pages if not args.only or case in args.only else ():
-            with_vllm = page == BLOCK or BLOCK not in pages
-            named = tuple(name for name in contenders if name != "vllm" or with_vllm)
-            found.append(Row(f"{title}, page {page}", case, params, rounds, named, page))
-
-    turns = 5 if args.quick else 15
+def rows(pages: list[int], only: list[str] | None, quick: bool) -> Iterator[Row]:
+    turns = 5 if quick else 15
+    most = 10_000 if quick else 100_000
+    size = 100 if quick else 500
+    found: list[tuple[str, str, int, dict[str, Any]]] = []
     nodes = {0: "one node", 512: "512-token nodes"}
     for length, node in ((1024, 0), (8192, 512), (32768, 512), (131072, 0), (131072, 512)):
-        add(f"match {length // 1024}k, {nodes[node]}", "match", turns, length=length, node=node)
+        title = f"match {length // 1024}k, {nodes[node]}"
+        found.append((title, "match", turns, {"length": length, "node": node}))
     for node in nodes:
         title = f"match + lock + pages + unlock 128k, {nodes[node]}"
-        add(title, "match", turns, length=131072, node=node, borrow=True)
-    add("insert 8k below 8k", "insert", turns * 3, cached=8192, new=8192, rounds=turns * 3)
-    most = 10_000 if args.quick else 100_000
-    for leaves in (1000, 10_000, 100_000):
-        if leaves <= most:
-            title = f"evict one of {leaves:,} leaves"
-            add(title, "evict", turns, leaves=leaves, at_once=1, times=5)
-    title = f"evict a tenth of {most:,} leaves, per leaf"
-    add(title, "evict", 5, leaves=most, at_once=most // 10, times=1)
-    add("prefill 128k in 64 chunks", "chunked", 5, length=131072, chunks=64, rounds=5)
+        found.append((title, "match", turns, {"length": 131072, "node": node, "borrow": True}))
+    many = turns * 3
+    params = {"cached": 8192, "new": 8192, "rounds": many}
+    found.append(("insert 8k below 8k", "insert", many, params))
+    for leaves in (leaves for leaves in (1000, 10_000, 100_000) if leaves <= most):
+        params = {"leaves": leaves, "at_once": 1, "times": 5}
+        found.append((f"evict one of {leaves:,} leaves", "evict", turns, params))
+    params = {"leaves": most, "at_once": most // 10, "times": 1}
+    found.append((f"evict a tenth of {most:,} leaves, per leaf", "evict", 5, params))
+    params = {"length": 131072, "chunks": 64, "rounds": 5}
+    found.append(("prefill 128k in 64 chunks", "chunked", 5, params))
     for length in (8192, 131072):
-        add(f"convert a list of {length} tokens", "convert", turns, pages=(1,), length=length)
+        title = f"convert a list of {length} tokens"
+        found.append((title, "convert", turns, {"length": length}))
     for leaves, length in ((20_000, 32), (2000, 2048)):
         title = f"host bytes per token, {length}-token leaves"
-        add(title, "memory", 1, leaves=leaves, length=length)
-    size = 100 if args.quick else 500
-    title = "trace T, per request"
-    add(title, "trace_t", 10**9, TRACE, conversations=size, segment=size // 2)
-    return found
+        found.append((title, "memory", 1, {"leaves": leaves, "length": length}))
+    params = {"conversations": size, "segment": size // 2}
+    found.append(("trace T, per request", "trace_t", 10**9, params))
+    for title, case, rounds, params in found:
+        for page in pages if case != "convert" else [1]:
+            if not only or case in only:
+                yield Row(f"{title}, page {page}", case, rounds, params, page)
 
 
 class Workers:
     """One process per contender, kept from row to row; a library that fails is named once."""
 
-    def __init__(self, left_out: Iterable[str]) -> None:
+    def __init__(self, left_out: list[str]) -> None:
         self.left_out = set(left_out)
         self.versions: dict[str, str] = {}
-        self._workers: dict[str, Worker] = {}
+        self.kept: dict[str, Worker] = {}
 
-    def of(self, contender: str, *, fresh: bool = False) -> Worker | None:
+    def of(self, contender: str, fresh: bool = False) -> Worker | None:
         """The contender's process, with `fresh` a new one; None if its library is left out."""
         library = contender.partition("-")[0]
         if library in self.left_out:
             return None
-        if contender in self._workers and not fresh:
-            return self._workers[contender]
-        module = "bench.peers.index.worker"
-        worker = Worker(LIBRARIES[library], "bench-index", module, contender, GOMP_SPINCOUNT="1000")
-        if worker.error:
-            self.left_out.add(library)
-            print(f"{library} is left out: {worker.error}.", flush=True)
-            return None
-        self.versions[library] = worker.version
-        if not fresh:
-            self._workers[contender] = worker
-        return worker
-
-    def close(self) -> None:
-        """End them all."""
-        for worker in self._workers.values():
-            worker.close()
+        if fresh and contender in self.kept:
+            self.kept.pop(contender).close()
+        if contender not in self.kept:
+            command = "bench.peers.index.worker", contender
+            try:
+                worker = Worker(LIBRARIES[library], "bench-index", *command, GOMP_SPINCOUNT="1000")
+            except Failed as failed:
+                self.left_out.add(library)
+                print(f"{library} is left out: {failed}.", flush=True)
+                return None
+            self.versions[library] = worker.version
+            self.kept[contender] = worker
+        return self.kept[contender]
 
 
-def run(row: Row, seed: int, workers: Workers) -> list[Result]:
+def run(row: Row, pages: list[int], seed: int, workers: Workers) -> dict[str, Result]:
     """One row: every contender set up, then round by round in turn."""
-    active: list[tuple[Worker, Result]] = []
-    for contender in row.contenders:
+    results: dict[str, Result] = {}
+    active: dict[str, Worker] = {}
+    for contender in OF_TRACE if row.case == "trace_t" else CONTENDERS:
+        if contender == "vllm" and row.page_size != BLOCK and BLOCK in pages:
+            continue
         worker = workers.of(contender, fresh=row.case == "memory")
         if worker is None:
             continue
-        result = Result(row, contender)
+        result = results[contender] = Result()
         page_size = BLOCK if contender == "vllm" else row.page_size
-        answer = worker.ask({"case": row.case, "seed": seed, "page_size": page_size, **row.params})
-        result.error = answer.get("error", "")
-        result.found = answer.get("found") if not row.params.get("borrow") else None
-        active.append((worker, result))
-        if row.case == "memory":
-            result.rounds.append(answer)
-            worker.close()
-    if row.case != "memory":
-        take_turns([pair for pair in active if not pair[1].error], row.rounds)
-    return [result for _, result in active]
-
-
-def take_turns(active: list[tuple[Worker, Result]], rounds: int) -> None:
-    """Ask one contender after the other for a round, until all have had theirs."""
-    for _ in range(rounds):
-        for worker, result in list(active):
-            answer = worker.ask({})
-            result.error = answer.get("error", "")
-            if "end" in answer or result.error:
-                active.remove((worker, result))
+        request = {"case": row.case, "seed": seed, "page_size": page_size, **row.params}
+        try:
+            result.found = worker.ask(request).get("found")
+            active[contender] = worker
+        except Failed as failed:
+            result.error = str(failed)
+    for _ in range(row.rounds):
+        for contender, worker in list(active.items()):
+            try:
+                answer = worker.ask({})
+            except Failed as failed:
+                results[contender].error, answer = str(failed), {"end": True}
+            if "end" in answer:
+                del active[contender]
             else:
-                result.rounds.append(answer)
+                results[contender].rounds.append(answer)
         if not active:
             break
-    for worker, _ in active:
+    for worker in active.values():
         worker.ask({"case": "nothing"})  # what the last case held is gone before the next
+    return results
 
 
-def print_row(row: Row, results: list[Result]) -> None:
+def print_row(row: Row, results: dict[str, Result]) -> None:
     """A line for each contender: its value, and ours over it."""
-    ours = next((result.value for result in results if result.contender == "ours"), None)
-    lines = []
-    for result in results:
-        value = result.value
-        if value is None:
-            lines.append([result.contender, "failed", "", result.error])
-        else:
-            ratio = f"{ours / value:.3f} x" if ours and result.contender != "ours" else ""
-            lines.append([result.contender, f"{value:,.1f}", ratio, result.details])
     unit = "B" if row.case == "memory" else "µs"
-    console(200).print(f"\n{row.title}", table(["", unit, "ours is", ""], lines), sep="\n")
-    found = [result.found for result in results if result.found is not None]
-    if found and max(found) - min(found) >= BLOCK:
-        print(f"  NOT COMPARABLE: they found {found} tokens")
+    found = {name: {unit: result.values(row.case)} for name, result in results.items()}
+    shown = comparison(found, notes={name: result.note for name, result in results.items()})
+    console(200).print(f"\n{row.title}", shown, sep="\n")
+    lengths = [result.found for result in results.values() if result.found is not None]
+    if lengths and max(lengths) - min(lengths) >= BLOCK and not row.params.get("borrow"):
+        print(f"  NOT COMPARABLE: they found {lengths} tokens")
 
 
 def main() -> None:
@@ -240,19 +198,18 @@ def main() -> None:
 
     print(f"seed {args.seed}; {conditions()}")
     workers = Workers(args.without)
-    results: list[Result] = []
-    for row in rows(args):
-        found = run(row, args.seed, workers)
-        results += found
-        print_row(row, found)
-    workers.close()
+    found = []
+    for row in rows(args.pages, args.only, args.quick):
+        results = run(row, args.pages, args.seed, workers)
+        print_row(row, results)
+        for name, result in results.items():
+            found.append({"row": row.title, "contender": name, "rounds": result.rounds})
+    for worker in workers.kept.values():
+        worker.close()
     libraries = ", ".join(f"{name} {version}" for name, version in workers.versions.items())
     print(f"\n{libraries}; {conditions()}")
     if args.json:
-        found_rounds = [
-            {"row": r.row.title, "contender": r.contender, "rounds": r.rounds} for r in results
-        ]
-        args.json.write_text(json.dumps(found_rounds))
+        args.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

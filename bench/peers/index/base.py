@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers.index.trace_t import Replayed, Request
+from bench.peers.index.trace_t import Replayed
 
 Tokens = NDArray[np.int32]
 
@@ -25,15 +25,18 @@ class Stopwatch:
         self.ns: dict[str, float] = {}
         self.cost = 0.0
         """Nanoseconds that a lap of nothing takes."""
-        self._last = clock()
-        self.cost = self._measure_cost()
+        laps = []
+        for _ in range(50):
+            self.start()
+            for _ in range(100):
+                self.lap("nothing")
+            laps.append(self.take()["nothing"] / 100)
+        self.cost = sorted(laps)[len(laps) // 2]
 
     def start(self) -> None:
-        """Time from now on."""
         self._last = clock()
 
     def lap(self, phase: str) -> None:
-        """Book the time since the last reading under `phase`, and go on."""
         now = clock()
         self.ns[phase] = self.ns.get(phase, 0.0) + now - self._last - self.cost
         self._last = clock()
@@ -43,76 +46,32 @@ class Stopwatch:
         ns, self.ns = self.ns, {}
         return ns
 
-    def _measure_cost(self) -> float:
-        laps = []
-        for _ in range(50):
-            self.start()
-            for _ in range(100):
-                self.lap("nothing")
-            laps.append(self.take()["nothing"] / 100)
-        return sorted(laps)[len(laps) // 2]
-
-
-class Nothing:
-    """An index that does nothing, to see what the clock costs in a replay's own rhythm."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self.watch = watch
-        self.laps = 0
-
-    def decode(self, requests: list[Request]) -> None:
-        self.watch.start()
-        self.watch.lap("nothing")
-        self.laps += 1
-
-    def admit(self, request: Request) -> int:
-        return 0
-
-    def end_step(self) -> None:
-        pass
-
-    def finish(self, request: Request) -> None:
-        pass
-
 
 class Index(Replayed, Protocol):
     """One library's index over a pool of its own, driven as that library's scheduler drives it.
 
-    Keys are tokens in the form that the library takes, made by `convert`, at the boundary.
+    - `convert` and `convert_list` make a key: tokens in the form that the library takes.
+    - `query` makes what `match` and `borrow` take; the time to make it belongs to the request.
+    - `match` looks up all but the last token, and returns how many were found.
+    - `borrow` looks up, locks, reads the pages or slots found, unlocks; returns their number.
+    - `store` caches a sequence and leaves it evictable, the quickest way.
+    - `prepare_insert` does all that comes before `insert`: `cached` tokens are cached already;
+      `insert` puts the new ones into the index; `after_insert` leaves them evictable.
+    - `evict` frees that many tokens' room, least recently used first.
+    - `prefill_in_chunks` is one request from look-up to release, `chunk` tokens at a time.
+    - `watch` times the phases of `decode`, `admit`, `end_step` and `finish`.
     """
 
     watch: Stopwatch
-    """Times the phases of `decode`, `admit`, `end_step` and `finish`."""
 
-    def convert(self, tokens: Tokens) -> Any:
-        """The key of `tokens`; not timed elsewhere."""
-
-    def convert_list(self, tokens: list[int]) -> Any:
-        """The same from a Python list, as a tokenizer may return it."""
-
-    def query(self, key: Any) -> Any:
-        """What `match` and `borrow` take; the time to make it belongs to the request."""
-
-    def match(self, query: Any) -> int:
-        """Look up all but the last token; returns how many were found."""
-
-    def borrow(self, query: Any) -> int:
-        """Look up, lock, read the pages or slots found, unlock; returns their number."""
-
-    def store(self, key: Any) -> None:
-        """Cache a sequence and leave it evictable, the quickest way."""
-
-    def prepare_insert(self, key: Any, cached: int) -> Any:
-        """All that comes before `insert`: `cached` tokens of `key` are cached already."""
-
-    def insert(self, prepared: Any) -> None:
-        """Put the new tokens of a prepared sequence into the index."""
-
-    def after_insert(self, prepared: Any) -> None:
-        """Leave them evictable."""
-
-    def evict(self, num_tokens: int) -> None:
-        """Free that many tokens' room, least recently used first."""
-
-    def prefill_in_chunks(self, key: Any, chunk: int) -> None:
-        """One request from look-up to release, prefilled `chunk` tokens at a time."""
+    def convert(self, tokens: Tokens) -> Any: ...
+    def convert_list(self, tokens: list[int]) -> Any: ...
+    def query(self, key: Any) -> Any: ...
+    def match(self, query: Any) -> int: ...
+    def borrow(self, query: Any) -> int: ...
+    def store(self, key: Any) -> None: ...
+    def prepare_insert(self, key: Any, cached: int) -> Any: ...
+    def insert(self, prepared: Any) -> None: ...
+    def after_insert(self, prepared: Any) -> None: ...
+    def evict(self, num_tokens: int) -> None: ...
+    def prefill_in_chunks(self, key: Any, chunk: int) -> None: ...

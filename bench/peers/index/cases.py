@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench.peers.index.base import Index, Nothing, Tokens
-from bench.peers.index.trace_t import TraceT, replay, replay_all
+from bench.peers.index.base import Index, Tokens
+from bench.peers.index.trace_t import TraceT, replay
 
 VOCABULARY = 128_000
 LEAF = 16
@@ -56,7 +56,6 @@ def match(
 
 
 def convert(make: Make, seed: int, page_size: int, length: int) -> Iterator[Round]:
-    """Turn a Python list of tokens into what the library takes."""
     tokens = _random(np.random.default_rng(seed), length).tolist()
     index = make(page_size, page_size, [])
     yield {}
@@ -130,7 +129,8 @@ def memory(make: Make, seed: int, page_size: int, leaves: int, length: int) -> I
     index = make(leaves * length, page_size, [])
     for _ in range(leaves):
         index.store(index.convert(_random(rng, length)))
-    yield {"bytes": _resident() - before, "tokens": leaves * length, "leaves": leaves}
+    yield {}
+    yield {"bytes": _resident() - before, "tokens": leaves * length}
 
 
 def trace_t(
@@ -139,19 +139,13 @@ def trace_t(
     """Trace T, `segment` requests a round: nanoseconds by phase, and the hits so far."""
     trace = TraceT(seed=seed, conversations=conversations)
     index = make(trace.num_pages(page_size) * page_size, page_size, trace.texts())
-    nothing = Nothing(index.watch)
-    replay_all(TraceT(seed=seed, conversations=conversations // 10), nothing)
-    index.watch.cost += index.watch.take()["nothing"] / nothing.laps
     gc.collect()
     yield {}
+    done = 0
     for count in replay(trace, index):
         if count.requests % segment == 0 or count.requests == trace.requests:
-            yield {
-                "phases": index.watch.take(),
-                "requests": count.requests,
-                "hit_tokens": count.hit_tokens,
-                "prompt_tokens": count.prompt_tokens,
-            }
+            yield {"phases": index.watch.take(), "segment": count.requests - done, **vars(count)}
+            done = count.requests
 
 
 def nothing(make: Make, seed: int = 0, page_size: int = 1) -> Iterator[Round]:
@@ -171,7 +165,6 @@ def _random(rng: np.random.Generator, count: int) -> Tokens:
 
 
 def _timed(index: Index, call: Callable[[Any], Any], argument: Any) -> float:
-    """Thread CPU nanoseconds of one call."""
     watch = index.watch
     watch.start()
     call(argument)

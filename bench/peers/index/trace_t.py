@@ -9,15 +9,30 @@ prompt it prefills; the last token that a turn generates gets no KV.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Request:
+    """One turn: `num_prompt` tokens to look up and prefill, then decoding up to `num_tokens`.
+
+    Attributes:
+        num_tokens: tokens whose KV is written: all but the last generated one.
+        done: tokens whose KV is written so far.
+    """
+
+    number: int
+    conversation: int
+    num_prompt: int
+    num_tokens: int
+    done: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,20 +56,15 @@ class TraceT:
 
     @property
     def requests(self) -> int:
-        """Turns of all conversations."""
         return self.conversations * self.turns
-
-    @property
-    def footprint(self) -> int:
-        """Distinct tokens of the whole trace."""
-        return self.system + self.requests * self.turn
 
     def num_pages(self, page_size: int) -> int:
         """Pages of the pool."""
-        return int(self.footprint * self.pool_share) // page_size
+        distinct = self.system + self.requests * self.turn
+        return int(distinct * self.pool_share) // page_size
 
     def texts(self) -> list[Tokens]:
-        """Each conversation's tokens, the system prompt and every turn, int32.
+        """Each conversation's tokens, the system prompt and every turn.
 
         Two conversations share the system prompt and not one token more.
         """
@@ -69,41 +79,30 @@ class TraceT:
             for i in range(self.conversations)
         ]
 
-    def order(self) -> list[int]:
-        """The conversation of each request, in the order in which they come."""
-        rng = np.random.default_rng(self.seed + 1)
+    def arrivals(self) -> Iterator[Request]:
+        """The requests in their order."""
         order = np.repeat(np.arange(self.conversations), self.turns)
-        rng.shuffle(order)
-        return [int(conversation) for conversation in order]
-
-
-@dataclass
-class Request:
-    """One turn: `num_prompt` tokens to look up and prefill, then decoding up to `num_tokens`."""
-
-    number: int
-    conversation: int
-    num_prompt: int
-    num_tokens: int
-    """Tokens whose KV is written: all but the last generated one."""
-    done: int = field(default=0)
-    """Tokens whose KV is written so far."""
+        np.random.default_rng(self.seed + 1).shuffle(order)
+        turns = [0] * self.conversations
+        for number, conversation in enumerate(order.tolist()):
+            num_prompt = self.system + turns[conversation] * self.turn + self.user
+            turns[conversation] += 1
+            yield Request(number, conversation, num_prompt, num_prompt + self.generated - 1)
 
 
 class Replayed(Protocol):
-    """What a trace is replayed against: a cache as its scheduler drives it, or a simulation."""
+    """What a trace is replayed against: a cache as its scheduler drives it, or a simulation.
 
-    def decode(self, requests: list[Request]) -> None:
-        """Make room for the next token of each request; `request.done` are written already."""
+    - `decode` makes room for the next token of each request; `done` are written already.
+    - `admit` looks the prompt up, makes room for the rest, prefills; returns the tokens hit.
+    - `end_step`: the step ran, and everything that it was to write is written.
+    - `finish`: all tokens of the request are written; what is cached of them stays.
+    """
 
-    def admit(self, request: Request) -> int:
-        """Look the prompt up, make room for the rest, prefill; returns the tokens hit."""
-
-    def end_step(self) -> None:
-        """The step ran: everything that it was to write is written."""
-
-    def finish(self, request: Request) -> None:
-        """All its tokens are written; what is cached of them stays."""
+    def decode(self, requests: list[Request]) -> None: ...
+    def admit(self, request: Request) -> int: ...
+    def end_step(self) -> None: ...
+    def finish(self, request: Request) -> None: ...
 
 
 @dataclass
@@ -114,34 +113,23 @@ class HitCount:
     prompt_tokens: int = 0
     hit_tokens: int = 0
 
-    @property
-    def rate(self) -> float:
-        """Share of the prompt tokens that were hit."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-def arrivals(trace: TraceT) -> Iterator[Request]:
-    """The requests of the trace in their order."""
-    turns = [0] * trace.conversations
-    for number, conversation in enumerate(trace.order()):
-        num_prompt = trace.system + turns[conversation] * trace.turn + trace.user
-        turns[conversation] += 1
-        yield Request(number, conversation, num_prompt, num_prompt + trace.generated - 1)
-
 
 def replay(trace: TraceT, cache: Replayed) -> Iterator[HitCount]:
     """Run the trace, yielding the counts so far whenever a request has finished.
 
     A turn waits for the turn before it of its conversation; the others overtake it.
     """
-    waiting = deque(arrivals(trace))
+    waiting = list(trace.arrivals())
     running: list[Request] = []
     count = HitCount()
     while waiting or running:
         decoding = list(running)
         if decoding:
             cache.decode(decoding)
-        if len(running) < trace.in_flight and (request := _next(waiting, running)) is not None:
+        busy = {request.conversation for request in running}
+        request = next((r for r in waiting if r.conversation not in busy), None)
+        if request is not None and len(running) < trace.in_flight:
+            waiting.remove(request)
             count.hit_tokens += cache.admit(request)
             count.prompt_tokens += request.num_prompt
             request.done = request.num_prompt
@@ -154,21 +142,3 @@ def replay(trace: TraceT, cache: Replayed) -> Iterator[HitCount]:
                 cache.finish(request)
                 count.requests += 1
                 yield count
-
-
-def replay_all(trace: TraceT, cache: Replayed) -> HitCount:
-    """Run the whole trace."""
-    count = HitCount()
-    for count in replay(trace, cache):  # noqa: B007
-        pass
-    return count
-
-
-def _next(waiting: deque[Request], running: list[Request]) -> Request | None:
-    """Take the first waiting request whose conversation is not running."""
-    busy = {request.conversation for request in running}
-    for index, request in enumerate(waiting):
-        if request.conversation not in busy:
-            del waiting[index]
-            return request
-    return None

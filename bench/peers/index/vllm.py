@@ -45,7 +45,6 @@ class VLLM:
         return tokens
 
     def _request(self, key: list[int]) -> Any:
-        """A request that is not hashed yet."""
         self._next += 1
         params = SamplingParams(max_tokens=1 << 17)
         request = PeerRequest(str(self._next), key, params, None, block_hasher=None)

@@ -12,37 +12,32 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from bench.peers.index.cases import CASES, Make, Round
 from bench.peers.process import serve
+
+CLASSES = {
+    "ours": ("radixcache", "Ours", {}),
+    "ours-token": ("radixcache", "Ours", {"decoding": "token"}),
+    "sglang-rust": ("sglang", "SGLang", {"core": "rust", "decoding": "step"}),
+    "sglang-rust-once": ("sglang", "SGLang", {"core": "rust", "decoding": "once"}),
+    "sglang-python": ("sglang", "SGLang", {"core": "python", "decoding": "step"}),
+    "vllm": ("vllm", "VLLM", {}),
+}
+"""Of each contender the package, the class in the module of its library here, and its options."""
 
 rounds: Iterator[Round] = iter(())
 
 
 def load() -> tuple[Make, str]:
     """How to make the index that was asked for, and its library's version."""
-    library, _, variant = sys.argv[1].partition("-")
-    make: Make
-    if library == "ours":
-        from bench.peers.index.ours import Decoding, Ours
-
-        make = partial(Ours, decoding=cast(Decoding, variant or "ahead"))
-    elif library == "sglang":
-        from bench.peers.index.sglang import SGLang
-
-        core, _, decoding = variant.partition("-")
-        make = partial(SGLang, core=core, decoding=decoding or "step")
-    else:
-        from bench.peers.index.vllm import VLLM
-
-        make = VLLM
-    package = import_module({"ours": "radixcache"}.get(library, library))
-    return make, package.__version__
+    package, name, options = CLASSES[sys.argv[1]]
+    module = import_module(f"bench.peers.index.{sys.argv[1].partition('-')[0]}")
+    return partial(getattr(module, name), **options), import_module(package).__version__
 
 
 def answer(make: Make, request: dict[str, Any]) -> Round:
-    """Set a case up, or run its next round."""
     global rounds
     if request:
         rounds = iter(())  # what the last case held is gone before the next

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +16,15 @@ import pytest
 import torch
 
 from radixcache import RadixCache
-from radixcache.bench.gpu import check, correctness, equality, peers
-from radixcache.bench.gpu.models import random_llama
+from radixcache.bench.gpu import check, equality, pack
+from radixcache.bench.gpu.environment import LAYERS
 from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.report import DeviceLost, Figure, NotRun, Report, Row, failed, table
+from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
 from radixcache.bench.gpu.sizes import FULL, SMALL
-from radixcache.runtime.engine import engine
-from radixcache.runtime.engine.scheduler import DECODE_AHEAD
+from radixcache.runtime.model.load import VERIFIED
 from tests.bench.gpu.rehearsal import rehearsal_place
-from tests.models import continuous_batching
 
+ROOT = Path(__file__).resolve().parents[3]
 Found = dict[str, dict[str, Row]]
 """Rows by section and name."""
 
@@ -29,7 +33,6 @@ def run(folder: Path, *sections: str, prepare: Callable[[Place], Any] | None = N
     """Sections in this process, on the pretended GPU."""
     found: Found = {}
     with rehearsal_place(folder) as place:
-        place.ceilings = {"bytes/s": 1e12, "flop/s": 1e15, "launch s": 1e-6}
         if prepare is not None:
             prepare(place)
         for section in sections:
@@ -39,103 +42,41 @@ def run(folder: Path, *sections: str, prepare: Callable[[Place], Any] | None = N
     return found
 
 
-def radixcache_parts() -> list[object]:
-    return [vars(engine)["group_by_prefix"], sys.modules.get("flashinfer"), torch.cuda.Event]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path: Path = tmp_path_factory.mktemp("rehearsal")
-    return path
-
-
-@pytest.fixture(scope="module")
-def rehearsed(folder) -> Found:
-    before = radixcache_parts()
-    found = run(folder, *check.SECTIONS)
-    assert radixcache_parts() == before  # nothing stays replaced
-    return found
+def rehearsed(tmp_path_factory) -> Found:
+    return run(tmp_path_factory.mktemp("rehearsal"), *check.SECTIONS)
 
 
 def test_a_rehearsal_goes_through_every_section_and_finds_nothing_wrong(rehearsed) -> None:
     rows = [row for section in rehearsed.values() for row in section.values()]
     assert set(rehearsed) == set(check.SECTIONS) and all(rehearsed.values())
-    assert [str(row) for row in rows if row.status == "FAIL"] == []
-    assert {row.name for row in rows if row.status == "not run"} == {
-        "transformers' generate_batch",  # in a thread of its own, which pretends nothing
-    }
+    assert [str(row) for row in rows if row.status in ("FAIL", "not run")] == []
 
 
-def test_every_path_is_checked_at_every_shape(rehearsed) -> None:
-    names = rehearsed["correctness"]
-    for path in ("decode", "suffix", "fresh", "mixed", "cascade", "cascade, mixed", "graphs"):
-        for page_size in (1, 16):
-            for dim in SMALL.head_dims:
-                for group in (1, 4, 8):
-                    row = f"{path}: page {page_size}, head_dim {dim}, GQA {group}"
-                    assert names[row].status == "ok"
-    assert FULL.head_dims == (64, 128) and FULL.period == DECODE_AHEAD
-    assert sum(name.startswith("self-test") for name in names) == 7
-    for rule in ("window", "softcap", "window and softcap"):
-        assert {f"{rule}, 8/2 heads", f"{rule}, 8/4 heads"} <= set(names)
-
-
-def test_every_figure_of_the_plan_has_a_row(rehearsed) -> None:
-    for batch in SMALL.decode_batches:
-        name = f"decode, batch {batch} x {SMALL.decode_context}, page 16"
-        assert {name, f"{name}: device alone", f"{name}: overhead of the engine"} <= set(
-            rehearsed["decode"]
-        )
-        assert rehearsed["decode"][name].lines  # the host's phases
-    for cached in SMALL.cached:
-        name = f"TTFT of {SMALL.question} tokens on {cached} cached, page 16"
-        assert {name, f"{name}: cold over cached"} <= set(rehearsed["ttft"])
-    cascades = rehearsed["cascade"]
-    points = len(SMALL.rows) * len(SMALL.shared) * len(SMALL.heads) + 1  # one with page size 1
-    assert sum("rows" in n and n.startswith("flat over") for n in cascades) == points
-    assert sum(n.startswith("break-even") for n in cascades) == len(SMALL.heads)
-    assert sum("flat over cascade, step" in n for n in cascades) == len(SMALL.shared_in_engine)
-    caches = [name.partition(":")[0] for name in rehearsed["reuse"]]
-    assert caches == ["radix, page 16", "radix, page 1", "hash-block 16", "no cache"]
-
-
-def test_profiles_leave_traces(rehearsed, folder) -> None:
-    traces = {path.name for path in (folder / "traces").iterdir()}
-    assert len(traces) == len(rehearsed["profiles"]) and "decode_step_of_1.json.gz" in traces
+def test_every_path_and_figure_of_the_plan_has_a_row(rehearsed) -> None:
+    for path in ("decode", "suffix", "fresh", "mixed", "cascade", "cascade, mixed"):
+        for shape in product((1, 16), SMALL.head_dims, (1, 4, 8)):
+            row = "{}: page {}, head_dim {}, GQA {}".format(path, *shape)
+            assert rehearsed["correctness"][row].status == "ok"
+    assert FULL.head_dims == (64, 128) and LAYERS.keys() == VERIFIED
+    batch, cached = SMALL.decode_batches[-1], SMALL.cached[-1]
+    decode = f"decode, batch {batch} x {SMALL.decode_context}, page 16"
+    assert {decode, f"{decode}: device alone", f"{decode}: overhead of the engine"} <= set(
+        rehearsed["speed"]
+    )
+    hit = f"TTFT of {SMALL.question} tokens on {cached} cached, page 16"
+    assert {hit, f"{hit}: cold over cached"} <= set(rehearsed["speed"])
     assert all(row.lines for row in rehearsed["profiles"].values())
 
 
-def test_the_same_requests_prefill_least_with_a_radix_tree(rehearsed) -> None:
-    notes = {n.partition(":")[0]: r.text for n, r in rehearsed["reuse"].items()}
-    prefilled = {name: int(note.split()[1]) for name, note in notes.items()}
-    assert prefilled["radix, page 1"] <= prefilled["hash-block 16"] < prefilled["no cache"]
-    assert prefilled["radix, page 16"] < prefilled["hash-block 16"]
-
-
-@continuous_batching
-def test_the_peer_answers(tmp_path) -> None:
-    place = Place(torch.device("cpu"), torch.float32, SMALL, tmp_path, None)
-    assert peers.generate_two_turns(place, random_llama(place, SMALL.big)) > 0
-
-
-def plant(place: Place) -> None:
-    place.planted = True
-
-
-def test_wrong_pages_fail_the_check(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(correctness, "GROUPS", {4: (8, 2)})
-    found = run(tmp_path, "correctness", prepare=plant)["correctness"]
-    planted = {n: r.status for n, r in found.items() if "head_dim" in n and "fresh" not in n}
-    assert len(planted) == 12 and set(planted.values()) == {"FAIL"}
-    assert all(row.status == "ok" for name, row in found.items() if "self-test" in name)
-    assert "FAIL" in capsys.readouterr().out and failed(found.values())
-
-
 def test_other_tokens_than_transformers_fail_the_check(tmp_path, monkeypatch) -> None:
+    generated = vars(equality)["generated"]
     monkeypatch.setattr(equality, "CACHES", {"radix": (RadixCache, 16)})
-    found = run(tmp_path, "equality", prepare=plant)["equality"]
-    assert found["radix = plain transformers"].status == "FAIL"
-    assert "below the best one's" in found["radix = plain transformers"].text
+    monkeypatch.setattr(
+        equality, "generated", lambda requests: [[*a[:-1], 5] for a in generated(requests)]
+    )
+    row = run(tmp_path, "equality")["equality"]["radix = plain transformers"]
+    assert row.status == "FAIL" and "below the best one's" in row.text
 
 
 def test_without_flashinfer_the_torch_backend_is_measured(tmp_path, monkeypatch) -> None:
@@ -145,15 +86,15 @@ def test_without_flashinfer_the_torch_backend_is_measured(tmp_path, monkeypatch)
         sys.modules["radixcache.kernels.flashinfer_backend"] = None  # type: ignore[assignment]
 
     monkeypatch.setattr(equality, "CACHES", {"radix": (RadixCache, 16)})
-    sections = ("environment", "smoke", "equality", "decode")
-    found = run(tmp_path, *sections, prepare=leave_out)
+    found = run(tmp_path, "environment", "equality", "speed", prepare=leave_out)
     rows = [row for section in found.values() for row in section.values()]
     assert [str(row) for row in rows if row.status == "FAIL"] == []
     assert found["environment"]["FlashInfer runs"].status == "not run"
-    assert {row.status for row in found["smoke"].values()} == {"not run"}
+    smoke = [row for name, row in found["environment"].items() if "softcap" in name]
+    assert {row.status for row in smoke} == {"not run"}
     assert found["equality"]["radix = plain transformers"].status == "ok"
     name = f"decode, batch 1 x {SMALL.decode_context}, page 16"
-    assert found["decode"][name].status in ("met", "missed")
+    assert found["speed"][name].status in ("met", "missed")
 
 
 def test_why_flashinfer_does_not_run_is_told_in_full(tmp_path) -> None:
@@ -172,11 +113,6 @@ def test_why_flashinfer_does_not_run_is_told_in_full(tmp_path) -> None:
 # The report.
 
 
-@pytest.fixture
-def report(tmp_path) -> Report:
-    return Report("first", tmp_path / "first.jsonl", 60)
-
-
 def raises(error: BaseException):
     def work():
         raise error
@@ -184,46 +120,190 @@ def raises(error: BaseException):
     return work
 
 
-def test_checks_stand_alone(report, tmp_path) -> None:
+def test_checks_stand_alone(tmp_path) -> None:
     class MissingJITCacheError(Exception):
         pass
 
-    report.check("right", lambda: "well")
-    report.check("wrong", raises(ValueError("so it is\nand more")))
+    report = Report("first", tmp_path / "first.jsonl", 60)
     report.check("missing", raises(MissingJITCacheError("kernel")))
     report.check("impossible", raises(NotRun("not here")))
-    report.measure("figures", lambda: [Figure("a", 1.0, "x", at_most=2), Figure("b", 1, "x")])
-    report.measure("slow", lambda: Figure("c", 3.0, "x", at_most=2, lines=["why"]))
-    report.measure("small", lambda: Figure("d", 3.0, "x", at_least=4))
+    assert failed(report.rows)  # nothing ran
+    report.check("right", lambda: "well")
+    assert not failed(report.rows)
+    report.check("wrong", raises(ValueError("so it is\nand more")))
+    report.measure("figures", lambda: [figure("a", 1.0, "x", at_most=2), figure("b", 1, "x")])
+    report.measure("slow", lambda: figure("c", 3.0, "x", at_most=2, lines=["why"]))
+    report.measure("small", lambda: figure("d", 3.0, "x", at_least=4))
     late = Report("late", tmp_path / "first.jsonl", -1)
     late.check("never", raises(AssertionError("it ran")))
     assert [(row.name, row.status) for row in report.rows + late.rows] == [
-        ("right", "ok"),
-        ("wrong", "FAIL"),
         ("missing", "not run"),
         ("impossible", "not run"),
+        ("right", "ok"),
+        ("wrong", "FAIL"),
         ("a", "met"),
         ("b", "measured"),
         ("c", "missed"),
         ("d", "missed"),
         ("never", "not run"),
     ]
-    assert report.rows[1].text == "ValueError: so it is" and report.rows[6].lines == ["why"]
+    assert report.rows[3].text == "ValueError: so it is" and report.rows[6].lines == ["why"]
     assert "| first | c | missed | ≤ 2 | 3 x |" in table(report.rows)
-    assert len((tmp_path / "first.jsonl").read_text().split("\n\n")) == 9
 
 
-def test_a_report_in_which_nothing_ran_is_a_failure(report) -> None:
-    report.not_run("all", "no kernels")
-    assert failed(report.rows)
-    report.check("something", lambda: None)
-    assert not failed(report.rows)
-
-
-def test_a_section_ends_where_its_process_has_lost_the_device(report, monkeypatch) -> None:
+def test_a_section_ends_where_its_process_has_lost_the_device(tmp_path, monkeypatch) -> None:
+    report = Report("first", tmp_path / "first.jsonl", 60)
     lost = raises(RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    with pytest.raises(DeviceLost, match="after reads page -1"):
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         report.check("reads page -1", lost)
     assert [row.status for row in report.rows] == ["FAIL"]
+
+
+# Processes.
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Runs sections that are a line of Python each; gives the exit code and the rows."""
+
+    def run(*options: str, **sections: str) -> tuple[int, list[tuple[str, str, str]]]:
+        started = {"environment": "row('FlashInfer runs', 'ok')", **sections}
+        monkeypatch.setattr(check, "SECTIONS", {n: check.Section(1, 1) for n in started})
+        monkeypatch.setattr(check, "_GRACE", 0.2)
+
+        def command(name: str, options: list[str]) -> list[str]:
+            prelude = f"""
+import json, os, signal, sys, time
+def row(name, status):
+    row = dict(section={name!r}, name=name, status=status, text=' '.join({options!r}))
+    with open({str(tmp_path / name)!r} + '.jsonl', 'a') as file:
+        file.write(json.dumps(row) + chr(10))
+"""
+            return [sys.executable, "-S", "-c", prelude + started[name]]
+
+        monkeypatch.setattr(check, "command_of", command)
+        code = check.main(["--out", str(tmp_path), *options])
+        rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+        return code, [(row["section"], row["status"], row["text"]) for row in rows]
+
+    return run
+
+
+def test_no_section_ends_the_others_and_each_is_reported(fakes, tmp_path) -> None:
+    ok, child = "row('works', 'ok')", tmp_path / "pid"
+    start = f"open({str(child)!r}, 'w').write(str(os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '60')))"
+    half = f"open({str(tmp_path / 'half.jsonl')!r}, 'ab').write(bytes([123, 34, 0xE2]))"
+    code, rows = fakes(
+        hangs=f"{ok}; {start}; time.sleep(60)",
+        crashes=f"{ok}; os.kill(os.getpid(), signal.SIGSEGV)",
+        raises="raise RuntimeError('CUDA error: an illegal memory access was encountered')",
+        half=f"{ok}; {half}; os.abort()",
+        goes_on=ok,
+    )
+    assert code == 1
+    assert [row[:2] for row in rows] == [
+        ("environment", "ok"),
+        ("hangs", "ok"),
+        ("hangs", "FAIL"),
+        ("crashes", "ok"),
+        ("crashes", "FAIL"),
+        ("raises", "FAIL"),
+        ("half", "ok"),
+        ("half", "FAIL"),
+        ("goes_on", "ok"),
+    ]
+    assert [text for _, status, text in rows if status == "FAIL"] == [
+        "took longer than its 1 s",
+        "killed by signal 11",
+        "exit status 1",
+        "killed by signal 6",
+    ]
+    state = Path(f"/proc/{child.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_where_flashinfer_does_not_run_the_others_do_without(fakes) -> None:
+    for environment in ("row('FlashInfer runs', 'FAIL')", "os.abort()"):
+        _, rows = fakes(environment=environment, next="row('works', 'ok')")
+        assert "--torch" not in rows[0][2] and "--torch" in rows[-1][2]
+    _, rows = fakes(next="row('works', 'ok')")
+    assert "--torch" not in rows[-1][2]
+
+
+def test_each_call_ends_within_nine_minutes_and_profiles_come_last() -> None:
+    for call in (1, 2):
+        seconds = [s.seconds for s in check.SECTIONS.values() if s.call == call]
+        if call == 2:
+            seconds.append(check.SECTIONS["environment"].seconds)
+        assert sum(seconds) + check._GRACE * len(seconds) <= 540
+    assert [*check.SECTIONS][-1] == "profiles"
+
+
+def test_a_machine_without_a_gpu_is_told_so_in_one_sentence(tmp_path, capfd) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert check.main(["--out", str(tmp_path)]) == check.CANNOT_RUN
+    assert "cannot run here: no CUDA device is visible" in capfd.readouterr().err
+
+
+def test_a_section_runs_by_its_name_in_this_process(tmp_path) -> None:
+    assert check.main(["--rehearse", "--section", "environment", "--out", str(tmp_path)]) == 0
+    assert "FlashInfer runs" in (tmp_path / "environment.jsonl").read_text()
+
+
+# A machine without network.
+
+
+def test_the_script_unpacks_mends_links_and_starts_the_check(tmp_path) -> None:
+    checkout, parts = tmp_path / "checkout", tmp_path / "parts"
+    for folder in ("radixcache", "bench", "kernels", "runtime", "../parts", "../bin"):
+        (checkout / folder).mkdir(parents=True)
+    (checkout / "radixcache/kernels").write_text("../kernels")
+    script = checkout / "bench/gpu_session.sh"
+    script.write_bytes((ROOT / "bench/gpu_session.sh").read_bytes())
+    (parts / "env.sh").write_text("export PYTHONPATH=$kept/site\n")
+    with tarfile.open(parts / "flashinfer.tgz", "w:gz") as tar:
+        tar.add(parts / "env.sh", "env.sh")
+    (parts / "sortedcontainers-2.whl").touch()
+    python = tmp_path / "bin/python3"
+    python.write_text('#!/bin/sh\necho "$@"; echo "PYTHONPATH=$PYTHONPATH"; pwd\n')
+    python.chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    words = ["bash", script, parts, tmp_path / "out", "2", "--only", "llm"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    called, path, folder = done.stdout.splitlines()
+    out, kept = tmp_path / "out", tmp_path / "radixcache-gpu"
+    assert called == f"-m radixcache.bench.gpu.check --out {out} --call 2 --only llm"
+    assert path == f"PYTHONPATH={kept / 'site'}:{parts / 'sortedcontainers-2.whl'}"
+    assert Path(folder) == checkout and (out / "session2.log").read_text() == done.stdout
+    for name in ("bench", "kernels", "runtime"):
+        assert (checkout / "radixcache" / name).resolve() == checkout / name
+
+
+def test_the_archive_holds_kernels_and_what_loads_them(tmp_path, monkeypatch, capsys) -> None:
+    def write(path: str, text: str = "") -> None:
+        file = tmp_path / "build" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    package = "sources/flashinfer"
+    for name in ["__init__", *pack.PARTS.split(), "of_no_use"]:
+        write(f"{package}/{name}.py")
+    for name in ("page.cu", "batch_decode.jinja", "utils.h", "gemm.cu"):
+        write(f"{package}/data/csrc/{name}")
+    write("site-3.12/tvm_ffi/__init__.py")
+    write("aot/9.0a/page/page.so", "ELF")
+    archive = tmp_path / "flashinfer.tgz"
+    pack.write(tmp_path / "build", archive, ["page"], "9.0a", "3.12")
+    with tarfile.open(archive) as tar:
+        held = {name for name in tar.getnames() if Path(name).suffix}
+    inside = "site/flashinfer"
+    sources = {f"{inside}/data/csrc/{n}" for n in ("page.cu", "batch_decode.jinja", "utils.h")}
+    modules = {f"{inside}/{n}.py" for n in ["__init__", *pack.PARTS.split()]}
+    kernel = f"{inside}/data/aot/page/page.so"
+    assert held == modules | sources | {"env.sh", "site/tvm_ffi/__init__.py", kernel}
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert pack.main([str(tmp_path / "a.tgz")]) == 2
+    assert "nvcc is not there" in capsys.readouterr().err

@@ -8,11 +8,10 @@ import pytest
 
 from radixcache.bench.replay.engine_level import ScriptedEngine, run_engine
 from radixcache.bench.replay.index_level import Serving, run_index
-from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.scheduler import Scheduler
 from tests.cover import covering
 from tests.engines import paged_model
 from tests.models import tiny_model
@@ -44,18 +43,6 @@ def test_both_levels_hit_the_same_tokens_in_every_request(model, spec, memory, p
         assert (row.refused, row.preemptions) == (index.refused, index.preemptions)
         assert row.computed_tokens >= row.prompt_tokens - row.hit_tokens
         assert row.engine is not None and len(row.engine.ttfts) == row.requests
-
-
-def test_levels_agree_where_requests_come_at_random_too(model):
-    workload = generate(SPECS[0], 2, model.vocab_size)
-    scheme, memory = parse_scheme("radix-16"), 320
-    pool = model.allocate(memory // 16, 16)
-    engine = ScriptedEngine(model, pool, scheme, SERVING)
-    arrivals = Arrivals(rate=60.0, seed=1)
-    found = play(workload, arrivals, engine, StepClock(0.02))
-    scheduler = Scheduler(scheme.make(memory), 64, 4, "fcfs")
-    again = play(workload, arrivals, IndexEngine(scheduler), StepClock(0.02))
-    assert [o.hit_tokens for o in again] == [o.hit_tokens for o in found]
 
 
 def test_an_engine_generates_what_the_workload_says(model):

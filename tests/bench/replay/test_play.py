@@ -5,24 +5,17 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
-import pytest
 
-from radixcache import PagePool, RadixCache
+from radixcache import RadixCache
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.named import GROUPS, parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
-from tests.bench.replay.brute_force import (
-    BruteForce,
-    BruteHashBlock,
-    BruteNone,
-    BruteTokens,
-    BruteUnits,
-)
+from tests.bench.model import BruteForce, BruteHashBlock, BruteUnits
 from tests.cover import covering
 
-BRUTE = {"none": BruteNone, "hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
+BRUTE = {"hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
 
 
 def random_workload(seed: int) -> Workload:
@@ -58,26 +51,6 @@ def random_workload(seed: int) -> Workload:
     return workload
 
 
-def distinct_prompts(seed: int) -> Workload:
-    """Chats in which nobody asks what was asked before: such a prompt needs a page twice."""
-    rng = Random(f"distinct {seed}")
-    words = iter(range(1_000_000))
-    workload = Workload("distinct", "")
-    fresh = lambda most: np.array(  # noqa: E731
-        [next(words) for _ in range(rng.randint(1, most))], np.int32
-    )
-    chats = [[fresh(20)] for _ in range(6)]
-    for _ in range(50):
-        parts = rng.choice(chats)
-        parts.append(fresh(8))
-        answer = fresh(6)
-        workload.add(parts, answer)
-        parts.append(answer)
-        if sum(map(len, parts)) > 90:
-            del parts[1:]
-    return workload
-
-
 def run(workload, cache, *, concurrency=4, budget=64, policy="fcfs", checked=None):
     engine = IndexEngine(Scheduler(cache, budget, 8, policy))
     check = cache.check if checked is None else checked
@@ -109,7 +82,7 @@ def exact(cache):
     return cache
 
 
-SCHEMES = ["none", "hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
+SCHEMES = ["hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
 
 
 @covering(seed=range(6), scheme=SCHEMES, memory=[192, 320, 640, 4096])
@@ -121,44 +94,6 @@ def test_hits_are_those_of_a_brute_force_simulation(seed, scheme, memory):
     expected = outcomes(run(workload, brute, concurrency=concurrency, checked=lambda: None))
     found = outcomes(run(workload, exact(scheme.make(memory)), concurrency=concurrency))
     assert found == expected, f"seed {seed}, {scheme.name}, {memory} tokens"
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(8))
-def test_token_exact_hits_over_pages_are_those_of_a_set_of_prefixes(seed, page_size):
-    workload = random_workload(seed)
-    settings = {"concurrency": 1 + seed, "budget": (24, 64, 500)[seed % 3]}
-    brute = BruteTokens(1 << 16, page_size)
-    expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
-    found = outcomes(run(workload, RadixCache(PagePool(1 << 14, page_size)), **settings))
-    assert found == expected, f"seed {seed}, page size {page_size}"
-
-
-def in_whole_pages(workload: Workload, page_size: int) -> Workload:
-    """The same requests with every token repeated for a page, so that paths part at page ends."""
-    grown = Workload("pages", workload.shape)
-    for arrival in workload.arrivals:
-        prompt = np.repeat(arrival.prompt(), page_size)
-        # One more token, so that what is hit ends with a page, and so does all that gets KV.
-        answer = np.append(np.repeat(arrival.answer(), page_size), prompt[:1])
-        grown.add([prompt], answer, after=arrival.after, together=arrival.together)
-    return grown
-
-
-MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 6)]
-
-
-@pytest.mark.parametrize("memory", [50, 100, 400])
-@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
-def test_pages_of_a_token_exact_tree_go_as_in_a_brute_force_lru(seed, memory):
-    """Prompts that nobody asked before: else a hit ends before the last token, in mid-page."""
-    workload = in_whole_pages(distinct_prompts(seed), 4)
-    settings = {"concurrency": 1 + seed % 3, "budget": 64}
-    brute = BruteUnits(4 * memory, 4)
-    expected = outcomes(run(workload, brute, checked=lambda: None, **settings))
-    found = outcomes(run(workload, exact(parse_scheme("radix-4").make(4 * memory)), **settings))
-    assert found == expected, f"seed {seed}, {memory} pages"
-    assert brute.evicted or memory == 400
 
 
 def test_a_closed_loop_has_as_many_in_flight_as_it_may():

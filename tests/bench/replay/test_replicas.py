@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,40 +74,6 @@ def test_a_request_waits_until_another_ends_if_as_many_run_as_may() -> None:
     assert run(workload, "cost", 1, fleet=two).ttfts == pytest.approx([1.0, 2.0, 3.0])
 
 
-def test_a_stem_that_all_share_fills_no_replica_while_others_are_idle() -> None:
-    # Each can run 64 of them for 5 s: what comes at 80 a second needs seven replicas.
-    workload = generate("chat:conversations=300,turns=1,system=1000,user=50,answer=200", 0, 1 << 15)
-    scheme, arrivals = parse_scheme("radix-16"), Arrivals(rate=80.0, seed=1)
-    found = run_replicas(workload, "cost", scheme, 200_000, Fleet(8), arrivals)
-    assert found.ttft_mean < 0.05  # seconds; 0.7 where only prefill and memory count
-
-
-def test_cost_sends_a_request_where_its_prefix_is_unless_the_queue_is_longer() -> None:
-    stem, other = (0.0, 0, 300, 1), (0.0, 5000, 900, 1)
-    found = run(timed(stem, other, (4.0, 0, 310, 1)), "cost", 2)
-    assert found.ttfts == pytest.approx([3.0, 9.0, 0.1])
-    # The last: 10 of 310 to compute and 800 queued where the stem is, 310 and 100 at the other.
-    small, large = (3.5, 5000, 100, 1), (3.6, 6000, 800, 1)
-    found = run(timed(stem, small, large, (3.7, 0, 310, 1)), "cost", 2)
-    assert found.ttfts == pytest.approx([3.0, 1.0, 8.0, 0.8 + 3.1])
-
-
-def test_cost_starves_no_replica_when_memory_is_short() -> None:
-    rng = np.random.default_rng(0)
-    workload, stem = Workload("one stem", ""), rng.integers(0, 30000, 2000, dtype=np.int32)
-    for _ in range(150):
-        own, answer = (rng.integers(0, 30000, n, dtype=np.int32) for n in (20, 400))
-        workload.add([stem, own], answer)
-
-    def waited(routing: str) -> float:
-        scheme, arrivals = parse_scheme("radix-16"), Arrivals(rate=4.0, seed=1)
-        found = run_replicas(workload, routing, scheme, 8192, Fleet(4), arrivals)
-        assert min(found.computed_by_replica) >= 2000
-        return found.ttft_mean
-
-    assert waited("cost") <= 2 * waited("least-queued")
-
-
 @pytest.mark.parametrize("routing", RULES)
 @pytest.mark.parametrize("scheme", ["radix-16", "hash-16", "aligned-16", "template-16", "none"])
 def test_tokens_are_conserved_and_nobody_hits_more_than_an_endless_cache(
@@ -124,15 +89,6 @@ def test_tokens_are_conserved_and_nobody_hits_more_than_an_endless_cache(
     assert found.hit_tokens <= unlimited_hits(build_trie(workload))
     assert (found.hit_tokens == 0) == (scheme == "none")
     assert min(found.ttfts) > 0 and 1 <= found.imbalance <= 3
-
-
-def test_conversations_stay_on_their_replica_by_session() -> None:
-    workload = generate("chat:conversations=12,turns=4", 0, 1000)
-    alone = run(workload, "session", 1, arrivals=Arrivals(concurrency=4))
-    apart = run(workload, "session", 4, arrivals=Arrivals(concurrency=4))
-    assert apart.hit_tokens == alone.hit_tokens - 3 * 200  # the system prompt, at each
-    anywhere = run(workload, "random", 4, arrivals=Arrivals(concurrency=4))
-    assert anywhere.computed_tokens > 2 * apart.computed_tokens
 
 
 def test_a_closed_loop_has_as_many_in_flight_as_it_may() -> None:
@@ -163,36 +119,3 @@ def test_the_command_compares_all_ways_in_a_table_of_80_columns(
     assert [row["routing"] for row in found] == 2 * ["cost", "session"]
     assert found[0]["ttft_mean"] > 0 and len(found[0]["computed_by_replica"]) == 4
     assert report["settings"]["replicas"] == 4
-
-
-def test_who_serves_nobody_is_not_the_fastest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "bench documents:documents=1,questions=1 --replicas 2 --memory 99 --json".split()
-    assert main([*words, str(tmp_path / "x")]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "radix-16" in line]
-    assert [row[4:6] for row in rows] == [["–", "–"]] * len(RULES)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--replicas 0", "--replicas must be more than 0"),
-        ("--replicas 1000000000", "--replicas must be at most 1024"),
-        ("--routing cost", "--routing goes with --replicas only"),
-        ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
-        (
-            "--replicas 2 --schedule-policy lpm",
-            "--schedule-policy goes without --replicas only",
-        ),
-        ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
-        ("--replicas 2 --routing best", "no routing 'best'"),
-        ("--replicas 2 --level both", "--level index alone"),
-        ("--replicas 2 --prefill-rate 0", "--prefill-rate must be more than 0"),
-    ],
-)
-def test_what_makes_no_sense_gets_one_sentence(
-    flags: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "chat", *flags.split()]) == 2
-    assert sentence in capsys.readouterr().err

@@ -7,40 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from radixcache.bench.replay.index_level import Serving, run_index
-from radixcache.bench.replay.play import Arrivals, IndexEngine
+from radixcache.bench.replay.play import IndexEngine
 from radixcache.bench.replay.watch import CacheTime, Survey, WatchedScheduler, survey
 from radixcache.bench.schemes.named import parse_scheme
-from radixcache.bench.workloads.workload import Workload
-
-
-def twins(concurrency):
-    """Two prompts with 40 common tokens and one of their own, answered with one token."""
-    workload = Workload("twins", "")
-    for last in (1000, 2000):
-        prompt = np.append(np.arange(40), last).astype(np.int32)
-        workload.add([prompt], np.array([last + 1], np.int32))
-    return workload, Serving(Arrivals(concurrency=concurrency))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "together", "apart"),
-    [
-        ("none", 40, 0),
-        ("prefix-16", 40, 0),  # nobody has named a prefix
-        ("cow-16", 40, 0),  # of one step: the same blocks, computed twice
-        ("hash-16", 8, 0),
-        ("radix-16", 0, 0),  # the second waits a step
-        ("radix-1", 0, 0),
-        ("aligned-8", 0, 0),
-    ],
-)
-def test_doubled_is_what_a_request_in_flight_had_already(scheme, together, apart):
-    for concurrency, expected in ((2, together), (1, apart)):
-        workload, serving = twins(concurrency)
-        row = run_index(workload, parse_scheme(scheme), 512, serving)
-        assert row.doubled_tokens == expected
-        assert row.hit_tokens + row.computed_tokens == row.prompt_tokens == 82
 
 
 @pytest.mark.parametrize(

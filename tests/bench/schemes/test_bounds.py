@@ -1,4 +1,4 @@
-"""The bounds against brute force over tuples, and the LRU curve against replays at each size."""
+"""The bounds against brute force over tuples, and against replays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.schemes.bounds import build_trie, lru_curve, optimal_hits, unlimited_hits
+from radixcache.bench.schemes.bounds import build_trie, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
-from tests.bench.replay.test_play import distinct_prompts, random_workload
+from tests.bench.replay.test_play import random_workload
 
 SEEDS = range(8)
 
@@ -23,31 +23,20 @@ def sequences(workload):
     return [(tuple(a.prompt().tolist()), tuple(a.tokens().tolist())) for a in workload.arrivals]
 
 
-def prefixes(tokens, block):
-    return [tokens[:end] for end in range(block, len(tokens) + 1, block)]
+def prefixes(tokens):
+    return [tokens[:end] for end in range(1, len(tokens) + 1)]
 
 
-@pytest.mark.parametrize("block", [1, 4, 16])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_footprint_and_unlimited_hits_are_those_of_a_set_of_prefixes(seed, block):
+def test_footprint_and_unlimited_hits_are_those_of_a_set_of_prefixes(seed):
     workload = random_workload(seed)
     known, hits = set(), 0
     for prompt, tokens in sequences(workload):
-        hits += block * sum(prefix in known for prefix in prefixes(prompt[:-1], block))
-        known.update(prefixes(tokens, block))
-    trie = build_trie(workload, block)
-    assert trie.footprint == block * len(known), f"seed {seed}"
+        hits += sum(prefix in known for prefix in prefixes(prompt[:-1]))
+        known.update(prefixes(tokens))
+    trie = build_trie(workload)
+    assert trie.footprint == len(known), f"seed {seed}"
     assert unlimited_hits(trie) == hits, f"seed {seed}"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_lru_curve_is_what_replays_hit_at_every_size_of_memory(seed):
-    workload = distinct_prompts(seed)
-    curve = lru_curve(build_trie(workload))
-    for memory in range(workload.longest + 2, 500, 37):
-        scheduler = Scheduler(parse_scheme("radix-1").make(memory), 4096, 1, "fcfs")
-        found = play(workload, Arrivals(concurrency=1), IndexEngine(scheduler), StepClock(1.0))
-        assert sum(o.hit_tokens for o in found) == curve.hits(memory), f"seed {seed}, {memory}"
 
 
 def best_by_search(requests, memory):
@@ -56,14 +45,14 @@ def best_by_search(requests, memory):
     One that would leave no token of the memory to spare is refused.
     """
     requests = [request for request in requests if len(request[1]) < memory]
-    paths = [prefixes(tokens, 1) for _, tokens in requests]
+    paths = [prefixes(tokens) for _, tokens in requests]
 
     @cache
     def most(number, resident):
         if number == len(requests):
             return 0
         wanted = set(paths[number])
-        hits = sum(prefix in resident for prefix in prefixes(requests[number][0][:-1], 1))
+        hits = sum(prefix in resident for prefix in prefixes(requests[number][0][:-1]))
         return hits + max(
             most(number + 1, kept) for kept in closed_sets(resident | wanted, wanted, memory)
         )

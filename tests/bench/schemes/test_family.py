@@ -7,17 +7,18 @@ from random import Random
 import numpy as np
 import pytest
 
-from radixcache import LeaseError, OutOfPages, PagePool
+from radixcache import OutOfPages, PagePool
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals
-from radixcache.bench.report.family import story
+from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.report.verdicts import remarks
 from radixcache.bench.schemes.first_blocks import FirstBlocksCache
 from radixcache.bench.schemes.named import FAMILY, parse_scheme
 from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateCache
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
+from tests.bench.model import BruteFirst, BruteNamed
 from tests.bench.replay.test_play import outcomes, random_workload, run
-from tests.bench.schemes.brute_family import BruteFirst, BruteNamed
 from tests.cover import covering
 
 
@@ -68,13 +69,6 @@ def test_a_named_prefix_is_found_in_whole_blocks_and_nothing_else_is(kind):
     assert cache.match(tokens(20), namespace="other") == 0
 
 
-@pytest.mark.parametrize("kind", [PrefixObjectCache, TemplateCache])
-def test_less_than_a_block_is_no_prefix(kind):
-    cache = kind(PagePool(32, 4), [tokens(3)])
-    assert serve(cache, tokens(20)) == 0 == serve(cache, tokens(20))
-    assert cache.pool.num_free == 32
-
-
 def test_a_prefix_object_takes_memory_when_it_is_named_and_a_template_from_the_start():
     asked, registered = (
         kind(PagePool(32, 4), [tokens(8), tokens(12, 50)])
@@ -89,58 +83,6 @@ def test_a_prefix_object_takes_memory_when_it_is_named_and_a_template_from_the_s
         cache.reset()
         cache.check()
         assert cache.match(tokens(20)) == 0
-
-
-def test_who_names_a_prefix_in_the_step_that_computes_it_shares_its_blocks_and_computes_too():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(8)])
-    one = begin(cache, np.append(tokens(8), tokens(4, 50)))
-    other = begin(cache, np.append(tokens(8), tokens(4, 70)))
-    assert other.cached_tokens == 0
-    assert other.page_table[:2].tolist() == one.page_table[:2].tolist()
-    assert cache.pool.num_free == 32 - 4
-    cache.commit()
-    late = begin(cache, np.append(tokens(8), tokens(4, 90)))
-    assert late.cached_tokens == 8
-    assert late.page_table[:2].tolist() == one.page_table[:2].tolist()
-
-
-def test_a_step_that_fails_leaves_a_prefix_to_be_computed_by_the_next():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(8)])
-    lease = begin(cache, tokens(20))
-    cache.rollback()
-    cache.check()
-    assert lease.num_tokens == 0 == cache.match(tokens(20))
-    cache.reserve(lease, 20)
-    cache.publish(lease, tokens(20))
-    cache.commit()
-    assert cache.match(tokens(20)) == 8
-    cache.release(lease)
-    cache.check()
-
-
-def test_a_prefix_whose_blocks_were_not_all_written_is_not_found():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(16)])
-    lease = cache.acquire(tokens(20))
-    cache.reserve(lease, 20)
-    cache.publish(lease, tokens(6))
-    cache.commit()
-    cache.publish(lease, tokens(14, 6))
-    cache.rollback()  # the rest of the table is gone, and is written elsewhere next time
-    cache.reserve(lease, 20)
-    cache.publish(lease, tokens(14, 6))
-    cache.commit()
-    cache.check()
-    assert cache.match(tokens(20)) == 0
-    cache.release(lease)
-    assert serve(cache, tokens(20)) == 0 and serve(cache, tokens(20)) == 16
-
-
-def test_a_prefix_that_begins_with_another_has_blocks_of_its_own():
-    cache = PrefixObjectCache(PagePool(32, 4), [tokens(8), tokens(16)])
-    assert serve(cache, tokens(12)) == 0
-    assert serve(cache, tokens(20)) == 0  # names 16 tokens, of which 8 are there already
-    assert serve(cache, tokens(20)) == 16 and serve(cache, tokens(12)) == 8
-    assert cache.pool.num_free == 32 - 2 - 4
 
 
 @pytest.mark.parametrize("kind", [PrefixObjectCache, TemplateCache])
@@ -180,18 +122,6 @@ def test_a_prompt_sent_again_finds_what_the_rule_says(prompt, generated):
     assert serve(cache, tokens(prompt)) == expected
 
 
-def test_requests_of_one_step_share_blocks_and_each_computes_them():
-    cache = FirstBlocksCache(PagePool(16, 4))
-    one, other = begin(cache, tokens(10)), begin(cache, tokens(10))
-    assert other.cached_tokens == 0
-    assert other.page_table.tolist() == one.page_table.tolist()
-    cache.commit()
-    late = begin(cache, tokens(10))
-    assert late.cached_tokens == 4  # the second block is full, but the newest full one
-    assert late.page_table.tolist() == one.page_table.tolist()
-    assert cache.pool.num_free == 13
-
-
 def test_who_appends_to_a_shared_half_filled_block_gets_a_copy_and_the_last_one_keeps_it():
     cache = FirstBlocksCache(PagePool(16, 4))
     one, other = begin(cache, tokens(10)), begin(cache, tokens(10))
@@ -208,86 +138,6 @@ def test_who_appends_to_a_shared_half_filled_block_gets_a_copy_and_the_last_one_
     end(cache, other, tokens(2, 60))
     late = begin(cache, tokens(10))
     assert late.page_table[2] in (source, target)  # by the hash of the half-filled block
-
-
-def test_a_filled_block_is_swapped_for_the_one_that_has_its_content():
-    cache = FirstBlocksCache(PagePool(16, 4))
-    one, other = begin(cache, tokens(6)), begin(cache, tokens(6))
-    cache.commit()
-    for lease in (one, other):
-        cache.reserve(lease, 9)
-        lease.take_copies()
-    second = [lease.page_table[1] for lease in (one, other)]
-    assert second[0] != second[1]
-    cache.publish(one, tokens(3, 6), written=True)
-    cache.publish(other, tokens(3, 6), written=True)
-    assert one.page_table[1] == other.page_table[1] == second[0]
-    assert one.page_table[2] != other.page_table[2]  # half-filled
-    cache.check()
-    cache.release(one)
-    cache.release(other)
-    cache.check()
-    assert cache.match(tokens(20)) == 4
-
-
-def test_a_block_that_nobody_has_written_is_not_swapped_for():
-    cache = FirstBlocksCache(PagePool(16, 4))
-    lease = cache.acquire(tokens(16))
-    cache.reserve(lease, 4)
-    cache.publish(lease, tokens(4))
-    cache.commit()
-    cache.release(lease)  # put back: it had taken all blocks of its prompt, and written one
-    lease = begin(cache, tokens(6))
-    cache.commit()
-    cache.reserve(lease, 9)
-    own = lease.page_table.tolist()
-    cache.publish(lease, tokens(3, 6), written=True)
-    assert lease.page_table.tolist() == own
-    cache.check()
-
-
-def test_the_longest_ago_goes_first_and_of_one_request_its_end():
-    cache = FirstBlocksCache(PagePool(6, 4))
-    serve(cache, tokens(12), tokens(1))
-    serve(cache, tokens(12, 100), tokens(1))
-    assert (cache.match(tokens(12)), cache.match(tokens(12, 100))) == (8, 8)
-    serve(cache, tokens(12))  # now the other was used longest ago
-    assert cache.evict(2) == 2
-    assert (cache.match(tokens(12)), cache.match(tokens(12, 100))) == (8, 4)
-    serve(cache, tokens(8, 200))  # pages never used before cached ones, and there are two
-    assert (cache.match(tokens(12)), cache.match(tokens(12, 100))) == (8, 4)
-    assert cache.evict(9) == 6
-    cache.check()
-    assert cache.stats.evicted_pages == 8 and cache.pool.num_free == 6
-
-
-def test_a_request_must_find_room_for_all_of_its_prompt_shared_or_not():
-    cache = FirstBlocksCache(PagePool(6, 4))
-    begin(cache, tokens(16))
-    cache.commit()
-    lease = cache.acquire(np.append(tokens(12), tokens(2, 50)))
-    assert lease.cached_tokens == 12
-    with pytest.raises(OutOfPages):  # it needs one page more, and two are free
-        cache.reserve(lease, 14)
-    cache.check()
-    cache.release(lease)
-    cache.check()
-
-
-def test_leases_must_be_released_before_a_reset_and_no_step_is_undone():
-    cache = FirstBlocksCache(PagePool(6, 4))
-    lease = begin(cache, tokens(16))
-    with pytest.raises(LeaseError):
-        cache.reset()
-    with pytest.raises(NotImplementedError):
-        cache.rollback()
-    cache.recover()
-    cache.check()
-    assert lease.released and cache.pool.num_free == 6
-    serve(cache, tokens(16))
-    cache.reset()
-    cache.check()
-    assert cache.match(tokens(16)) == 0
 
 
 # -- all of them -------------------------------------------------------------------------------
@@ -339,13 +189,14 @@ def test_the_brute_force_reaches_copies_swaps_and_evictions():
 def test_the_story_has_a_line_for_each_step_and_each_finds_no_less():
     workload = generate("chat:conversations=8,turns=4", 0, 50_000)
     serving = Serving(Arrivals(concurrency=4))
-    rows = [run_index(workload, parse_scheme(n), 1 << 14, serving, "all") for n in FAMILY]
+    rows = [run_index(workload, parse_scheme(n), 1 << 14, serving, "16384") for n in FAMILY]
     hits = [row.hit_tokens for row in rows]
     assert hits == sorted(hits) and hits[0] == 0
-    lines = story(rows)
-    assert [line.split()[2] for line in lines] == FAMILY[1:]
-    assert lines[0].startswith("chat:conversations=8,turns=4, all: template-16 hits ")
+    report = WorkloadReport("w", "", 32, 1, 1, 1, 1, optimal_hits={1 << 14: 1 << 20}, rows=rows)
+    *_, first, _, _, fourth, _, _, _ = remarks(report)
     nothing = sum(not hit for hit in rows[1].hits)
-    assert f"{nothing} of 32 prompts nothing; never finds what nobody registered" in lines[0]
-    assert lines[3].endswith("never finds parts of blocks, prompts of up to 16 tokens")
-    assert story([row for row in rows if row.scheme in ("hash-16", "radix-1")]) == []
+    assert first.startswith("16384: template-16 hits ")
+    assert f"{nothing} of 32 prompts nothing; never finds what nobody registered" in first
+    assert fourth.endswith("never finds parts of blocks, prompts of up to 16 tokens")
+    report.rows = [row for row in rows if row.scheme in ("hash-16", "radix-1")]
+    assert not any("never finds" in line for line in remarks(report))

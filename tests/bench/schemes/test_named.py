@@ -8,11 +8,6 @@ import pytest
 from radixcache.bench.schemes.named import GROUPS, Memory, find_schemes, parse_memory, parse_scheme
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_group_stands_for_its_schemes(group):
-    assert [scheme.name for scheme in find_schemes([group])] == GROUPS[group]
-
-
 def test_a_scheme_that_is_named_twice_is_taken_once():
     names = [scheme.name for scheme in find_schemes(["radix-1", "whole-4", "default", "radix-1"])]
     assert names == ["radix-1", "whole-4", *(n for n in GROUPS["default"] if n != "radix-1")]

@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from radixcache.bench.schemes.routing import RULES, Asked, find_rules
-from radixcache.errors import InvalidRequest
+from radixcache.bench.schemes.routing import RULES, Asked
 from radixcache.runtime.router.policy import QUEUED, Standing
 
 
@@ -43,10 +42,6 @@ def test_rules_that_know_no_cache() -> None:
     assert pairs == {0, 1}  # the most loaded of three never wins
 
 
-def test_longest_match_minds_no_load() -> None:
-    assert chosen("longest-match", (50, 9999, 99), (49, 0, 0)) == 0
-
-
 def test_sglang_leaves_the_match_at_its_three_numbers() -> None:
     assert chosen("sglang", (31, 0, 64), (0, 0, 0)) == 0
     assert chosen("sglang", (30, 0, 64), (0, 0, 0)) == 1  # no more than 0.3
@@ -67,10 +62,3 @@ def test_llm_d_adds_the_share_cached_and_the_load_in_its_weights() -> None:
     assert chosen("llm-d", (70, 0, 9), (0, 0, 1)) == 0
     assert chosen("llm-d", (60, 0, 9), (0, 0, 1)) == 1
     assert chosen("llm-d", (10, 0, 5), (20, 0, 5)) == 1
-
-
-def test_rules_are_found_by_name() -> None:
-    assert find_rules(["all"]) == [*RULES]
-    assert find_rules(["cost", "random", "cost"]) == ["cost", "random"]
-    with pytest.raises(InvalidRequest, match="no routing 'best'; say all, random"):
-        find_rules(["best"])

@@ -1,15 +1,62 @@
-"""Traces of sessions: who shares blocks with whom, and who waits for whom."""
+"""Traces of block hashes: who shares blocks with whom, and who waits for whom."""
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import numpy as np
-import pytest
 
-from radixcache.bench.workloads.block_traces import load_sessions
-from radixcache.errors import InvalidRequest
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.schemes.named import parse_scheme
+from radixcache.bench.workloads.block_traces import load_trace
+from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.workloads.test_loaders import write
+
+
+def request(length=5, output=2, ids=(0, 1), timestamp=1500):
+    return {
+        "timestamp": timestamp,
+        "input_length": length,
+        "output_length": output,
+        "hash_ids": list(ids),
+    }
+
+
+def test_a_mooncake_block_is_the_same_tokens_wherever_its_id_is(tmp_path):
+    path = write(tmp_path, request(8, ids=(7, 3)), "", request(6, ids=(7, 4)), request(4, ids=(3,)))
+    first, second, third = (
+        a.prompt() for a in load_trace(path, hash_block=4, vocabulary=1000).arrivals
+    )
+    assert [len(first), len(second), len(third)] == [8, 6, 4]
+    assert np.array_equal(first[:4], second[:4]) and np.array_equal(first[4:], third)
+    assert first[4] != second[4] and first.max() < 1000
+
+
+def test_mooncake_times_are_seconds_and_answers_are_all_different(tmp_path):
+    path = write(tmp_path, request(output=9), request(output=0, timestamp=2500))
+    workload = load_trace(path, hash_block=4)
+    one, other = workload.arrivals
+    assert (one.at, other.at) == (1.5, 2.5)
+    assert (len(one.answer()), len(other.answer())) == (9, 1)  # an answer has a token
+    assert one.answer()[0] != other.answer()[0]
+    assert Arrivals(as_recorded=True).due(workload) == [1.5, 2.5]
+
+
+def test_a_packed_file_and_a_limit_are_read(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(json.dumps(request()) for _ in range(5)).encode()))
+    assert len(load_trace(path, hash_block=4, limit=3).arrivals) == 3
+
+
+def test_requests_come_at_the_times_of_the_trace(tmp_path):
+    path = write(tmp_path, request(timestamp=0), request(timestamp=10_000, ids=(8, 9)))
+    workload = load_trace(path, hash_block=4)
+    scheduler = Scheduler(parse_scheme("radix-1").make(100), 64, 8, "fcfs")
+    clock = StepClock(0.5)
+    found = play(workload, Arrivals(as_recorded=True), IndexEngine(scheduler), clock)
+    assert clock.now() == 11.0  # two steps of half a second after the second came
+    assert [outcome.ttft for outcome in found] == [0.5, 0.5]
 
 
 def session(name, ids, *, length=None, **more):
@@ -18,7 +65,7 @@ def session(name, ids, *, length=None, **more):
 
 
 def load(path, **more):
-    return load_sessions(path, vocabulary=1 << 30, **more).arrivals
+    return load_trace(path, vocabulary=1 << 30, **more).arrivals
 
 
 def shared(one, other):
@@ -41,7 +88,7 @@ def test_a_request_waits_for_the_one_before_in_its_session(tmp_path):
     assert [(a.after, a.turn) for a in found] == [(None, 0), (None, 0), (0, 1), (2, 2)]
     assert [a.at for a in found] == [1.0, 1.5, 1.25, 1.75]
     assert [shared(found[0], other) for other in found[1:]] == [4, 8, 8]
-    assert load_sessions(path, hash_block=4).shape == "trace of 4-token blocks in 2 sessions"
+    assert load_trace(path, hash_block=4).shape == "trace of 4-token blocks in 2 sessions"
 
 
 def test_a_chat_waits_for_its_parent_in_blocks_of_16_tokens(tmp_path):
@@ -96,27 +143,3 @@ def test_ids_of_64_bits_are_told_apart(tmp_path):
     rows = [session("a", [big, 1], timestamp=0), session("b", [big + (1 << 62), 1], timestamp=0)]
     found = load(write(tmp_path, *rows), hash_block=4)
     assert shared(*found) == 0 and np.array_equal(found[0].prompt()[4:], found[1].prompt()[4:])
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "no request in it"),
-        ('{"input_length": 1}', ":1: not a session: it has"),
-        ('{"requests": [7]}', ':1: a request of a session needs "in" and "out"'),
-        ('{"requests": [], "block_size": 0}', ":1: no number of tokens in a block: 0"),
-        ('{"requests": [{"in": 5, "out": 1, "hash_ids": [1, 2]}]}', "2 hash_ids for 5 tokens"),
-        ('{"session_id": [], "input_length": 1, "output_length": 1}', ":1: not a session"),
-        (json.dumps(session("a", [1], timestamp=float("nan"))), ":1: a time must be a number"),
-        (json.dumps(session("a", [-1])), ":1: hash_ids must be numbers from 0 on"),
-        ("[" * 5000, "JSON that is too deep"),
-        ('{"requests":[{"type":"subagent",' * 900, "not JSON"),
-        ('{"requests": [\n', "not JSON"),
-    ],
-)
-def test_a_malformed_session_is_named_in_one_sentence(tmp_path, text, complaint):
-    path = write(tmp_path, text)
-    with pytest.raises(InvalidRequest) as error:
-        load(path)
-    assert str(path) in str(error.value) and complaint in str(error.value)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300

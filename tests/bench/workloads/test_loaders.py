@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
-import numpy as np
 import pytest
 
-from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.workloads import block_traces, loaders
-from radixcache.bench.workloads.records import read_text
-from radixcache.errors import InvalidRequest
+from radixcache.bench.workloads import loaders
 
 
 def encode(text):
@@ -22,62 +17,6 @@ def write(tmp_path, *lines, name="file.jsonl"):
     path = tmp_path / name
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     return path
-
-
-def request(length=5, output=2, ids=(0, 1), timestamp=1500):
-    return {
-        "timestamp": timestamp,
-        "input_length": length,
-        "output_length": output,
-        "hash_ids": list(ids),
-    }
-
-
-def test_a_mooncake_block_is_the_same_tokens_wherever_its_id_is(tmp_path):
-    path = write(tmp_path, request(8, ids=(7, 3)), "", request(6, ids=(7, 4)), request(4, ids=(3,)))
-    first, second, third = (
-        a.prompt() for a in block_traces.load_mooncake(path, hash_block=4, vocabulary=1000).arrivals
-    )
-    assert [len(first), len(second), len(third)] == [8, 6, 4]
-    assert np.array_equal(first[:4], second[:4]) and np.array_equal(first[4:], third)
-    assert first[4] != second[4] and first.max() < 1000
-
-
-def test_mooncake_times_are_seconds_and_answers_are_all_different(tmp_path):
-    path = write(tmp_path, request(output=9), request(output=0, timestamp=2500))
-    workload = block_traces.load_mooncake(path, hash_block=4)
-    one, other = workload.arrivals
-    assert (one.at, other.at) == (1.5, 2.5)
-    assert (len(one.answer()), len(other.answer())) == (9, 1)  # an answer has a token
-    assert one.answer()[0] != other.answer()[0]
-    assert Arrivals(as_recorded=True).due(workload) == [1.5, 2.5]
-
-
-def test_a_packed_file_and_a_limit_are_read(tmp_path):
-    path = tmp_path / "trace.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(json.dumps(request()) for _ in range(5)).encode()))
-    assert len(block_traces.load_mooncake(path, hash_block=4, limit=3).arrivals) == 3
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", ":2: not JSON"),
-        ({"prompt": "x"}, ":2: not a request of a Mooncake trace"),
-        (request(length=0, ids=()), ":2: no number of tokens in its prompt: 0"),
-        (request(length=True), ":2: no number of tokens in its prompt: True"),
-        (request(output=1 << 40), ":2: no number of tokens in its answer: 1099511627776"),
-        (request(timestamp=float("inf")), ":2: a time must be a number from 0 to 1e+15, not inf"),
-        (request(timestamp="now"), ":2: a time must be a number from 0 to 1e+15, not 'now'"),
-        ({**request(), "hash_ids": 7}, ":2: hash_ids must be numbers"),
-        (request(ids=("a", "b")), ":2: hash_ids must be numbers"),
-        (request(length=9), ":2: 2 hash_ids for 9 tokens: not blocks of 4 (say --hash-block)"),
-    ],
-)
-def test_a_malformed_line_of_a_trace_is_named(tmp_path, line, complaint):
-    with pytest.raises(InvalidRequest) as error:
-        block_traces.load_mooncake(write(tmp_path, request(), line), hash_block=4)
-    assert complaint in str(error.value) and "\n" not in str(error.value)
 
 
 def test_sharegpt_turns_come_in_rounds_and_wait_for_each_other(tmp_path):
@@ -100,64 +39,6 @@ def test_messages_without_an_answer_are_a_prompt(tmp_path):
     open_one, closed = loaders.load_messages(path, encode).arrivals
     assert bytes(open_one.prompt().tolist()) == bytes(closed.prompt().tolist()) == b"SU"
     assert open_one.answer_tokens == 128 and bytes(closed.answer().tolist()) == b"A"
-
-
-def test_plain_prompts_are_lines(tmp_path):
-    workload = loaders.load_prompts(write(tmp_path, "one", "", "  ", "two"), encode)
-    assert [bytes(a.prompt().tolist()) for a in workload.arrivals] == [b"one", b"two"]
-
-
-@pytest.mark.parametrize(
-    ("load", "text", "complaint"),
-    [
-        (loaders.load_sharegpt, "[\n{", "not JSON: Expecting property name"),
-        (loaders.load_sharegpt, "{}", "not a list of conversations"),
-        (loaders.load_sharegpt, "[{}]", 'conversation 0 has no list "conversations"'),
-        (loaders.load_sharegpt, '[{"conversations": [{"from": 1}]}]', "conversation 0: a turn"),
-        (loaders.load_sharegpt, "[]", "no request in it"),
-        (loaders.load_sharegpt, "[" * 100_000, "JSON that is too deep"),
-        (loaders.load_messages, "9" * 5000, ":1: JSON that is too deep, or has too long a number"),
-        (loaders.load_messages, '{"messages": []}', ":1: not a chat"),
-        (loaders.load_messages, '{"messages": [{"role": "user"}]}', ":1: a turn needs"),
-        (loaders.load_prompts, "\n\n", "no request in it"),
-    ],
-)
-def test_a_malformed_file_is_named_in_one_sentence(tmp_path, load, text, complaint):
-    path = write(tmp_path, text)
-    with pytest.raises(InvalidRequest) as error:
-        load(path, encode)
-    assert str(path) in str(error.value) and complaint in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    packed = tmp_path / "broken.gz"
-    packed.write_bytes(gzip.compress(b"x" * 1000)[:-9])
-    binary = tmp_path / "binary"
-    binary.write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "nowhere", packed, binary):
-        with pytest.raises(InvalidRequest, match="cannot read"):
-            read_text(path)
-
-
-def test_a_file_that_is_not_packed_but_called_so_is_named(tmp_path):
-    path = tmp_path / "plain.gz"
-    path.write_text("{}")
-    with pytest.raises(InvalidRequest, match="cannot read"):
-        read_text(path)
-
-
-def test_requests_come_at_the_times_of_the_trace(tmp_path):
-    from radixcache.bench.schemes.named import parse_scheme
-    from radixcache.runtime.engine.scheduler import Scheduler
-
-    path = write(tmp_path, request(timestamp=0), request(timestamp=10_000, ids=(8, 9)))
-    workload = block_traces.load_mooncake(path, hash_block=4)
-    scheduler = Scheduler(parse_scheme("radix-1").make(100), 64, 8, "fcfs")
-    clock = StepClock(0.5)
-    found = play(workload, Arrivals(as_recorded=True), IndexEngine(scheduler), clock)
-    assert clock.now() == 11.0  # two steps of half a second after the second came
-    assert [outcome.ttft for outcome in found] == [0.5, 0.5]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
@@ -196,29 +77,6 @@ def test_tools_come_before_the_messages(tmp_path):
     assert bytes(only.prompt().tolist()) == b'[{"name":"look"}]SU'
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ('{"messages": [{"role": "user", "content": 7}]}', ':1: a turn needs "role"'),
-        ('{"messages": [{"role": "user", "content": [7]}]}', ":1: a part of a content"),
-        ('{"messages": [{"role": "x", "content": null, "tool_calls": 7}]}', '"tool_calls" must'),
-        ('{"messages": [\n7\n]}', "record 0: a turn needs"),
-        ("[7,\n8]", "record 0: not a chat"),
-        ('[\n{"messages":', "not JSON"),
-        ("", "no request in it"),
-        ("\ud800", None),
-        ("x" * 1_000_000, ":1: not JSON"),
-    ],
-)
-def test_a_malformed_history_is_named_in_one_sentence(tmp_path, text, complaint):
-    path = tmp_path / "file.json"
-    path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(InvalidRequest) as error:
-        loaders.load_messages(path, encode)
-    assert (complaint or "it is not UTF-8 text") in str(error.value)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
-
-
 def test_half_a_character_in_json_is_no_reason_to_stop(tmp_path):
     path = write(tmp_path, r'{"messages": [{"role": "user", "content": "a\ud800b"}]}')
     (only,) = loaders.load_messages(path, encode).arrivals
@@ -231,45 +89,7 @@ def test_prompts_may_be_a_json_list_of_texts(tmp_path, text):
     assert [bytes(a.prompt().tolist()) for a in workload.arrivals] == [b"one", b"two"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps({"messages": HISTORY}, indent=2),
-        json.dumps([{"messages": HISTORY}], indent=1),
-        "\n".join(json.dumps({"prompt": prompt}) for prompt in "ab"),
-        "[\n  {\n",
-        "{",
-    ],
-)
-def test_json_is_not_taken_for_prompts_line_by_line(tmp_path, text):
-    with pytest.raises(InvalidRequest) as error:
-        loaders.load_prompts(write(tmp_path, text), encode)
-    assert "JSON" in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_prompt_that_begins_with_a_bracket_is_a_prompt(tmp_path):
     lines = ["[INST] one", "{name} asks"]
     workload = loaders.load_prompts(write(tmp_path, *lines), encode)
     assert [bytes(a.prompt().tolist()).decode() for a in workload.arrivals] == lines
-
-
-HOSTILE = {
-    "empty": b"",
-    "binary": bytes(range(256)),
-    "packed.gz": gzip.compress(b'{"messages": []}' * 99)[:-9],
-    "line": b"[" + b"x" * 1_000_000,
-    "types": b'{"messages": 5, "requests": 7, "hash_ids": {}}\n{}',
-}
-
-
-@pytest.mark.parametrize("what", HOSTILE)
-@pytest.mark.parametrize("kind", ["mooncake", "sessions", "sharegpt", "messages", "requests"])
-def test_a_hostile_file_ends_the_command_in_one_sentence(tmp_path, capsys, what, kind):
-    from radixcache.runtime.cli import main
-
-    path = tmp_path / what
-    path.write_bytes(HOSTILE[what])
-    assert main(["bench", "--file", str(path), "--format", kind, "--json", "-"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("radixcache: error: ") and str(path) in said.err
-    assert said.err.count("\n") == 1 and len(said.err) < 400 and not said.out

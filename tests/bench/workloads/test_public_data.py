@@ -12,11 +12,9 @@ import pytest
 
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.play import Arrivals
-from radixcache.bench.report.saved import read_json
 from radixcache.bench.schemes.bounds import build_trie, unlimited_hits
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.public_data import PUBLIC, data_folder, load_public
-from radixcache.runtime.cli import main
 
 pytestmark = pytest.mark.skipif(data_folder() is None, reason="the public data are not here")
 
@@ -65,20 +63,13 @@ def test_blocks_of_16_prefill_as_many_more_tokens_as_is_known(name):
     assert low < ratio(name) < high
 
 
-def test_why_pages_hit_less_than_blocks_on_mt_bench_is_said_where_it_is_shown(tmp_path, capsys):
-    """And in as much more memory as half-filled pages waste, they do not."""
-    path = tmp_path / "r.json"
-    words = "bench mt-bench --schemes hash-16 radix-16 --memory 60% 61.5% --json".split()
-    assert main([*words, str(path)]) == 0
-    block, tree, _, more = read_json(path).workloads[0].rows
+def test_half_filled_pages_are_why_pages_hit_less_than_blocks_on_mt_bench():
+    """In as much more memory as half-filled pages waste, they do not."""
+    workload = load_public("mt-bench")
+    serving, footprint = Serving(Arrivals(concurrency=8)), build_trie(workload).footprint
+    block, tree, more = (
+        run_index(workload, parse_scheme(scheme), int(share * footprint) // 16 * 16, serving)
+        for scheme, share in (("hash-16", 0.6), ("radix-16", 0.6), ("radix-16", 0.615))
+    )
     assert 0.02 < (tree.empty_share or 0) < 0.025
     assert tree.hit_tokens < 0.9 * block.hit_tokens < 0.9 * more.hit_tokens
-    said = " ".join(capsys.readouterr().out.split())
-    assert "60%: radix-16 computes more than hash-16: the half-filled pages" in said
-    assert "60%, 61.5%: no scheme hits half of the optimum: all evict what was used least" in said
-
-
-@pytest.mark.exhaustive
-def test_short_prompts_gain_much_few_shot_some_and_long_documents_next_to_nothing():
-    order = ["gsm8k-best-of-8", "mmlu-5-shot", "long-documents"]
-    assert sorted(order, key=ratio, reverse=True) == order

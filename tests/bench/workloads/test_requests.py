@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 
-from radixcache.bench.workloads.rendering import Joined, Templated
-from radixcache.bench.workloads.requests import load_requests
-from radixcache.errors import InvalidRequest
+from radixcache.bench.workloads.requests import Joined, Templated, load_requests
 from radixcache.runtime.cli import main
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -115,57 +113,6 @@ def test_the_chat_template_of_the_model_renders_tools_and_history(tmp_path):
     for before, after in pairwise(found):
         kept = before.tokens()
         assert after.prompt()[: len(kept)].tolist() == kept.tolist(), "what it hits"
-
-
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        ("{", ":2: not JSON"),
-        ("7", ":2: no request: a body has"),
-        ({"input": "x", "model": "m"}, ":2: no request: a body has"),
-        ({"body": "text"}, ":2: no request: a body has"),
-        ({"messages": []}, ':2: no request: a body has a list of "messages"'),
-        ({"prompt": ["a", "b"]}, ":2: no request: a body has"),
-        ({"prompt": [1, -1]}, ":2: no request: a body has"),
-        (body(user("a"), system="s"), ':2: "system" beside "messages"'),
-        (body({"role": "user"}), ":2: a turn needs"),
-        (body(user("a"), tools="look"), ':2: "tools" are a list'),
-        (body(user("a"), max_tokens=-1), '"max_tokens" a number from 0 on'),
-        (body(user("")), ":2: a prompt without a token"),
-    ],
-)
-def test_a_line_that_is_no_request_is_named(tmp_path, record, complaint):
-    with pytest.raises(InvalidRequest) as error:
-        read(tmp_path, body(user("a")), record)
-    assert complaint in str(error.value) and "\n" not in str(error.value)
-
-
-def test_what_the_template_refuses_is_told_with_its_line(tmp_path, capsys):
-    path = write(tmp_path, body(user("a")), body(user("a"), tools=[{"name": "look"}]))
-    words = ["--format", "requests", "--model", str(BUNDLED_MODEL), "--json", "-"]
-    assert main(["bench", "--file", str(path), *words]) == 2
-    error = capsys.readouterr().err
-    assert f"{path}:2: a tool is" in error and error.count("\n") == 1
-
-
-LOG = [*accumulate([(user(str(n)), answer(f"so {n}")) for n in range(9)], lambda a, b: a + b)]
-BODIES = [body(*messages[:-1], max_tokens=9) for messages in LOG]
-
-
-def test_as_many_requests_are_counted_as_there_are_lines(tmp_path, capsys):
-    path = write(tmp_path, *BODIES)
-    words = ["--format", "requests", "--schemes", "radix-1", "--memory", "100%", "--json", "-"]
-    assert main(["bench", "--file", str(path), *words]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["workloads"]
-    assert found["requests"] == 9 and "8 answers known" in found["shape"]
-
-
-@pytest.mark.parametrize("kind", ["messages", "sharegpt", "prompts", "mooncake", "sessions"])
-@pytest.mark.parametrize("lines", [BODIES, [{"body": {"messages": [user("a")]}}]])
-def test_a_log_that_is_read_as_something_else_is_told_to_be_one(kind, lines, tmp_path, capsys):
-    path = write(tmp_path, *lines)
-    assert main(["bench", "--file", str(path), "--format", kind, "--json", "-"]) == 2
-    assert "say --format requests" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

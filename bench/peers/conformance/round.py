@@ -1,73 +1,122 @@
 # mypy: disable-error-code="import-not-found"
-"""Random requests, each operation of which goes to both sides."""
+"""Random requests, each operation of which goes to vLLM's manager and to `HashBlockCache`."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
-from bench.peers.conformance.sides import Shape, Sides, counted
-from radixcache import LeaseError, OutOfPages
-from radixcache.block_hash import BlockNamespace, Image
+from bench.peers.vllm_manager import make_manager
+from radixcache import CacheStats, HashBlockCache, LeaseError, OutOfPages, PagePool
+from radixcache.block_hash import (
+    BlockNamespace,
+    Image,
+    as_block_namespace,
+    first_parent,
+    hash_block,
+)
+from radixcache.events import Cleared, Evicted, Stored
 from radixcache.hash_block import BlockLease
+
+
+class Difference(Exception):
+    """The two disagree."""
+
+
+def counted(stats: PrefixCacheStats | CacheStats) -> NDArray[np.int64]:
+    """[5] requests, queried and hit tokens; the latter two again, of resumed requests."""
+    if isinstance(stats, CacheStats):
+        tokens = (stats.query_tokens, stats.hit_tokens)
+        resumed = (stats.resumed_query_tokens, stats.resumed_hit_tokens)
+    else:
+        tokens = (stats.queries, stats.hits)
+        resumed = (stats.preempted_queries, stats.preempted_hits)
+    return np.array((stats.requests, *tokens, *resumed))
+
+
+def make_hasher(block_size: int, seed: str | None = None) -> Any:
+    """What hashes vLLM's requests; both sides read PYTHONHASHSEED when they start."""
+    os.environ.pop("PYTHONHASHSEED", None)
+    if seed is not None:
+        os.environ["PYTHONHASHSEED"] = seed
+    hash_fn = get_hash_fn_by_name("sha256")
+    kv_cache_utils.init_none_hash(hash_fn)
+    return kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
+
+
+def chain(tokens: list[int], size: int, namespace: BlockNamespace | None) -> list[bytes]:
+    """Our hashes of the whole blocks of `tokens`."""
+    hashes: list[bytes] = []
+    parent = first_parent()
+    for at in range(0, len(tokens) - size + 1, size):
+        keys = namespace.keys(at, at + size) if namespace else None
+        parent = hash_block((parent, tuple(tokens[at : at + size]), keys))
+        hashes.append(parent)
+    return hashes
 
 
 @dataclass(eq=False)
 class Request:
-    """One request and its two halves."""
+    """One request and its two halves; `target` is how many tokens it has when it is finished."""
 
     peer: PeerRequest
     namespace: BlockNamespace | str | None
     target: int
-    """Tokens at which it is finished."""
     lease: BlockLease | None = None
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and what was generated."""
         return list(self.peer.all_token_ids)
 
 
-class Round(Sides):
+class Round:
     """Requests that come, go on, are put back and end; one method for each operation."""
 
-    def __init__(self, shape: Shape, rng: Random) -> None:
-        super().__init__(shape)
+    def __init__(self, rng: Random) -> None:
         self.rng = rng
+        self.size = rng.choice([1, 2, 4, 4, 16, 16])
+        num_blocks = rng.choice([3, 6, 12, 24, 24, 48, 96, 96])
+        self.alphabet = rng.choice([1, 2, 2, 5])
+        self.shape = f"{num_blocks} blocks of {self.size}, {self.alphabet} different tokens"
+        some_do_not_fit = self.size * num_blocks
+        most_fit = some_do_not_fit // 3
+        longest = rng.choice([some_do_not_fit, most_fit, most_fit, most_fit])
+        self.longest = min(longest, 12 * self.size + 20)
+        self.hasher = make_hasher(self.size)
+        on = {"enable_caching": True, "log_stats": True, "enable_kv_cache_events": True}
+        self.peer = make_manager(num_blocks, self.size, **on)
+        self.cache = HashBlockCache(PagePool(num_blocks, self.size))
+        self.heard: list[Stored | Evicted | Cleared] = []
+        self.cache.events.append(self.heard.append)
+        self.ended = np.zeros(5, np.int64)
+        """Statistics of the steps that have ended, as vLLM counted them."""
+        self.counts: Counter[str] = Counter()
         self.trace: list[str] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.looking: list[BlockLease] = []
         self.past: list[list[int]] = [[]]
         self.serial = 0
-        some_do_not_fit = shape.block_size * shape.num_blocks
-        most_fit = some_do_not_fit // 3
-        self.longest = min(
-            rng.choice([some_do_not_fit, most_fit, most_fit, most_fit]), 12 * shape.block_size + 20
-        )
         self.choices: dict[Callable[[], None], int] = {
-            self.arrive: 16,
-            self.admit: 20,
-            self.go_on: 50,
-            self.abort: 2,
-            self.preempt: 3,
-            self.look: 6,
-            self.hold: 3,
-            self.let_go: 4,
-            self.evict: 2,
-            self.reset: 2,
-            self.drain: 1,
-            self.end_step: 6,
-        }
+            self.arrive: 16, self.admit: 20, self.go_on: 50, self.abort: 2, self.preempt: 3,
+            self.look: 6, self.evict: 2, self.reset: 2, self.drain: 1, self.end_step: 6,
+        }  # fmt: skip
 
     def run(self, operations: int) -> None:
         """That many operations that made sense, each compared."""
@@ -79,6 +128,8 @@ class Round(Sides):
                 self.counts[self.trace[-1].split()[0]] += 1
                 self.compare()
 
+    # -- operations ----------------------------------------------------------------------------
+
     def arrive(self) -> None:
         """A request: part of an earlier one and something new, some salt, adapter or image."""
         if len(self.waiting) > 5:
@@ -86,7 +137,7 @@ class Round(Sides):
         rng = self.rng
         known = rng.choice(self.past[-40:])
         prompt = known[: rng.choice([len(known), len(known), rng.randint(0, len(known))])]
-        prompt = prompt + self.some_tokens(rng.choice([0, 1, 2, self.shape.block_size + 1, 30]))
+        prompt = prompt + self.some_tokens(rng.choice([0, 1, 2, self.size + 1, 30]))
         prompt = prompt[: max(1, self.longest - 1)] or self.some_tokens(1)
         salt = rng.choice([None] * 8 + ["", "s", "s", "tenant"])
         lora = rng.choice([None] * 12 + [("a", "/p"), ("a", "/q"), ("b", "/p")])
@@ -113,9 +164,8 @@ class Round(Sides):
         namespace: BlockNamespace | str | None = salt
         if lora or images:
             namespace = BlockNamespace(salt=salt, lora=lora, images=images)
-        target = min(len(prompt) + rng.choice([1, 2, 8, 2 * self.shape.block_size]), self.longest)
-        request = Request(peer, namespace, target)
-        self.waiting.append(request)
+        target = min(len(prompt) + rng.choice([1, 2, 8, 2 * self.size]), self.longest)
+        self.waiting.append(Request(peer, namespace, target))
         self.past.append(prompt)
         self.trace.append(f"arrive {self.serial} {prompt} {namespace}")
 
@@ -124,7 +174,6 @@ class Round(Sides):
         if not self.waiting or len(self.running) > 7:
             return
         request = self.rng.choice(self.waiting)
-        self.make_way(request.peer.num_tokens)
         peer, tokens = request.peer, request.tokens
         computed, hit, _ = self.peer.get_computed_blocks(peer)
         found = [block.block_id for block in computed.blocks[0]]
@@ -163,10 +212,9 @@ class Round(Sides):
             self.past.append(request.tokens)
             return
         if not left:
-            peer.append_output_token_ids(self.rng.randrange(self.shape.alphabet))
+            peer.append_output_token_ids(self.rng.randrange(self.alphabet))
             left = 1
         count = self.chunk(left)
-        self.make_way(count)
         self.trace.append(f"{'decode' if left == 1 else 'prefill'} {peer.request_id} + {count}")
         assert request.lease is not None
         if request.lease.publishing:  # one chunk a step
@@ -174,6 +222,80 @@ class Round(Sides):
         if not self.allocate(request, request.lease, count):
             self.counts["refused"] += 1
             self.give_up(self.rng.choice(self.running))
+
+    def abort(self) -> None:
+        if self.running:
+            request = self.rng.choice(self.running)
+            self.trace.append(f"abort {request.peer.request_id}")
+            self.leave(request)
+            self.past.append(request.tokens)
+
+    def preempt(self) -> None:
+        if self.running:
+            request = self.rng.choice(self.running)
+            self.trace.append(f"preempt {request.peer.request_id}")
+            self.give_up(request)
+
+    def look(self) -> None:
+        """A look-up that nothing comes of."""
+        prompt = self.rng.choice(self.past[-40:]) + self.some_tokens(self.rng.randint(1, 3))
+        peer = PeerRequest("look", prompt, SamplingParams(), None, block_hasher=self.hasher)
+        self.trace.append(f"look {prompt}")
+        self.same("match", self.peer.get_computed_blocks(peer)[1], self.cache.match(prompt))
+
+    def evict(self) -> None:
+        """Pages forget what they hold, where they stand in the queue."""
+        queue = self.peer.block_pool.free_block_queue.get_all_free_blocks()
+        pages = [block for block in queue if block.block_hash is not None]
+        pages = pages[: self.rng.choice([1, 1, 2, 5])]
+        self.trace.append(f"evict {len(pages)}")
+        self.peer.evict_blocks({block.block_id for block in pages})
+        self.same("evicted", len(pages), self.cache.evict(len(pages)))
+        self.compare_events(ordered=False)  # vLLM takes a set
+
+    def reset(self) -> None:
+        """Everything is forgotten, unless a page is in use."""
+        self.trace.append("reset")
+        try:
+            self.cache.reset()
+        except LeaseError:
+            self.counts["resets refused"] += 1
+            self.same("reset", self.peer.reset_prefix_cache(), False)
+        else:
+            self.same("reset", self.peer.reset_prefix_cache(), True)
+            self.ended = -counted(self.peer.prefix_cache_stats)
+
+    def drain(self) -> None:
+        """All requests end; half the time the cache is reset after that."""
+        self.trace.append("drain")
+        while self.running:
+            self.leave(self.running[0])
+        if self.rng.random() < 0.5:
+            self.reset()
+
+    def end_step(self) -> None:
+        self.trace.append("step")
+        self.commit()
+
+    # -- what they consist of ------------------------------------------------------------------
+
+    def chunk(self, left: int) -> int:
+        return left if self.rng.random() < 0.5 else self.rng.randint(1, left)
+
+    def some_tokens(self, most: int) -> list[int]:
+        """Few different ones, so that requests meet again."""
+        count = self.rng.randint(min(1, most), most)
+        return [self.rng.randrange(self.alphabet) for _ in range(count)]
+
+    def some_images(self, length: int) -> tuple[Image, ...]:
+        """Inputs one after the other, with or without a gap."""
+        images: list[Image] = []
+        at = self.rng.randint(0, 3)
+        while at < length and len(images) < 4:
+            size = self.rng.randint(1, 2 * self.size)
+            images.append(Image(self.rng.choice(["cat", "dog"]), at, size))
+            at += size + self.rng.choice([0, 0, 1, self.size])
+        return tuple(images)
 
     def allocate(
         self,
@@ -204,104 +326,6 @@ class Round(Sides):
         self.counts["pages evicted"] += self.cache.stats.evicted_pages - evicted
         return True
 
-    def abort(self) -> None:
-        """A running request ends before its time."""
-        if self.running:
-            request = self.rng.choice(self.running)
-            self.trace.append(f"abort {request.peer.request_id}")
-            self.leave(request)
-            self.past.append(request.tokens)
-
-    def preempt(self) -> None:
-        """A running request goes back to the queue."""
-        if self.running:
-            request = self.rng.choice(self.running)
-            self.trace.append(f"preempt {request.peer.request_id}")
-            self.give_up(request)
-
-    def look(self) -> None:
-        """A look-up that nothing comes of."""
-        prompt = self.rng.choice(self.past[-40:]) + self.some_tokens(self.rng.randint(1, 3))
-        peer = PeerRequest("look", prompt, SamplingParams(), None, block_hasher=self.hasher)
-        self.trace.append(f"look {prompt}")
-        self.same("match", self.peer.get_computed_blocks(peer)[1], self.cache.match(prompt))
-
-    def hold(self) -> None:
-        """On our side only: a lease that looks, and is not used for a while."""
-        if len(self.looking) < 3:
-            prompt = self.rng.choice(self.past[-40:]) + self.some_tokens(1)
-            self.looking.append(self.cache.acquire(prompt))
-            self.trace.append(f"hold {prompt}")
-
-    def make_way(self, num_tokens: int) -> None:
-        """End such leases before they keep a page from an allocation: vLLM knows none."""
-        reach = 2 * (num_tokens // self.shape.block_size + 2)
-        held = self.cache.pool.refs
-        if len(self.cache.queue) < reach + 12 or any(held[p] for p in self.cache.queue[:reach]):
-            self.release_looking()
-
-    def let_go(self) -> None:
-        """Such a lease is released."""
-        if self.looking:
-            self.trace.append("let-go")
-            self.cache.release(self.looking.pop(self.rng.randrange(len(self.looking))))
-
-    def evict(self) -> None:
-        """Pages forget what they hold, where they stand in the queue."""
-        self.release_looking()
-        queue = self.peer.block_pool.free_block_queue.get_all_free_blocks()
-        pages = [block for block in queue if block.block_hash is not None]
-        pages = pages[: self.rng.choice([1, 1, 2, 5])]
-        self.trace.append(f"evict {len(pages)}")
-        self.peer.evict_blocks({block.block_id for block in pages})
-        self.same("evicted", len(pages), self.cache.evict(len(pages)))
-        self.compare_events(ordered=False)  # vLLM takes a set
-
-    def reset(self) -> None:
-        """Everything is forgotten, unless a page is in use."""
-        self.release_looking()
-        self.trace.append("reset")
-        try:
-            self.cache.reset()
-        except LeaseError:
-            self.counts["resets refused"] += 1
-            self.same("reset", self.peer.reset_prefix_cache(), False)
-        else:
-            self.same("reset", self.peer.reset_prefix_cache(), True)
-            self.ended = -counted(self.peer.prefix_cache_stats)
-
-    def drain(self) -> None:
-        """All requests end; half the time the cache is reset after that."""
-        self.trace.append("drain")
-        while self.running:
-            self.leave(self.running[0])
-        if self.rng.random() < 0.5:
-            self.reset()
-
-    def end_step(self) -> None:
-        """The step was executed."""
-        self.trace.append("step")
-        self.commit()
-
-    def chunk(self, left: int) -> int:
-        """How much of what is left one step computes."""
-        return left if self.rng.random() < 0.5 else self.rng.randint(1, left)
-
-    def some_tokens(self, most: int) -> list[int]:
-        """Few different ones, so that requests meet again."""
-        count = self.rng.randint(min(1, most), most)
-        return [self.rng.randrange(self.shape.alphabet) for _ in range(count)]
-
-    def some_images(self, length: int) -> tuple[Image, ...]:
-        """Inputs one after the other, with or without a gap."""
-        images: list[Image] = []
-        at = self.rng.randint(0, 3)
-        while at < length and len(images) < 4:
-            size = self.rng.randint(1, 2 * self.shape.block_size)
-            images.append(Image(self.rng.choice(["cat", "dog"]), at, size))
-            at += size + self.rng.choice([0, 0, 1, self.shape.block_size])
-        return tuple(images)
-
     def leave(self, request: Request) -> None:
         """The request's pages are let go on both sides."""
         assert request.lease is not None
@@ -321,19 +345,79 @@ class Round(Sides):
         self.waiting.insert(0, request)
         self.counts["preempted"] += 1
 
-    def release_looking(self) -> None:
-        """End the leases that only look."""
-        while self.looking:
-            self.cache.release(self.looking.pop())
+    def commit(self) -> None:
+        """The step is over, and its statistics are taken."""
+        self.cache.commit()
+        self.ended = self.ended + counted(self.peer.prefix_cache_stats)
+        self.peer.make_prefix_cache_stats()  # which begins anew
+
+    # -- everything in which the two may differ ------------------------------------------------
+
+    def same(self, what: str, peer: object, ours: object) -> None:
+        if peer != ours:
+            raise Difference(f"{what}: vLLM {peer}, radixcache {ours}")
 
     def compare(self) -> None:
-        """Everything that can be seen, on both sides."""
         self.compare_pages()
         self.compare_events(ordered=True)
         for request in self.running:
             assert request.lease is not None
             peer_table = self.peer.get_block_ids(request.peer.request_id)[0]
             self.same("page table", peer_table, request.lease.page_table.tolist())
-        self.compare_statistics()
+        peer = self.ended + counted(self.peer.prefix_cache_stats)
+        self.same("statistics", peer.tolist(), counted(self.cache.stats).tolist())
         if self.counts["operations"] % 10 == 0:
             self.cache.check()
+
+    def compare_pages(self) -> None:
+        """The free queue, reference counts, hashes of pages, pages of hashes."""
+        pool, cache = self.peer.block_pool, self.cache
+        queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        self.same("free queue", queue, cache.queue)
+        refs = (cache.pool.refs - cache._looking).tolist()
+        self.same("reference counts", [b.ref_cnt for b in pool.blocks[1:]], refs[1:])
+        hashes = [None if block is None else block.hash for block in cache._blocks]
+        peer_hashes = [b.block_hash and b.block_hash[:-4] for b in pool.blocks]
+        self.same("hashes", peer_hashes, hashes)
+        peer_map = {
+            key[:-4]: list(held) if isinstance(held, dict) else [held.block_id]
+            for key, held in pool.cached_block_hash_to_block._cache.items()
+        }
+        ours: dict[bytes, list[int]] = {}
+        for block_hash, page in cache._map.items():
+            ours.setdefault(block_hash, []).append(page)
+        self.same("pages of a hash", peer_map, ours)
+
+    def compare_events(self, ordered: bool) -> None:
+        """What the listeners were told; ours name tokens, vLLM's name hashes."""
+        peer = [as_plain(event) for event in self.peer.take_events()]
+        ours = [self.as_peer_event(event) for event in self.heard]
+        self.heard.clear()
+        self.counts["events"] += len(ours)
+        if not ordered:
+            peer.sort()
+            ours.sort()
+        self.same("events", peer, ours)
+
+    def as_peer_event(self, event: Stored | Evicted | Cleared) -> tuple[Any, ...]:
+        """An event of ours in the words of vLLM."""
+        if isinstance(event, Cleared):
+            return ("cleared",)
+        tokens = event.tokens.tolist()
+        hashes = chain(tokens, self.size, as_block_namespace(event.namespace))
+        first = event.start // self.size
+        if isinstance(event, Evicted):
+            assert event.start == len(tokens) - self.size
+            return ("removed", hashes[-1])
+        parent = hashes[first - 1] if first else None
+        return ("stored", hashes[first:], parent, tokens[event.start :])
+
+
+def as_plain(event: object) -> tuple[Any, ...]:
+    """An event of vLLM as a tuple."""
+    if isinstance(event, BlockStored):
+        return ("stored", event.block_hashes, event.parent_block_hash, list(event.token_ids))
+    if isinstance(event, BlockRemoved):
+        (block_hash,) = event.block_hashes
+        return ("removed", block_hash)
+    return ("cleared",)

@@ -1,11 +1,206 @@
-"""The older schemes again, slow and obvious, written from their rules."""
+"""Slow, obvious caches with which the runtime's scheduler runs as with the real ones.
+
+They share no code with the index: a prefix is a tuple of all its tokens, a page is a number in a
+list. What each must do is written from the contract of its scheme, not from our implementation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from radixcache import OutOfPages
-from tests.bench.replay.brute_force import BruteForce, Hold, Prefix
+
+Prefix = tuple[int, ...]
+
+
+class Room(NamedTuple):
+    """The size of a pool."""
+
+    num_pages: int
+    page_size: int
+
+
+@dataclass(eq=False)
+class Hold:
+    """A request's lease: `tokens` are those whose KV is there, `pages` where."""
+
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    next_step_tokens: int = 0
+    capacity: int = 0
+    used: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def take_copies(self) -> list[Any]:
+        return []
+
+
+class BruteForce:
+    """What the scheduler calls; subclasses say what it does."""
+
+    hold: type[Hold] = Hold
+
+    def __init__(self, num_tokens: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = num_tokens // page_size
+        self.pool = Room(self.num_pages, page_size)
+        self.leases: list[Hold] = []
+
+    def acquire(
+        self,
+        tokens: np.ndarray,
+        namespace: Hashable = None,
+        *,
+        resumed: bool = False,
+        include_last: bool = False,
+    ) -> Hold:
+        lease = self.hold()
+        self.leases.append(lease)
+        self.find(lease, tokens.tolist())
+        lease.cached_tokens = len(lease.tokens)
+        lease.capacity = max(lease.capacity, len(lease.tokens))
+        return lease
+
+    def publish(self, lease: Hold, tokens: np.ndarray, *, written: bool = False) -> None:
+        lease.used = True
+        self.store(lease, tokens.tolist(), written)
+
+    def release(self, lease: Hold) -> None:
+        self.leases.remove(lease)
+        self.leave(lease)
+
+    def commit(self) -> None:
+        pass
+
+    def find(self, lease: Any, tokens: list[int]) -> None:
+        """Let `lease` hold what is cached of all but the last of `tokens`."""
+
+    def reserve(self, lease: Any, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def store(self, lease: Any, tokens: list[int], written: bool) -> None:
+        lease.tokens += tokens
+
+    def leave(self, lease: Any) -> None:
+        """It has let go of its pages."""
+
+
+class BruteHashBlock(BruteForce):
+    """vLLM: whole blocks found by their prefix, and one line of pages that nobody uses."""
+
+    def __init__(self, num_tokens: int, page_size: int) -> None:
+        super().__init__(num_tokens, page_size)
+        self.line = list(range(1, self.num_pages))  # page 0 is never used
+        self.blocks: dict[int, Prefix] = {}
+        """What each page is cached for; in order of publication, so the first is found."""
+
+    def find(self, lease: Hold, tokens: list[int]) -> None:
+        size = self.page_size
+        for end in range(size, len(tokens), size):
+            prefix = tuple(tokens[:end])
+            page = next((page for page, held in self.blocks.items() if held == prefix), None)
+            if page is None:
+                return
+            lease.pages.append(page)
+            lease.tokens = tokens[:end]
+
+    def reserve(self, lease: Hold, num_tokens: int) -> None:
+        wanted = -(-num_tokens // self.page_size) - len(lease.pages)
+        line = [page for page in self.line if page not in lease.pages]
+        if wanted > len(line):
+            raise OutOfPages
+        if wanted > 0:
+            for page in line[:wanted]:
+                self.blocks.pop(page, None)
+            lease.pages += line[:wanted]
+            self.line = line[wanted:]
+            lease.capacity = len(lease.pages) * self.page_size
+
+    def store(self, lease: Hold, tokens: list[int], written: bool) -> None:
+        size, before = self.page_size, len(lease.tokens) // self.page_size
+        lease.tokens += tokens
+        for index in range(before, len(lease.tokens) // size):
+            self.blocks[lease.pages[index]] = tuple(lease.tokens[: (index + 1) * size])
+
+    def leave(self, lease: Hold) -> None:
+        if not lease.used:
+            return
+        for page in reversed(lease.pages):
+            if any(page in other.pages for other in self.leases):
+                continue
+            if page in self.blocks:
+                self.line.append(page)
+            else:
+                self.line.insert(0, page)
+
+
+class BruteUnits(BruteForce):
+    """A radix tree in units of `page_size` tokens, each in a page of its own, under exact LRU.
+
+    Page size 1 is the token-exact tree. For larger pages it is the page-aligned one, where what
+    does not fill a unit is nowhere but with its request.
+    """
+
+    def __init__(self, num_tokens: int, page_size: int) -> None:
+        super().__init__(num_tokens, page_size)
+        self.units: dict[Prefix, int] = {}
+        """The last use of each, by the prefix at whose end it is."""
+        self.clock = 0
+
+    def prefixes(self, tokens: list[int]) -> list[Prefix]:
+        size = self.page_size
+        return [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+
+    def find(self, lease: Hold, tokens: list[int]) -> None:
+        for prefix in self.prefixes(tokens[:-1]):
+            if prefix not in self.units:
+                return
+            lease.tokens = list(prefix)
+
+    @property
+    def num_free(self) -> int:
+        own = sum(
+            -(-lease.capacity // self.page_size) - len(lease.tokens) // self.page_size
+            for lease in self.leases
+        )
+        return self.num_pages - len(self.units) - own
+
+    def held(self) -> set[Prefix]:
+        return {prefix for lease in self.leases for prefix in self.prefixes(lease.tokens)}
+
+    def reserve(self, lease: Hold, num_tokens: int) -> None:
+        size = self.page_size
+        short = -(-num_tokens // size) - lease.capacity // size - self.num_free
+        held = self.held()
+        if short > len(self.units) - len(held):
+            raise OutOfPages
+        for _ in range(short):
+            self.evict_one(held)
+        lease.capacity = max(lease.capacity, -(-num_tokens // size) * size)
+
+    def evict_one(self, held: set[Prefix]) -> None:
+        inner = {prefix[: -self.page_size] for prefix in self.units}
+        leaves = [prefix for prefix in self.units if prefix not in inner and prefix not in held]
+        del self.units[min(leaves, key=self.units.__getitem__)]
+
+    def store(self, lease: Hold, tokens: list[int], written: bool) -> None:
+        lease.tokens += tokens
+        for prefix in self.prefixes(lease.tokens):
+            self.units.setdefault(prefix, 0)
+
+    def leave(self, lease: Hold) -> None:
+        if lease.used:
+            self.clock += 1
+            for prefix in self.prefixes(lease.tokens):
+                self.units[prefix] = self.clock
 
 
 @dataclass(eq=False)
@@ -82,9 +277,6 @@ class BruteNamed(BruteForce):
             if lease.name is not None and len(lease.tokens) >= len(lease.name):
                 self.computed.add(lease.name)
         self.step = []
-
-    def leave(self, lease):
-        pass
 
 
 @dataclass(eq=False)

@@ -1,0 +1,47 @@
+"""One table form for what is measured of ours and of others: medians, spreads, ours over theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from rich.table import Table
+
+from radixcache.bench.tables import table
+
+Values = Mapping[str, Sequence[float]]
+"""By the name of a figure, with its unit: one value a round."""
+
+
+def comparison(
+    found: Mapping[str, Values],
+    against: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Table:
+    """A row for each contender: each figure's median, half its range over it, and ours over theirs.
+
+    Args:
+        found: by contender.
+        against: whom a contender is compared with, if not with "ours".
+        notes: what else is said of it.
+    """
+    names = dict.fromkeys(name for values in found.values() for name in values)
+    header = ["", *(text for name in names for text in (name, "ours is"))]
+    rows = []
+    for contender, values in found.items():
+        rival = (against or {}).get(contender, "ours")
+        cells = [contender]
+        for name in names:
+            mine, ours = values.get(name), found.get(rival, {}).get(name)
+            cells += [_shown(mine) if mine else "", ""]
+            if mine and ours and contender != rival and not contender.startswith("ours"):
+                cells[-1] = f"{median(ours) / median(mine):.3f} x"
+        rows.append([*cells, *([notes.get(contender, "")] if notes is not None else [])])
+    return table([*header, *([""] if notes is not None else [])], rows)
+
+
+def _shown(values: Sequence[float]) -> str:
+    middle = median(values)
+    shown = f"{middle:,.0f}" if middle >= 100 else f"{middle:.{1 if middle >= 10 else 2}f}"
+    spread = (max(values) - min(values)) / 2 / middle if middle else 0.0
+    return f"{shown} ±{spread:.0%}" if len(values) > 1 else shown

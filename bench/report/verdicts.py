@@ -1,0 +1,190 @@
+"""What a workload shows: one sentence on who computes less, and remarks on what spoils figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from radixcache.bench.replay.figures import Figures
+from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.schemes.named import FAMILY, INDEX_ONLY, parse_memory, parse_scheme
+from radixcache.bench.schemes.routing import BLIND
+
+TIE = 0.02
+"""Two schemes tie if their prefilled tokens differ by less than this share."""
+
+ENOUGH = 20
+"""Requests that hit anything; of fewer, one or two more could turn a verdict round."""
+
+
+def headline(workload: WorkloadReport) -> str:
+    """For each memory whether the best hash-block or the best radix scheme computes less, and how
+    much less; with several replicas, which way to route is the fastest."""
+    if workload.routing:
+        return _fastest(workload)
+    if not workload.unlimited_hits:
+        return "No prompt begins as one before it does: no scheme can hit anything."
+    found: dict[str, list[str]] = {}
+    for memory in _memories(workload):
+        here = [row for row in workload.main_rows if row.memory == memory]
+        if said := _verdict(here):
+            found.setdefault(said, []).append(memory)
+    return "; ".join(f"{', '.join(where)}: {said}" for said, where in found.items()) + "."
+
+
+def _verdict(rows: list[Figures]) -> str:
+    """Of one memory: the best block scheme against the best tree of those that refused nothing.
+
+    A scheme that hits nothing is compared only where all of its side hit nothing.
+    """
+    served = [row for row in rows if not row.refused]
+    sides = [[r for r in served if r.scheme.startswith(kind)] for kind in ("hash-", "radix-")]
+    if not all(sides):
+        best = max(served, key=lambda row: row.hit_tokens, default=None)
+        if best is None:
+            return "requests are refused"
+        return f"the best scheme, {best.scheme}, hits {best.hit_rate:.1%}"
+    block, tree = (
+        min(side, key=lambda row: (not row.hit_tokens, row.computed_tokens)) for side in sides
+    )
+    most = max(block, tree, key=lambda row: row.hit_tokens)
+    if not most.hit_tokens:
+        return "neither hash nor radix hits anything"
+    if most.warm < ENOUGH:
+        return f"too little data for a verdict, {most.warm} requests hit anything"
+    if most.hit_rate < TIE:
+        return f"too little data for a verdict, {most.hit_rate:.1%} of the prompt tokens are hit"
+    ratio = block.computed_tokens / tree.computed_tokens
+    if abs(ratio - 1) <= TIE:
+        return f"a tie of {tree.scheme} and {block.scheme}, within {TIE:.0%}"
+    winner, loser = (tree, block) if ratio > 1 else (block, tree)
+    fewer = f"{1 - min(ratio, 1 / ratio):.0%} fewer prompt tokens than"
+    also = "" if loser.hit_tokens else ", which hits nothing"
+    return f"{winner.scheme} computes {fewer} {loser.scheme}{also}"
+
+
+def _fastest(workload: WorkloadReport) -> str:
+    """Which way to route is the fastest, beside the best that ignores what is shared."""
+    if workload.requests < ENOUGH:
+        return f"Too little data to compare ways to route: {workload.requests} requests."
+    served = [row for row in workload.routing if not row.refused]
+    if not served:
+        return "Requests were refused everywhere: the memory is too small for them."
+    best = min(served, key=lambda row: row.ttft_mean)
+    rivals = [r for r in served if (r.memory, r.scheme) == (best.memory, best.scheme)]
+    near = [
+        r.routing for r in rivals if r is not best and r.ttft_mean <= best.ttft_mean * (1 + TIE)
+    ]
+    also = f" ({', '.join(near)} within {TIE:.0%})" if near else ""
+    said = (
+        f"Routed by {best.routing}, requests have their first token earliest, after "
+        f"{1000 * best.ttft_mean:,.1f} ms in the mean, and hit {best.hit_rate:.0%} of the prompt "
+        f"tokens{also}"
+    )
+    blind = [row for row in rivals if row.routing in BLIND]
+    if not blind or best.routing in BLIND:
+        return f"{said}."
+    other = min(blind, key=lambda row: row.ttft_mean)
+    return (
+        f"{said}; by {other.routing}, the fastest that ignores what is shared, after "
+        f"{1000 * other.ttft_mean:,.1f} ms, and {other.hit_rate:.0%}."
+    )
+
+
+def _memories(workload: WorkloadReport) -> dict[str, None]:
+    return dict.fromkeys(row.memory for row in workload.main_rows)
+
+
+def remarks(workload: WorkloadReport) -> list[str]:
+    """What spoils figures, and in which memories; then the story of the family."""
+    found: dict[str, list[str]] = {}
+    for memory in _memories(workload):
+        rows = [row for row in workload.main_rows if row.memory == memory]
+        for reason in _reasons(workload, rows):
+            found.setdefault(reason, []).append(memory)
+    said = [f"{', '.join(memories)}: {reason}" for reason, memories in found.items()]
+    return said + _story(workload.main_rows)
+
+
+def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
+    given, asked = rows[0].memory_tokens, parse_memory(rows[0].memory)
+    share = asked.amount * workload.footprint if asked.unit == "share" else given
+    if given > 1.05 * share:
+        yield (
+            f"these are {given:,} tokens, not {share:,.0f}: all schemes get the same memory, in "
+            f"whole pages, and at least two of the largest."
+        )
+    if any(row.refused for row in rows):
+        yield (
+            f"refused requests do not fit into {given:,} tokens less a page (the longest needs "
+            f"{workload.longest:,}); they hit and compute nothing."
+        )
+    caching = [row for row in rows if row.scheme != "none" and not row.refused]
+    cold = [row.scheme for row in caching if not row.hit_tokens]
+    if cold and not workload.unlimited_hits:
+        yield "nothing is hit, because no two prompts begin alike."
+    elif cold and len(cold) == len(caching):
+        yield "nothing is hit: the requests in flight fill the memory, and nothing else is kept."
+    elif cold:
+        yield f"{', '.join(cold)} hit nothing: less than a block is shared, or it is gone by then."
+    if preempted := [row.scheme for row in rows if row.preemptions]:
+        yield (
+            f"too little for the requests in flight ({', '.join(preempted)}): preempted ones "
+            f"compute again, and prompts are prefilled more than once."
+        )
+    else:
+        yield from _under_lru(caching, workload.optimal_hits.get(given, 0))
+    best = workload.optimal_hits.get(given, 0)
+    if above := [row.scheme for row in rows if row.hit_tokens > best]:
+        yield (
+            f"{', '.join(above)} above the optimum, which serves one request after the other in "
+            f"order of arrival: in flight together, some overtake others, and an answer takes "
+            f"memory only as it grows."
+        )
+
+
+def _under_lru(rows: list[Figures], optimum: int) -> Iterator[str]:
+    """Why hits are few, or fewer than in blocks of the same size."""
+    blocks = {row.page_size: row for row in rows if row.scheme.startswith("hash-")}
+    for tree in rows:
+        block = blocks.get(tree.page_size) if tree.scheme.startswith("radix-") else None
+        emptier = block is not None and (tree.empty_share or 0) > (block.empty_share or 0)
+        if block and emptier and block.computed_tokens < tree.computed_tokens * (1 - TIE):
+            yield (
+                f"{tree.scheme} computes more than {block.scheme}: the half-filled pages that it "
+                f"keeps ({tree.empty_share:.1%} of its slots are empty) drive out full ones."
+            )
+    most = max(rows, key=lambda row: row.hit_tokens, default=None)
+    if most is not None and most.hit_rate > TIE and 2 * most.hit_tokens < optimum:
+        yield (
+            "no scheme hits half of the optimum: all evict what was used least recently (LRU), and "
+            "that is asked for again no later than the rest, in a cycle of prompts even first."
+        )
+
+
+_NEVER = {
+    "template": "what nobody registered, answers",
+    "prefix": "what follows the position named, answers",
+    "cow": "a prompt's last block, the newest full one, prompts of up to {size} tokens",
+    "hash": "parts of blocks, prompts of up to {size} tokens",
+    "aligned": "parts of pages, prompts of up to {size} tokens",
+    "radix": "the last token",
+}
+"""What the rules of each kind never find."""
+
+
+def _story(rows: list[Figures]) -> list[str]:
+    """A line for each step of the family, in the most memory; none without the old schemes."""
+    most = max((row.memory_tokens for row in rows), default=0)
+    by_scheme = {row.scheme: row for row in rows if row.memory_tokens == most}
+    steps = [by_scheme[name] for name in FAMILY[1:] if name in by_scheme]
+    lines = []
+    before = 0.0
+    for row in steps:
+        never = _NEVER[parse_scheme(row.scheme).kind].format(size=row.page_size)
+        lines.append(
+            f"{row.memory}: {row.scheme} hits {row.hit_rate:.1%} "
+            f"({100 * (row.hit_rate - before):+.1f} points), {row.cold:,} of {row.requests:,} "
+            f"prompts nothing; never finds {never}"
+        )
+        before = row.hit_rate
+    return lines if any(parse_scheme(row.scheme).kind in INDEX_ONLY for row in steps) else []
