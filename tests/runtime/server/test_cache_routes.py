@@ -16,8 +16,7 @@ from radixcache import LLM
 from radixcache.runtime.server.admin.search import search
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.snapshot import Spelled
-from tests.runtime.server.live import SYSTEM, LiveServer, ask, live
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import SYSTEM, LiveServer, ask, assert_error, live
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages

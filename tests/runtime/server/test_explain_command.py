@@ -15,8 +15,7 @@ import pytest
 
 from radixcache import LLM
 from radixcache.runtime.cli import main
-from tests.runtime.server.live import LiveServer, ask, live
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import LiveServer, ask, assert_error, live
 
 EXPLAIN, CHAT, COMPLETIONS = "/v1/explain", "/v1/chat/completions", "/v1/completions"
 QUESTION = "Question: how old is {} in this table of all members? Your answer:"

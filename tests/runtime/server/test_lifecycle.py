@@ -25,8 +25,7 @@ from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
 from radixcache.runtime.server.args import ServerArgs
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http
-from tests.runtime.server.live import LiveServer, live
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import LiveServer, assert_error, live
 
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}

@@ -28,8 +28,7 @@ from radixcache.runtime.server.loading import Loading
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain
 from tests.runtime.server.browser import INSTALLED, browser
-from tests.runtime.server.live import ask
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import ask, assert_error
 
 CHAT = "/v1/chat/completions"
 
