@@ -20,6 +20,7 @@ from radixcache.runtime.server import serving
 from radixcache.runtime.server.http import bodies, deadline, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from tests.runtime.server.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
 
@@ -182,24 +183,22 @@ def test_tokenising_ends_with_its_client(server: LiveServer, monkeypatch: pytest
 
 
 def test_an_answer_is_remembered_before_the_next_conversation_is_tokenised(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+    scripted: LiveServer, monkeypatch: pytest.MonkeyPatch
 ):
     """However long that takes, its tokens are found again."""
-    history = server.backend.llm.history
-    remember = history.remember
+    conversations = scripted.backend.llm.turns
+    remember = conversations.remember
 
     def remember_late(*args: Any) -> None:
-        time.sleep(0.2)
+        time.sleep(0.3)
         remember(*args)
 
-    monkeypatch.setattr(history, "remember", remember_late)
-    messages: list[Any] = [{"role": "user", "content": "Tell me of an_answer_is_remembered"}]
-    body = {"max_tokens": 8, "temperature": 1.5, "seed": 7, "ignore_eos": True}
-    first = server.post("/v1/chat/completions", {**body, "messages": messages}).json()
-    messages += [first["choices"][0]["message"], {"role": "user", "content": "And?"}]
-    second = server.post("/v1/chat/completions", {**body, "messages": messages}).json()
-    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached >= first["usage"]["total_tokens"] - 1
+    monkeypatch.setattr(conversations, "remember", remember_late)
+    api, question = Chat(scripted.url, False), user("Loop, remembered")
+    tools = [{"name": "step", "parameters": {"type": "object"}}]
+    first = api.ask(question, tools=tools)
+    second = api.ask(question, *first.said, api.result(first.calls[0], "7"), tools=tools)
+    assert second.cached == first.prompt + first.completion - 1
 
 
 # Grammars.

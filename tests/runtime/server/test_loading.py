@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import httpx2 as httpx
 import pytest
-from selenium.webdriver.common.keys import Keys
 
 from radixcache import LLM
 from radixcache.errors import ModelError
@@ -27,7 +26,6 @@ from radixcache.runtime.server.http.listener import address_of, listen
 from radixcache.runtime.server.loading import Loading
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain
-from tests.runtime.server.browser import INSTALLED, browser
 from tests.runtime.server.live import ask, assert_error
 
 CHAT = "/v1/chat/completions"
@@ -180,16 +178,15 @@ def test_a_model_that_fails_to_load_ends_it_in_one_sentence(
 def test_the_address_of_a_named_model_is_told_before_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def load(args: Any) -> NoReturn:
-        told.append(capsys.readouterr().err)
+    def load(_: Any) -> NoReturn:
         raise ModelError("enough")
 
-    told: list[str] = []
     monkeypatch.setattr(cli, "_load", load)
     monkeypatch.setattr(cli, "check_model", lambda name: None)
     port = free_port()
     assert cli.main(["serve", "org/name", "--port", str(port)]) == 2
-    assert told == [f"Loading org/name ... http://127.0.0.1:{port}\n"]
+    told = f"Loading org/name ... http://127.0.0.1:{port}\nradixcache: error: enough\n"
+    assert capsys.readouterr().err == told
 
 
 def serve_slowly(*flags: str) -> int:
@@ -248,24 +245,3 @@ def test_a_signal_after_it_has_loaded_lets_requests_end(tmp_path: Path):
             running.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert running.wait(15) in (0, -signal.SIGTERM)
-
-
-@pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
-def test_the_page_shows_how_far_it_is_and_then_goes_on_by_itself(tmp_path: Path, llm: LLM):
-    with browser(tmp_path) as page, loading() as (server, url):
-        server.report("reading weights", 0.5)
-        page.driver.get(url)
-        page.until(lambda: page.text("#loading") == "Loading the model: reading weights")
-        assert page.run("return document.querySelector('progress').position") == 0.5
-        assert page.text("#trouble") == "" and not page.one("#send").is_enabled()
-        page.one("#question").send_keys("Too early", Keys.ENTER)
-        assert not page.all("article") and page.text("#refused") == ""
-        server.report("packing weights", None)
-        page.until(lambda: page.text("#loading") == "Loading the model: packing weights")
-        assert page.run("return document.querySelector('progress').position") == -1
-        with served(server, llm):
-            page.until(lambda: page.text("#model") == "tabletalk")
-            page.until(lambda: "pages in use" in page.text("#pages"))
-            assert not page.one("#loading").is_displayed()
-            assert page.one("#send").is_enabled() and page.one("#examples button").is_enabled()
-            page.driver.get("about:blank")
