@@ -16,14 +16,6 @@ from radixcache.runtime.engine.explain import Miss
 from radixcache.runtime.engine.outputs import RequestOutput, find_repetition
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
-from radixcache.runtime.server.protocol.answers import (
-    Extension,
-    MissedTokens,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    Usage,
-)
 from radixcache.runtime.server.protocol.openai import GenerationRequest
 from radixcache.runtime.server.serving import Backend, GenerationOptions
 
@@ -33,9 +25,6 @@ JSON = dict[str, Any]
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
 """For the OpenAPI document: what a route answers besides JSON."""
-
-_LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
@@ -115,19 +104,18 @@ def event(chunk: JSON) -> str:
     return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
 
 
-def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> Usage:
+def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
     """Tokens over all prompts and completions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=cached, cache_write_tokens=(prompt - cached) * backend.caches
-        ),
-    )
+    written = (prompt - cached) * backend.caches
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+    }
 
 
 def progress(
@@ -156,51 +144,46 @@ def last_chunk(
     """What a stream ends with, if more was asked for than text."""
     more: JSON = {}
     if body.include_usage:
-        more["usage"] = usage(backend, outputs).model_dump()
+        more["usage"] = usage(backend, outputs)
     if body.explain or body.include_usage:
-        more["radixcache"] = extension(backend, job, body).model_dump()
+        more["radixcache"] = extension(backend, job, body)
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, wants: GenerationOptions) -> Extension:
+def extension(backend: Backend, job: Job, wants: GenerationOptions) -> JSON:
     """What the engine has to say about a job that is finished."""
-    first = job.requests[0]
     explanation = None
     if wants.explain:
         misses = [miss for request in job.requests for miss in request.explanation or ()]
         explanation = tell(backend, misses, wants.prefix)
     sequences = [sequence for request in job.requests for sequence in request.sequences]
     repetitions = [find_repetition(sequence.generated) for sequence in sequences]
-    return Extension(
-        ttft=first.ttft,
-        explanation=explanation,
-        repetitions=repetitions if any(repetitions) else None,
-    )
+    return {
+        "ttft": job.requests[0].ttft,
+        "explanation": explanation,
+        "repetitions": repetitions if any(repetitions) else None,
+    }
 
 
-def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[MissedTokens]:
+def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[JSON]:
     """Why tokens were not cached, for a client who has named this prefix, or none."""
     tokenizer = backend.llm.tokenizer
     if backend.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]
+    show = tokenizer.show if tokenizer else None
     return [
-        MissedTokens(
-            reason=miss.reason,
-            start=miss.start,
-            end=miss.end,
-            text=miss.describe(tokenizer.show if tokenizer else None),
-        )
-        for miss in misses
+        {"reason": m.reason, "start": m.start, "end": m.end, "text": m.describe(show)}
+        for m in misses
     ]
 
 
 def prompt_logprobs(
     backend: Backend, body: GenerationRequest, output: RequestOutput
-) -> PromptLogprobs | None:
+) -> list[JSON | None] | None:
     """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
     if body.prompt_logprobs is None:
         return None
-    told: PromptLogprobs = []
+    told: list[JSON | None] = []
     for top in output.prompt_logprobs or []:
         if top is None:
             told.append(None)
@@ -209,11 +192,11 @@ def prompt_logprobs(
         ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
         told.append(
             {
-                token: PromptLogprob(
-                    logprob=clamp(logprob),
-                    rank=ranks.get(token),
-                    decoded_token=backend.token_text(token),
-                )
+                str(token): {
+                    "logprob": clamp(logprob),
+                    "rank": ranks.get(token),
+                    "decoded_token": backend.token_text(token),
+                }
                 for token, logprob in top.items()
             }
         )
@@ -221,5 +204,5 @@ def prompt_logprobs(
 
 
 def clamp(logprob: float) -> float:
-    """A log-probability as JSON can say it."""
-    return max(logprob, _LEAST_LOGPROB)
+    """A log-probability as JSON can say it, which knows no infinity."""
+    return max(logprob, -9999.0)

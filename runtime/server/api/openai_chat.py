@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import Answers, Reply, Turn, begin
+from radixcache.runtime.engine.outputs import CompletionOutput, RequestOutput
+from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin, template_kwargs
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
@@ -22,18 +22,8 @@ from radixcache.runtime.server.api.generation import (
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
-from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import PromptDelta
-from radixcache.runtime.server.protocol.answers import (
-    AssistantMessage,
-    CalledFunction,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatTokenLogprob,
-    TokenLogprob,
-    ToolCall,
-)
+from radixcache.runtime.server.protocol.answers import ChatCompletion
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.tokens.tool_calls import ParsedDelta
@@ -55,26 +45,16 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
         chunks = _Chunks(body, backend, head, answers)
         told = progress(backend, body, chunks.head, answers.job)
         return EventStream(answers.job, chunks.of, chunks.last, prefilled=told)
-    choices = [
-        ChatChoice(
-            index=reply.index,
-            message=_message(reply, body),
-            logprobs=_logprobs(backend, body, reply.token_ids, reply.logprobs),
-            finish_reason=reply.finish_reason,
-            stop_reason=reply.stop_reason,
-            token_ids=reply.token_ids if body.return_token_ids else None,
-        )
-        for reply in await answers.messages(request)
-    ]
-    output = answers.output
-    return ChatCompletion(
+    output = await answers.whole(request)
+    more: JSON = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+    return {
         **head,
-        choices=choices,
-        usage=usage(backend, [output]),
-        radixcache=extension(backend, answers.job, body),
-        prompt_logprobs=prompt_logprobs(backend, body, output),
-        prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
-    )
+        "choices": [_choice(backend, body, answers, one) for one in output.outputs],
+        "usage": usage(backend, [output]),
+        "radixcache": extension(backend, answers.job, body),
+        "prompt_logprobs": prompt_logprobs(backend, body, output),
+        **more,
+    }
 
 
 def turn_of(body: ChatRequest, backend: Backend) -> Turn:
@@ -107,36 +87,28 @@ def turn_of(body: ChatRequest, backend: Backend) -> Turn:
     )
 
 
-def template_kwargs(backend: Backend, values: JSON, effort: str | None, field: str) -> JSON:
-    """Values for the chat template: how much to think, as `field` says, may be one of them.
-
-    Raises:
-        ApiError: the model cannot be told.
-    """
-    if effort is None:
-        return values
-    template = backend.tokenizer.chat_template()
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort, **values}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none", **values}
-    if effort == "none" and not backend.tokenizer.reasons:
-        return values
-    raise ApiError.invalid("one cannot tell this model how much to think", field)
-
-
-def _message(reply: Reply, body: ChatRequest) -> AssistantMessage:
-    reasoning = None if body.include_reasoning is False else reply.reasoning
-    return AssistantMessage(
-        content=reply.content,
-        tool_calls=[
-            ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments))
-            for call_id, name, arguments in reply.calls
-        ]
-        or None,
-        reasoning=reasoning,
-        reasoning_content=reasoning,
-    )
+def _choice(
+    backend: Backend, body: ChatRequest, answers: Answers, answer: CompletionOutput
+) -> JSON:
+    said = answers.said(answer.index)
+    reasoning = None if body.include_reasoning is False else said.reasoning or None
+    calls = [
+        {"id": call_id, "function": {"name": name, "arguments": arguments}}
+        for call_id, name, arguments in said.calls
+    ]
+    return {
+        "index": answer.index,
+        "message": {
+            "content": None if calls and not said.content else said.content,
+            "tool_calls": calls or None,
+            "reasoning": reasoning,
+            "reasoning_content": reasoning,
+        },
+        "logprobs": _logprobs(backend, body, answer.token_ids, answer.logprobs),
+        "finish_reason": answers.finish_reason(answer),
+        "stop_reason": answer.stop_reason,
+        "token_ids": answer.token_ids if body.return_token_ids else None,
+    }
 
 
 class _Chunks:
@@ -159,10 +131,10 @@ class _Chunks:
                 first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
             yield first
         logprobs = _logprobs(self._backend, self._body, delta.token_ids, delta.logprobs)
-        shown: JSON = {"logprobs": logprobs.model_dump()} if logprobs and delta.token_ids else {}
+        shown: JSON = {"logprobs": logprobs} if logprobs and delta.token_ids else {}
         if self._body.return_token_ids and delta.token_ids:
             shown["token_ids"] = delta.token_ids
-        pieces = self._answers.pieces(news)
+        pieces = self._answers.pieces(delta)
         if self._body.include_reasoning is False:
             pieces = [piece for piece in pieces if piece.kind != "reasoning"]
         for piece in pieces or [ParsedDelta("content", "")] * bool(shown):
@@ -177,7 +149,7 @@ class _Chunks:
             )
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        self._answers.remember(outputs)
+        self._answers.remember(outputs[0])
         yield from last_chunk(self._backend, self._body, self.head, self._answers.job, outputs)
 
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
@@ -205,27 +177,22 @@ def _logprobs(
     body: ChatRequest,
     tokens: list[int],
     logprobs: list[dict[int, float]] | None,
-) -> ChatLogprobs | None:
+) -> JSON | None:
     if logprobs is None:
         return None
     count = body.top_logprobs or 0
 
-    def describe(token: int, logprob: float) -> dict[str, Any]:
+    def describe(token: int, logprob: float) -> JSON:
         text = backend.token_text(token)
-        partial = "\ufffd" in text
         return {
             "token": backend.token_name(token, body),
             "logprob": clamp(logprob),
-            "bytes": None if partial else [*text.encode()],
+            "bytes": None if "\ufffd" in text else [*text.encode()],  # else it is no text alone
         }
 
     content = []
     for token, top in zip(tokens, logprobs, strict=True):
         likeliest = sorted(top.items(), key=lambda item: -item[1])[:count]
-        content.append(
-            ChatTokenLogprob(
-                **describe(token, top[token]),
-                top_logprobs=[TokenLogprob(**describe(*item)) for item in likeliest],
-            )
-        )
-    return ChatLogprobs(content=content)
+        alternatives = [describe(*item) for item in likeliest]
+        content.append({**describe(token, top[token]), "top_logprobs": alternatives})
+    return {"content": content, "refusal": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,7 @@ from radixcache.runtime.server.api.generation import (
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job, PromptDelta
-from radixcache.runtime.server.protocol.answers import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-)
+from radixcache.runtime.server.protocol.answers import Completion
 from radixcache.runtime.server.protocol.openai import CompletionRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -66,29 +63,31 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
         told = progress(backend, body, chunks.head, job)
         return EventStream(job, chunks.of, chunks.last, prefilled=told)
     outputs = await finish(job, request)
-    choices: list[CompletionChoice] = []
+    choices: list[JSON] = []
     for number, output in enumerate(outputs):
         for completion in output.outputs:
-            echo = echoes[number] if echoes else ""
             tokens: list[int] = completion.token_ids
             logprobs: Logprobs | None = completion.logprobs
             if logprobs is not None and body.echo:
                 tokens = output.prompt_token_ids + tokens
                 logprobs = [*(output.prompt_logprobs or []), *logprobs]
+            ids: JSON = {}
+            if body.return_token_ids:
+                ids["token_ids"] = completion.token_ids
+                ids["prompt_token_ids"] = output.prompt_token_ids
             choices.append(
-                CompletionChoice(
-                    index=len(choices),
-                    text=echo + completion.text,
-                    logprobs=_logprobs(backend, body, tokens, logprobs),
-                    finish_reason=completion.finish_reason,
-                    stop_reason=completion.stop_reason,
-                    prompt_logprobs=prompt_logprobs(backend, body, output),
-                    token_ids=completion.token_ids if body.return_token_ids else None,
-                    prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
-                )
+                {
+                    "index": len(choices),
+                    "text": (echoes[number] if echoes else "") + completion.text,
+                    "logprobs": _logprobs(backend, body, tokens, logprobs),
+                    "finish_reason": completion.finish_reason,
+                    "stop_reason": completion.stop_reason,
+                    "prompt_logprobs": prompt_logprobs(backend, body, output),
+                    **ids,
+                }
             )
-    more = extension(backend, job, body)
-    return Completion(**head, choices=choices, usage=usage(backend, outputs), radixcache=more)
+    more = {"usage": usage(backend, outputs), "radixcache": extension(backend, job, body)}
+    return {**head, "choices": choices, **more}
 
 
 async def encode_prompts(
@@ -168,7 +167,7 @@ class _Chunks:
             choice = {
                 "index": index,
                 "text": text,
-                "logprobs": shown.model_dump() if shown else None,
+                "logprobs": shown,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
                 **ids,
@@ -185,17 +184,20 @@ def _logprobs(
     tokens: list[int],
     logprobs: Logprobs | None,
     offset: int = 0,
-) -> CompletionLogprobs | None:
+) -> JSON | None:
     """The logprobs of `tokens`, the first of which begins `offset` characters into the text."""
     if logprobs is None:
         return None
-    shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for token, top in zip(tokens, logprobs, strict=True):
-        shown.tokens.append(backend.token_name(token, body))
-        shown.token_logprobs.append(None if top is None else clamp(top[token]))
-        shown.top_logprobs.append(
-            None if top is None else {backend.token_name(t, body): clamp(p) for t, p in top.items()}
-        )
-        shown.text_offset.append(offset)
-        offset += len(backend.token_text(token))
-    return shown
+
+    def name(token: int) -> str:
+        return backend.token_name(token, body)
+
+    lengths = [len(backend.token_text(token)) for token in tokens]
+    return {
+        "tokens": [name(token) for token in tokens],
+        "token_logprobs": [
+            top and clamp(top[token]) for token, top in zip(tokens, logprobs, strict=True)
+        ],
+        "top_logprobs": [top and {name(t): clamp(p) for t, p in top.items()} for top in logprobs],
+        "text_offset": [*accumulate(lengths[:-1], initial=offset)] if tokens else [],
+    }

@@ -15,8 +15,7 @@ from radixcache.runtime.server.api.chat_turn import Turn
 from radixcache.runtime.server.protocol.responses import split_system
 from radixcache.runtime.tokens.tokenizer import Message
 
-Change = Literal["tools", "settings", "system", "messages"]
-
+Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]
 
 _OBJECTS = 4096
 """Bytes, about, that a turn takes however short its texts are."""
@@ -87,7 +86,7 @@ PastsDep = Annotated[ResponseStore, Depends(_pasts_of)]
 
 def compare(
     past: StoredResponse, turn: Turn, prompt: Tokens, cached: int, granularity: int
-) -> tuple[Change | Literal["nothing", "unknown"], int]:
+) -> tuple[Change, int]:
     """What a client changed since an earlier turn, so that less of its prompt was cached.
 
     "nothing": all of the earlier prompt was cached, or as far as this one goes on from it.

@@ -50,7 +50,7 @@ def _answer(prompt: str) -> str:
     return "\n".join(["Let me see.", *calls]) if calls else f"{role}: {text}"
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     """A message, the same for all three."""
     return {"role": "user", "content": text}
 
@@ -126,7 +126,7 @@ class Api:
         """A request; `choice` is "required", "none" or a tool's name."""
         raise NotImplementedError
 
-    def result(self, made: Called, text: str) -> dict[str, Any]:
+    def result(self, made: Called, text: Any) -> dict[str, Any]:
         """What a tool has answered."""
         raise NotImplementedError
 
@@ -156,7 +156,7 @@ class Chat(Api):
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
 
-    def result(self, made: Called, text: str) -> dict[str, Any]:
+    def result(self, made: Called, text: Any) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": made.id, "content": text}
 
     def _send(self, client: Any, body: dict[str, Any]) -> Answer:
@@ -203,7 +203,7 @@ class Responses(Api):
             body["text"] = {"format": form}
         return body
 
-    def result(self, made: Called, text: str) -> dict[str, Any]:
+    def result(self, made: Called, text: Any) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": made.id, "output": text}
 
     def _send(self, client: Any, body: dict[str, Any]) -> Answer:
@@ -262,7 +262,7 @@ class Messages(Api):
             body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         return body
 
-    def result(self, made: Called, text: str) -> dict[str, Any]:
+    def result(self, made: Called, text: Any) -> dict[str, Any]:
         block = {"type": "tool_result", "tool_use_id": made.id, "content": text}
         return {"role": "user", "content": [block]}
 

@@ -97,7 +97,7 @@ def comes_in(
 def test_what_a_key_opens(key: str | None, with_api_key: Any, with_admin_key: Any, with_both: Any):
     for sent in ("authorization", "x_api_key"):
         value = key if sent == "x_api_key" else f"Bearer {key}"
-        headers = {} if key is None else {sent: value}
+        headers: Any = {} if key is None else {sent: value}
         assert comes_in(ServerArgs(api_key="user"), **headers) == with_api_key
         assert comes_in(ServerArgs(admin_key="boss"), **headers) == with_admin_key
         assert comes_in(ServerArgs(api_key="user", admin_key="boss"), **headers) == with_both

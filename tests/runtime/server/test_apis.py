@@ -177,7 +177,7 @@ def test_errors_have_the_shape_and_the_words_of_the_api():
         LLM(kv_cache_memory_bytes="8MiB"), api_key="the key", max_body_size=1000,
         request_timeout=0.001,
     ) as server:  # fmt: skip
-        bodies = {
+        bodies: dict[str, dict[str, Any]] = {
             Chat.path: {"messages": [user("Hi")]},
             Responses.path: {"input": "Hi"},
             Messages.path: {"messages": [user("Hi")], "max_tokens": 50},

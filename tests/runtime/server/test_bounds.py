@@ -258,9 +258,13 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
 def test_equal_looks_that_wait_share_one_walk(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, walks, go_on = server.engine.cache, [], threading.Event()
-    outline = cache.outline
-    monkeypatch.setattr(cache, "outline", lambda: (walks.append(1), outline())[1])
+    walks, outline, go_on = list[int](), server.engine.cache.outline, threading.Event()
+
+    def counted() -> Any:
+        walks.append(1)
+        return outline()
+
+    monkeypatch.setattr(server.engine.cache, "outline", counted)
     held = server.backend.llm.worker.call(lambda: go_on.wait(30))
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(server.get, "/v1/cache?rows=7") for _ in range(12)]
@@ -341,7 +345,12 @@ def test_a_body_that_does_not_come_is_408(
 def test_an_answer_may_take_longer_than_a_body(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(deadline, "BODY_SECONDS", 0.05)
     step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
+
+    def slow() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
     with live(llm) as server:
         assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 10}).status_code == 200
 
@@ -359,7 +368,8 @@ def test_a_body_that_is_half_there_when_the_server_ends_is_503() -> None:
         async def receive() -> Any:
             for message in messages:
                 return message
-            return await asyncio.sleep(60)
+            await asyncio.sleep(60)
+            return None
 
         app: Any = deadline.BodyDeadline(read)
         task = asyncio.ensure_future(app({"type": "http"}, receive, None))

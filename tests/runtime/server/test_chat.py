@@ -56,7 +56,7 @@ def test_models_are_listed_and_found(client: Any, server: LiveServer):
 @pytest.mark.parametrize("include_usage", [True, False])
 def test_a_stream_of_several_answers_adds_up_to_the_whole(client: Any, include_usage: bool):
     whole = create(client, n=2)
-    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    options: Any = {"stream_options": {"include_usage": True}} if include_usage else {}
     chunks = [*create(client, stream=True, n=2, **options)]
     assert len({chunk.id for chunk in chunks}) == 1
     for index in range(2):
@@ -78,7 +78,7 @@ def test_a_stream_of_several_answers_adds_up_to_the_whole(client: Any, include_u
 def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
     client: Any, server: LiveServer
 ):
-    options = {"logprobs": True, "top_logprobs": 3}
+    options: Any = {"logprobs": True, "top_logprobs": 3}
     whole = create(client, **options).choices[0].logprobs.content
     streamed = [
         token
@@ -208,7 +208,7 @@ def test_a_call_that_comes_back_changed_is_the_clients(chat: Chat, scripted: Liv
     first = chat.ask(question, tools=[STEP])
     (said,) = first.said
     said["tool_calls"][0]["function"]["arguments"] = '{"why": "other", "n": 0}'
-    result = chat.result(first.calls[0], [{"type": "text", "text": "ok"}])  # type: ignore[arg-type]
+    result = chat.result(first.calls[0], [{"type": "text", "text": "ok"}])
     conversation = [question, said, result]
     tokens = scripted.post("/tokenize", {"messages": conversation}).json()["tokens"]
     prompt = scripted.post("/detokenize", {"tokens": tokens}).json()["prompt"]

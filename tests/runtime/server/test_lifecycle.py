@@ -62,7 +62,12 @@ def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
 def test_an_abort_takes_one_step_at_most(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     steps: list[int] = []
     step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda: (steps.append(1), step())[1])
+
+    def counted() -> Any:
+        steps.append(1)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", counted)
     with live(llm) as server:
         with streaming(server):
             jobs, ended = server.backend.jobs, list[int]()

@@ -151,7 +151,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
     (
         MESSAGES,
-        {"messages": [HI, user([{"type": "tool_result", "tool_use_id": "d"}])]},  # type: ignore[arg-type]
+        {"messages": [HI, user([{"type": "tool_result", "tool_use_id": "d"}])]},
         f"{NO_CALL}, not 'd'",
     ),
     # Templates.
