@@ -45,8 +45,6 @@ class Prefilled(NamedTuple):
 
 
 class Job(AsyncJob):
-    """The requests of one client."""
-
     def __init__(
         self, metrics: Metrics, stream: bool, num_sequences: int, client: Hashable
     ) -> None:
@@ -143,7 +141,6 @@ class RequestTracker:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine has not stopped."""
         return self.worker.alive
 
     def start(self) -> None:
@@ -263,7 +260,6 @@ class RequestTracker:
             job.end(ApiError.unavailable("the server is shutting down"))
 
     async def close(self) -> None:
-        """End every job; the engine's thread stays."""
         await self.drain(0)
         with suppress(EngineStopped):
             await self.call(lambda: None)  # their requests are aborted when this is answered

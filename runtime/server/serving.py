@@ -57,8 +57,6 @@ class GenerationOptions(Protocol):
 
 
 class Backend:
-    """The model behind the routes of one app."""
-
     def __init__(self, llm: LLM, options: ServerArgs) -> None:
         self.llm = llm
         self.options = options
@@ -91,7 +89,6 @@ class Backend:
         self._remembering: set[asyncio.Future[None]] = set()
 
     async def close(self) -> None:
-        """End what is running, and the threads."""
         await self.jobs.close()
         for pool in (self._tokenizing, self._compiling):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -155,7 +152,6 @@ class Backend:
         return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
 
     def now(self) -> int:
-        """Unix time, for `created`."""
         return int(time.time())
 
     async def encode_chat(
@@ -183,7 +179,6 @@ class Backend:
             raise ApiError.not_found(str(error), "prefix") from None
 
     async def find_prefix_for(self, body: GenerationRequest) -> NamedPrefix | None:
-        """The prefix that a request names; 404 if there is none with the request's salt."""
         if body.prefix is None:
             return None
         return await self.find_prefix(body.prefix, body.cache_salt)
@@ -245,12 +240,10 @@ def client_of(request: Request, cache_salt: str | None = None) -> Hashable:
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[Message]:
-    """Messages as chat templates take them."""
     return [message.plain() for message in messages]
 
 
 def backend_of(request: Request) -> Backend:
-    """The backend of the app that a request came to."""
     return cast(Backend, request.app.state.backend)
 
 

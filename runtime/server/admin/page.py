@@ -13,8 +13,6 @@ router = APIRouter(include_in_schema=False)
 
 
 class Example(BaseModel):
-    """A conversation to begin with."""
-
     system: str
     questions: list[str]
 

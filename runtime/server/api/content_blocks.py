@@ -30,8 +30,6 @@ B = TypeVar("B")
 
 @dataclass
 class Part:
-    """Reasoning, text, or a call of a function, whose `text` is its arguments."""
-
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
     name: str = ""
@@ -56,7 +54,6 @@ class Parts:
 
     @classmethod
     def of(cls, said: ParsedMessage) -> Parts:
-        """Those of a message that is there as a whole."""
         whole = cls()
         if said.reasoning:
             whole.parts.append(Part("reasoning", said.reasoning))
@@ -66,7 +63,6 @@ class Parts:
         return whole
 
     def add(self, pieces: Iterable[ParsedDelta]) -> Iterator[Step]:
-        """What changes by these pieces."""
         for piece in pieces:
             kind = "call" if piece.kind == "arguments" else piece.kind
             if not self._open or kind != self.parts[-1].kind or piece.kind == "call":
@@ -80,19 +76,16 @@ class Parts:
                 yield Step("more", len(self.parts) - 1, self.parts[-1], piece.text)
 
     def close(self) -> Iterator[Step]:
-        """No more pieces come, or another part begins."""
         if self._open:
             self._open = False
             yield Step("close", len(self.parts) - 1, self.parts[-1])
 
     @property
     def has_calls(self) -> bool:
-        """Whether a function is called."""
         return any(part.kind == "call" for part in self.parts)
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
         return "".join(part.text for part in self.parts if part.kind == "reasoning")
 
 
@@ -140,16 +133,13 @@ class Exchange(ABC, Generic[B]):
         """The events in place of an end."""
 
     def extension(self) -> JSON:
-        """What is said in `radixcache`."""
         return extension(self.backend, self.answers.job, self.answers.turn)
 
     def compare(self, past: StoredResponse, cached: int) -> tuple[Change, int]:
-        """See `response_store.compare`."""
         prompt, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
         return compare(past, self.answers.turn, prompt, cached, granularity)
 
     def begin_once(self, num_tokens: int = 0) -> Iterator[JSON]:
-        """`begin`, if nothing has begun yet."""
         if not self._has_begun:
             self._has_begun = True
             yield from self.begin(num_tokens)

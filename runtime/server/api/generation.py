@@ -105,7 +105,6 @@ def event(chunk: JSON) -> str:
 
 
 def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
-    """Tokens over all prompts and completions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)

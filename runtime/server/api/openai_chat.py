@@ -112,8 +112,6 @@ def _choice(
 
 
 class _Chunks:
-    """The chunks of one streamed answer."""
-
     def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
         self._body = body
         self._backend = backend
@@ -158,7 +156,6 @@ class _Chunks:
 
 
 def _delta(piece: ParsedDelta) -> JSON:
-    """What a message gains by a piece."""
     match piece.kind:
         case "content":
             return {"content": piece.text}

@@ -112,7 +112,6 @@ async def encode_prompts(
 
 
 async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -> list[str]:
-    """The texts of the prompts, if they are to be echoed."""
     if not body.echo:
         return []
 

@@ -68,7 +68,6 @@ class ResponseStore:
         return kept and kept[0]
 
     def drop(self, name: str, salt: str | None) -> None:
-        """Forget a turn that `find` finds."""
         _, size = self._pasts[salt].pop(name)
         self._num_bytes[salt] -= size
         self.num_bytes -= size

@@ -37,8 +37,6 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer."""
-
     def __init__(
         self,
         status: int,
@@ -61,7 +59,6 @@ class ApiError(Exception):
 
     @classmethod
     def invalid(cls, message: str, param: str | None = None) -> ApiError:
-        """400: a request that cannot be served as it is."""
         return cls(400, message, param=param)
 
     @classmethod
@@ -86,17 +83,14 @@ class ApiError(Exception):
 
     @classmethod
     def conflict(cls, message: str) -> ApiError:
-        """409: not in the state that the server is in."""
         return cls(409, message)
 
     @classmethod
     def too_large(cls, limit: int) -> ApiError:
-        """413: the body is larger than the server reads."""
         return cls(413, f"the request's body is larger than {limit} bytes")
 
     @classmethod
     def busy(cls, message: str) -> ApiError:
-        """429: the queue is full."""
         return cls(
             429,
             message,
@@ -107,7 +101,6 @@ class ApiError(Exception):
 
     @classmethod
     def internal(cls, message: str) -> ApiError:
-        """500: the engine failed."""
         return cls(500, message, "server_error")
 
     @classmethod
@@ -117,12 +110,10 @@ class ApiError(Exception):
 
     @classmethod
     def timeout(cls, message: str) -> ApiError:
-        """504: the answer took too long."""
         return cls(504, message, "timeout_error")
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
         return {
             "error": {
                 "message": self.message,
@@ -144,12 +135,10 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def response_at(self, path: str) -> JSONResponse:
-        """The error as a response of the API at this path."""
         return JSONResponse(self.body_at(path), self.status, headers=dict(self.headers or {}))
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any error."""
     match error:
         case ApiError():
             return error

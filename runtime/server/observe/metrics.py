@@ -190,8 +190,6 @@ class Metrics:
 
 
 class _Families(Collector):
-    """What `generate_latest` takes."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
@@ -200,7 +198,6 @@ class _Families(Collector):
 
 
 def _renamed(family: Metric, name: str, model_name: str) -> Metric:
-    """The samples of a family as vLLM shows them."""
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         labels = {"model_name": model_name, **sample.labels}

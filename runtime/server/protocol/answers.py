@@ -16,8 +16,6 @@ class PromptTokensDetails(Body):
 
 
 class Usage(Body):
-    """Tokens of a request, over all its prompts and completions."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -46,8 +44,6 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(Body):
-    """A plain completion."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -93,8 +89,6 @@ class Explained(Body):
 
 
 class Completion(Body):
-    """The answer of /v1/completions."""
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -119,22 +113,16 @@ class ChatTokenLogprob(TokenLogprob):
 
 
 class ChatLogprobs(Body):
-    """Log-probabilities of an answer."""
-
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class CalledFunction(Body):
-    """What is called; `arguments` is JSON text."""
-
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A call of a tool."""
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -152,8 +140,6 @@ class AssistantMessage(Body):
 
 
 class ChatChoice(Body):
-    """One answer of those that were asked for."""
-
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -163,8 +149,6 @@ class ChatChoice(Body):
 
 
 class ChatCompletion(Body):
-    """The answer of /v1/chat/completions."""
-
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -188,8 +172,6 @@ class ModelCard(Body):
 
 
 class ModelList(Body):
-    """The answer of /v1/models."""
-
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
@@ -229,8 +211,6 @@ class CachePrefixList(Body):
 
 
 class DeletedPrefix(Body):
-    """The answer to a DELETE of a pinned prefix."""
-
     name: str
     object: Literal["prefix"] = "prefix"
     deleted: Literal[True] = True
@@ -324,14 +304,10 @@ class CacheHits(Body):
 
 
 class Flushed(Body):
-    """The answer of POST /v1/cache/flush."""
-
     flushed: Literal[True] = True
 
 
 class Tokenized(Body):
-    """The answer of /tokenize."""
-
     count: int
     max_model_len: int
     tokens: TokenIds
@@ -339,20 +315,14 @@ class Tokenized(Body):
 
 
 class Detokenized(Body):
-    """The answer of /detokenize."""
-
     prompt: str
 
 
 class Health(Body):
-    """The answer of /health."""
-
     status: Literal["ok"] = "ok"
 
 
 class ErrorBody(Body):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -360,6 +330,4 @@ class ErrorBody(Body):
 
 
 class Error(Body):
-    """The answer to whatever cannot be served."""
-
     error: ErrorBody

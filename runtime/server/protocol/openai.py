@@ -44,8 +44,6 @@ from radixcache.runtime.server.protocol.unsupported import (
 
 
 class StreamOptions(StrictModel):
-    """What a stream has besides the text."""
-
     harmless = frozenset({"include_obfuscation"})
     refused = REFUSED_IN_STREAM_OPTIONS
 
@@ -112,12 +110,10 @@ class GenerationRequest(StructuredFields, StrictModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def include_progress(self) -> bool:
-        """Whether a stream tells how far the prompt is computed."""
         return bool(self.stream_options and self.stream_options.include_progress)
 
     def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
@@ -139,8 +135,6 @@ class GenerationRequest(StructuredFields, StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
-
     refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_COMPLETIONS
 
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
@@ -153,7 +147,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | TokenIds]:
-        """The prompts, one at least."""
         match self.prompt:
             case [str() | list(), *_] as many:
                 return cast(list[str | TokenIds], many)
@@ -176,8 +169,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(ToolFields, GenerationRequest):
-    """POST /v1/chat/completions."""
-
     refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
@@ -263,7 +254,5 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """POST /detokenize."""
-
     model: Text | None = None
     tokens: Annotated[TokenIds, Field(max_length=MAX_SHOWN_IDS)]

@@ -24,8 +24,6 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the answer."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
@@ -38,7 +36,6 @@ class ResponseFormat(Body):
         return self
 
     def structured(self) -> StructuredOutputsParams | None:
-        """None for free text."""
         if self.type == "text":
             return None
         schema = None if self.json_schema is None else self.json_schema.schema_
@@ -65,7 +62,6 @@ class OutputFormat(Body):
         return self
 
     def structured(self) -> StructuredOutputsParams | None:
-        """None for free text."""
         if self.type == "text":
             return None
         if self.schema_ is None:
@@ -91,7 +87,6 @@ class StructuredOutputs(Body):
         return value
 
     def all(self) -> list[StructuredOutputsParams]:
-        """What is asked for."""
         found = [] if self.json_ is None else [StructuredOutputsParams.json(self.json_)]
         found += [] if self.regex is None else [StructuredOutputsParams.regex(self.regex)]
         found += [] if self.choice is None else [StructuredOutputsParams.choice(self.choice)]
@@ -100,13 +95,10 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """What a request may ask of the form of its answer."""
-
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The form; None for free text."""
         forms = self._forms()
         return forms[0] if forms else None
 

@@ -89,8 +89,6 @@ class Item(OneOf):
 
 
 class ResponseFunctionTool(StrictModel):
-    """A function that the model may call."""
-
     refused: ClassVar = {
         "function": UnsupportedField("send name, description and parameters beside `type`"),
         "input_schema": UnsupportedField("send it as parameters"),
@@ -104,23 +102,17 @@ class ResponseFunctionTool(StrictModel):
 
 
 class ResponseNamedTool(StrictModel):
-    """One function."""
-
     type: Literal["function"]
     name: Text
 
 
 class ResponseAllowedTools(StrictModel):
-    """Some functions."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: List[ResponseNamedTool]
 
 
 class TextOptions(StrictModel):
-    """How the text is written."""
-
     refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
 
     format: OutputFormat | None = None
@@ -149,8 +141,6 @@ class CacheOptions(StrictModel):
 
 
 class ResponsesRequest(StrictModel):
-    """POST /v1/responses."""
-
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
         "stream_options max_tool_calls".split()
@@ -191,12 +181,10 @@ class ResponsesRequest(StrictModel):
 
     @property
     def compared(self) -> str | None:
-        """The response that this one is to be compared with."""
         options = self.prompt_cache_options
         return None if options is None else options.comparison_response_id
 
     def messages(self) -> list[Message]:
-        """What is new in the conversation."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return merge([item.as_message() for item in self.input])
@@ -209,7 +197,6 @@ class ResponsesRequest(StrictModel):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of."""
         return tuple(
             make_tool(tool.name, tool.parameters, tool.description, tool.strict)
             for tool in self.tools or ()
@@ -217,7 +204,6 @@ class ResponsesRequest(StrictModel):
 
     @property
     def choice(self) -> ToolChoice:
-        """Which of them the answer calls."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case ResponseNamedTool(name=name):
@@ -229,11 +215,9 @@ class ResponsesRequest(StrictModel):
 
     @property
     def effort(self) -> str | None:
-        """How much to think."""
         return None if self.reasoning is None else self.reasoning.effort
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Sampling as asked for, and else as in `defaults`."""
         asked = {"temperature": self.temperature, "top_p": self.top_p}
         asked |= {"max_tokens": self.max_output_tokens}
         given: JSON = {name: value for name, value in asked.items() if value is not None}

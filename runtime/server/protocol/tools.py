@@ -34,15 +34,11 @@ class TextPart(StrictModel):
 
 
 class CalledFunction(Body):
-    """What is called; `arguments` is JSON text."""
-
     name: Text
     arguments: Text
 
 
 class ToolCall(Body):
-    """A call that an assistant made."""
-
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -114,14 +110,10 @@ class FunctionTool(StrictModel):
 
 
 class FunctionName(Body):
-    """Which function."""
-
     name: Text
 
 
 class NamedTool(Body):
-    """A tool by its name."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -162,8 +154,6 @@ def check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:
 
 
 class ToolFields(Body):
-    """What a request says of tools, thoughts and the chat template."""
-
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -177,13 +167,11 @@ class ToolFields(Body):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of."""
         functions = [tool.function for tool in self.tools or ()]
         return tuple(make_tool(f.name, f.parameters, f.description, f.strict) for f in functions)
 
     @property
     def choice(self) -> ToolChoice:
-        """Which of them the answer calls."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case NamedTool(function=function):
