@@ -100,8 +100,8 @@ class Job(AsyncJob):
         if news.error is not None:
             news = news._replace(error=as_api_error(news.error))
         elif failed is not None:
-            make = ApiError.invalid if failed.error_is_invalid else ApiError.internal
-            news = news._replace(error=make(str(failed.error)), finished=True)
+            status = 400 if failed.error_is_invalid else 500
+            news = news._replace(error=ApiError(status, str(failed.error)), finished=True)
         super().hear(news)
 
 
@@ -246,7 +246,7 @@ class RequestTracker:
             record = self._tracing.follow()
             job._on_end.append(lambda: record(job.requests, job.error))
         if timeout is not None:
-            error = ApiError.timeout(f"not finished within {timeout:g} seconds")
+            error = ApiError(504, f"not finished within {timeout:g} seconds")
             job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
 
     async def drain(self, grace: float) -> None:

@@ -144,9 +144,10 @@ async def flush_cache(backend: BackendDep) -> Flushed:
     try:
         await asyncio.to_thread(backend.llm.reset_prefix_cache)
     except LeaseError:
-        raise ApiError.conflict(
+        raise ApiError(
+            409,
             "requests run or prefixes are pinned: flush when the ones have ended and the others "
-            "are deleted"
+            "are deleted",
         ) from None
     return Flushed()
 

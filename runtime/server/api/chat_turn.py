@@ -74,7 +74,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     params = turn.params
     if turn.tools or params.structured_outputs:  # whose schemas may be long
         params = await on_thread(_guided, turn, backend.tokenizer, prompt.text)
-    job = await backend.submit([prompt.tokens], params, turn, client)
+    job = await backend.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
     return Answers(backend, turn, prompt, job)
 
 

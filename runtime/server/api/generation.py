@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -17,7 +17,10 @@ from radixcache.runtime.engine.outputs import RequestOutput, find_repetition
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest
-from radixcache.runtime.server.serving import Backend, GenerationOptions
+from radixcache.runtime.server.serving import Backend
+
+if TYPE_CHECKING:
+    from radixcache.runtime.server.api.chat_turn import Turn
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +152,7 @@ def last_chunk(
         yield {**head, "choices": [], **more}
 
 
-def extension(backend: Backend, job: Job, wants: GenerationOptions) -> JSON:
+def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JSON:
     """What the engine has to say about a job that is finished."""
     explanation = None
     if wants.explain:

@@ -57,7 +57,7 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
     backend.jobs.check_room(len(body.prompts) * params.n, client)
     prompts = await encode_prompts(body, backend, request)
     echoes = await _echoes(body, backend, client)
-    job = await backend.submit(prompts, params, body, client)
+    job = await backend.submit(prompts, params, client, body.cache_salt, bool(body.stream))
     if body.stream:
         chunks = _Chunks(body, backend, head, params.n, job, echoes)
         told = progress(backend, body, chunks.head, job)
@@ -95,8 +95,8 @@ async def encode_prompts(
 ) -> list[TokensLike]:
     """The token ids of the prompts, behind those of the prefix if one is named."""
     client = client_of(request, body.cache_salt)
-    prefix = await backend.find_prefix_for(body)
-    special = prefix is None and body.add_special_tokens is not False
+    prefix = body.prefix and await backend.find_prefix(body.prefix, body.cache_salt)
+    special = not prefix and body.add_special_tokens is not False
     tokens: list[TokensLike] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
@@ -106,7 +106,7 @@ async def encode_prompts(
             tokens.append(await backend.tokenize(encode, client))
         else:
             tokens.append(prompt)
-    if prefix is None:
+    if not prefix:
         return tokens
     return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]
 

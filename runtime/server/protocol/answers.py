@@ -6,6 +6,7 @@ from typing import Literal
 
 from radixcache.runtime.engine.explain import Reason
 from radixcache.runtime.server.protocol.fields import Body, TokenIds
+from radixcache.runtime.server.protocol.tools import ToolCall
 
 
 class PromptTokensDetails(Body):
@@ -117,17 +118,6 @@ class ChatLogprobs(Body):
     refusal: None = None
 
 
-class CalledFunction(Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
 class AssistantMessage(Body):
     """The answer; its reasoning is there by both names that clients look for."""
 
@@ -201,13 +191,10 @@ class CachePrefix(Prefix):
     namespace: str | None
 
 
-class CachePrefixList(Body):
+class CachePrefixList(PrefixList):
     """The pinned prefixes of all salts, oldest first, and the pages that they hold and may hold."""
 
-    object: Literal["list"] = "list"
-    data: list[CachePrefix]
-    pinned_pages: int
-    budget_pages: int
+    data: list[CachePrefix]  # type: ignore[assignment]
 
 
 class DeletedPrefix(Body):

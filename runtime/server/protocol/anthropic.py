@@ -31,7 +31,7 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import OutputFormat
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.tools import check_choice, make_tool
+from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -162,7 +162,7 @@ class Diagnostics(StrictModel):
     previous_message_id: Text | None = None
 
 
-class CountRequest(StrictModel):
+class CountRequest(OffersTools, StrictModel):
     refused: ClassVar = {
         "container": UnsupportedField("run the tools yourself"),
         "context_management": UnsupportedField("leave out what is old", ({"edits": []},)),
@@ -251,11 +251,6 @@ class CountRequest(StrictModel):
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         return replace(defaults, structured_outputs=self.structured())
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> CountRequest:
-        check_choice(self.offered, self.choice)
-        return self
 
 
 class MessagesRequest(CountRequest):

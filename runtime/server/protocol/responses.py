@@ -26,7 +26,7 @@ from radixcache.runtime.server.protocol.fields import (
     UnsupportedField,
 )
 from radixcache.runtime.server.protocol.response_format import OutputFormat
-from radixcache.runtime.server.protocol.tools import check_choice, make_tool
+from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -140,7 +140,7 @@ class CacheOptions(StrictModel):
     comparison_response_id: Text | None = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(OffersTools, StrictModel):
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
         "stream_options max_tool_calls".split()
@@ -223,11 +223,6 @@ class ResponsesRequest(StrictModel):
         given: JSON = {name: value for name, value in asked.items() if value is not None}
         form = None if self.text is None else self.text.format
         return replace(defaults, structured_outputs=form.structured() if form else None, **given)
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> ResponsesRequest:
-        check_choice(self.offered, self.choice)
-        return self
 
 
 def merge(parts: list[Message]) -> list[Message]:
