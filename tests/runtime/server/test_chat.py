@@ -16,6 +16,7 @@ from tests.cover import seeds
 from tests.runtime.server.apis import SCHEMA, Answer, Chat, user
 from tests.runtime.server.live import SYSTEM, LiveServer, ask
 from tests.runtime.test_tabletalk import HEADER, LOOKUP, PEOPLE
+from tests.schemas import random_schema
 
 CHAT = "/v1/chat/completions"
 QUESTION, ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
@@ -260,35 +261,11 @@ def test_the_template_takes_the_clients_values(chat: Chat):
     assert chat.ask(user("Hello"), reasoning_effort="low").prompt == free
 
 
-def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    match rng.randrange(7 if depth < 2 else 5):
-        case 0:
-            return {"type": "string", "maxLength": rng.randint(0, 6)}
-        case 1:
-            return {"type": "integer", "minimum": 0, "maximum": rng.randint(0, 99)}
-        case 2:
-            return {"type": "boolean"}
-        case 3:
-            return {"enum": rng.sample(["a", "é", 'b"', 7, None, 2.5], rng.randint(1, 4))}
-        case 4:
-            return {"$ref": "#/$defs/shared"}
-        case 5:
-            return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": 2}
-        case _:
-            names = rng.sample(["a", "b b", "c", "<"], rng.randint(0, 3))
-            return {
-                "type": "object",
-                "properties": {name: random_schema(rng, depth + 1) for name in names},
-                "required": [name for name in names if rng.random() < 0.7],
-                "additionalProperties": False,
-            }
-
-
 def random_parameters(rng: random.Random) -> dict[str, Any]:
     parameters = random_schema(rng)
     while parameters.get("type") != "object":
         parameters = random_schema(rng)
-    return {**parameters, "$defs": {"shared": {"enum": ["x", 1]}}}
+    return parameters
 
 
 @seeds(20, 49)

@@ -59,31 +59,6 @@ def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
         assert server.call(lambda: server.engine.num_generated) < before + 2000
 
 
-def test_an_abort_takes_one_step_at_most(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    steps: list[int] = []
-    step = llm.engine.step
-
-    def counted() -> Any:
-        steps.append(1)
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", counted)
-    with live(llm) as server:
-        with streaming(server):
-            jobs, ended = server.backend.jobs, list[int]()
-
-            def end() -> None:
-                (job,) = jobs._open
-                job.end()
-                ended.append(len(steps))
-
-            jobs._loop.call_soon_threadsafe(end)
-            server.wait_until(lambda: not server.engine.has_work, 5)
-            time.sleep(0.1)
-            assert ended and len(steps) <= ended[0] + 1
-        server.assert_idle()
-
-
 def test_a_request_that_takes_too_long_ends(llm: LLM):
     with live(llm, request_timeout=0.5) as server:
         assert_error(server.post(COMPLETIONS, ENDLESS), 504, "not finished within 0.5 seconds")
