@@ -83,6 +83,16 @@ class Answer(NamedTuple):
     whole: Any
 
 
+class Asked(NamedTuple):
+    """What is asked for; `choice` is "required", "none" or a tool's name."""
+
+    tools: Any = ()
+    choice: str | None = None
+    parallel: bool = True
+    schema: Any = None
+    max_tokens: int = 300
+
+
 class Api:
     """One API, asked for whole answers or for streams, which the stock client puts together.
 
@@ -109,21 +119,16 @@ class Api:
             yield client
 
     def ask(self, *conversation: Any, **asked: Any) -> Answer:
-        """See `body`; what is not known to it is sent as it is."""
-        more = {name: asked.pop(name) for name in [*asked] if name not in _NEUTRAL}
+        """See `Asked`; what is not known to it is sent as it is."""
+        more = {name: asked.pop(name) for name in [*asked] if name not in Asked._fields}
         with self.client() as client:
             return self._send(client, {**self.body(*conversation, **asked), "extra_body": more})
 
-    def body(
-        self,
-        *conversation: Any,
-        tools: Any = (),
-        choice: str | None = None,
-        parallel: bool = True,
-        schema: Any = None,
-        max_tokens: int = 300,
-    ) -> dict[str, Any]:
-        """A request; `choice` is "required", "none" or a tool's name."""
+    def body(self, *conversation: Any, **asked: Any) -> dict[str, Any]:
+        """The body of such a request."""
+        return {"model": "scripted", **self._body([*conversation], Asked(**asked))}
+
+    def _body(self, conversation: list[Any], asked: Asked) -> dict[str, Any]:
         raise NotImplementedError
 
     def result(self, made: Called, text: Any) -> dict[str, Any]:
@@ -134,25 +139,20 @@ class Api:
         raise NotImplementedError
 
 
-_NEUTRAL = {"tools", "choice", "parallel", "schema", "max_tokens"}
-
-
 class Chat(Api):
     path = "/v1/chat/completions"
     failed = "data: [DONE]"
 
-    def body(
-        self, *conversation, tools=(), choice=None, parallel=True, schema=None, max_tokens=300
-    ):
-        body = {"model": "scripted", "messages": [*conversation], "max_tokens": max_tokens}
-        if tools:
-            body["tools"] = [{"type": "function", "function": tool} for tool in tools]
-            body["parallel_tool_calls"] = parallel
-        if choice is not None:
-            named = {"type": "function", "function": {"name": choice}}
-            body["tool_choice"] = choice if choice in ("required", "none") else named
-        if schema is not None:
-            form = {"name": "answer", "schema": schema}
+    def _body(self, conversation: list[Any], asked: Asked) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": conversation, "max_tokens": asked.max_tokens}
+        if asked.tools:
+            body["tools"] = [{"type": "function", "function": tool} for tool in asked.tools]
+            body["parallel_tool_calls"] = asked.parallel
+        if asked.choice is not None:
+            named = {"type": "function", "function": {"name": asked.choice}}
+            body["tool_choice"] = asked.choice if asked.choice in ("required", "none") else named
+        if asked.schema is not None:
+            form = {"name": "answer", "schema": asked.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
 
@@ -188,18 +188,16 @@ class Responses(Api):
     path = "/v1/responses"
     failed = '"type":"response.failed"'
 
-    def body(
-        self, *conversation, tools=(), choice=None, parallel=True, schema=None, max_tokens=300
-    ):
-        body = {"model": "scripted", "input": [*conversation], "max_output_tokens": max_tokens}
-        if tools:
-            body["tools"] = [{"type": "function", **tool} for tool in tools]
-            body["parallel_tool_calls"] = parallel
-        if choice is not None:
-            named = {"type": "function", "name": choice}
-            body["tool_choice"] = choice if choice in ("required", "none") else named
-        if schema is not None:
-            form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    def _body(self, conversation: list[Any], asked: Asked) -> dict[str, Any]:
+        body: dict[str, Any] = {"input": conversation, "max_output_tokens": asked.max_tokens}
+        if asked.tools:
+            body["tools"] = [{"type": "function", **tool} for tool in asked.tools]
+            body["parallel_tool_calls"] = asked.parallel
+        if asked.choice is not None:
+            named = {"type": "function", "name": asked.choice}
+            body["tool_choice"] = asked.choice if asked.choice in ("required", "none") else named
+        if asked.schema is not None:
+            form = {"type": "json_schema", "name": "answer", "schema": asked.schema, "strict": True}
             body["text"] = {"format": form}
         return body
 
@@ -242,24 +240,22 @@ class Messages(Api):
         ):
             yield client
 
-    def body(
-        self, *conversation, tools=(), choice=None, parallel=True, schema=None, max_tokens=300
-    ):
-        body = {"model": "scripted", "messages": [*conversation], "max_tokens": max_tokens}
-        if tools:
+    def _body(self, conversation: list[Any], asked: Asked) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": conversation, "max_tokens": asked.max_tokens}
+        if asked.tools:
             body["tools"] = [
                 {"input_schema": tool["parameters"]}
                 | {name: value for name, value in tool.items() if name != "parameters"}
-                for tool in tools
+                for tool in asked.tools
             ]
             kinds: Any = {"required": {"type": "any"}, "none": {"type": "none"}, None: {}}
-            chosen = kinds.get(choice, {"type": "tool", "name": choice})
-            if not parallel:
+            chosen = kinds.get(asked.choice, {"type": "tool", "name": asked.choice})
+            if not asked.parallel:
                 chosen = {"type": "auto", **chosen, "disable_parallel_tool_use": True}
             if chosen:
                 body["tool_choice"] = chosen
-        if schema is not None:
-            body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        if asked.schema is not None:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": asked.schema}}
         return body
 
     def result(self, made: Called, text: Any) -> dict[str, Any]:

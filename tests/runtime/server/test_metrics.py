@@ -217,26 +217,20 @@ def test_vllm_s_dashboard_finds_all_that_it_asks_for(fresh: LiveServer):
 def test_our_dashboard_asks_for_what_there_is(fresh: LiveServer):
     dashboard = json.loads((ROOT / "docs" / "deploy" / "grafana.json").read_text())
     found = {
-        sample.name: set(sample.labels) | {"instance"}  # which Prometheus adds
+        sample.name: {*sample.labels, "instance"}  # which Prometheus adds
         for family in families(fresh).values()
         for sample in family.samples
     }
-    assert len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]}) == 9
-    variables = {f"${variable['name']}" for variable in dashboard["templating"]["list"]}
-    for panel in dashboard["panels"]:
-        assert panel["title"] and panel["description"] and panel["targets"]
-        for target in panel["targets"]:
-            query = target["expr"]
-            assert query.count("(") == query.count(")")
-            assert set(re.findall(r"\$\w+", query)) <= variables | {"$__rate_interval"}
-            names = re.findall(r"radixcache_\w+", query)
-            assert names and set(names) <= set(found), query
-            for name, matchers in re.findall(r"(radixcache_\w+)\{([^}]*)\}", query):
-                assert set(re.findall(r"(\w+)=~?\"", matchers)) <= found[name], query
-            for labels in re.findall(r"by \((\w+)\)", query):
-                assert labels in set().union(*(found[name] for name in names)), query
-    (variable,) = (v for v in dashboard["templating"]["list"] if v["type"] == "query")
-    assert re.findall(r"radixcache_\w+", variable["query"]["query"])[0] in found
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [
+        v["query"]["query"] for v in dashboard["templating"]["list"] if "query" in v["type"]
+    ]
+    assert len(queries) > 9
+    for query in queries:
+        names = re.findall(r"radixcache_\w+", query)
+        assert names and {*names} <= {*found}, query
+        for name, matchers in re.findall(r"(radixcache_\w+)\{([^}]*)\}", query):
+            assert {*re.findall(r"(\w+)=~?\"", matchers)} <= found[name], query
 
 
 def test_the_page_s_table_names_what_there_is(fresh: LiveServer):

@@ -19,7 +19,6 @@ from tests.runtime.server.browser import INSTALLED, Page, browser
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_lifecycle import forked
 from tests.runtime.server.test_loading import loading, served
-from tests.runtime.server.trees import fill
 
 pytestmark = pytest.mark.xdist_group("page")
 needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
@@ -318,33 +317,6 @@ def test_what_has_no_room_folds_and_opens_and_is_found_by_its_text(page: Page, u
 
 
 @needs_browser
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
-def test_hundreds_of_nodes_can_be_read(
-    window: Page, tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int]
-):
-    with forked(tmp_path_factory.mktemp("large"), "--kv-cache-memory-bytes", "96MiB") as (_, url):
-        assert fill(url, 500) >= 500
-        window.resize(*size)
-        window.open(url)
-        window.until(lambda: window.all(".node.fold"))
-        while folds := window.all(".node.fold"):  # and on the way down
-            window.until(lambda: not window.run(CLIPPED))
-            wide, inner = window.run("return [document.documentElement.scrollWidth, innerWidth]")
-            assert wide <= inner == size[0]
-            least = window.run(
-                "return Math.min(...[...document.querySelectorAll('.node')]"
-                ".map((box) => box.getBoundingClientRect().height))"
-            )
-            assert least >= (28 if size[0] < 820 else 17)
-            before = window.texts("#crumbs button")
-            folds[0].click()
-            window.until(lambda before=before: window.texts("#crumbs button") != before)
-        window.driver.get("about:blank")
-    window.resize(1280, 800)
-
-
-@needs_browser
 def test_one_cold_start_does_not_flatten_the_chart_and_a_request_tells_its_figures(page: Page):
     recent = [
         {"prompt_tokens": 1000, "cached_tokens": 900 if ttft < 1 else 0, "ttft": ttft}
@@ -414,43 +386,39 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Page):
 # Servers with keys, and one that loads.
 
 
-def send_key(page: Page, key: str) -> None:
-    page.until(lambda: page.one("#key").is_displayed())
-    page.one("#key-text").clear()
-    page.one("#key-text").send_keys(key, Keys.ENTER)
-
-
 @needs_browser
-def test_a_server_with_keys_asks_for_them(window: Page):
+@pytest.mark.parametrize("admin_key", ["boss", None])
+def test_a_server_with_keys_asks_for_them(window: Page, admin_key: str | None):
     """The API key is enough to chat, the cache takes the admin key."""
-    with live(LLM(kv_cache_memory_bytes="32MiB"), api_key="secret", admin_key="boss") as server:
+
+    def send_key(key: str) -> None:
+        window.until(lambda: window.one("#key").is_displayed())
+        window.one("#key-text").clear()
+        window.one("#key-text").send_keys(key, Keys.ENTER)
+
+    llm = LLM(kv_cache_memory_bytes="32MiB")
+    with live(llm, api_key="secret", admin_key=admin_key) as server:
         window.driver.get(server.url)
-        send_key(window, "clé…")
+        send_key("clé…")
         window.until(lambda: "no characters but ASCII's" in window.text("#trouble"))
-        send_key(window, "secret")
+        send_key("secret")
         window.until(lambda: window.text("#model") == "tabletalk")
-        window.until(lambda: "the server's admin key is needed" in window.text("#trouble"))
+        if admin_key is None:  # the place of the cache folds to a line that says why
+            window.until(lambda: "start it with --admin-key and send" in window.text("#closed"))
+            hidden = "#cache-title, #flush, #find, #tree, #legend, #detail, #charts"
+            assert not any(element.is_displayed() for element in window.all(hidden))
+            assert window.texts("#trouble") == [""] and window.one("#cache").size["height"] < 120
+        else:
+            window.until(lambda: "the server's admin key is needed" in window.text("#trouble"))
         numbers(window.ask(QUESTION))
         assert not window.all(".node")
-        send_key(window, "boss")
-        window.until(lambda: not window.text("#trouble"))
-        numbers(window.ask(QUESTION))
-        window.until(lambda: window.all(".node.idle"))
-        server.assert_idle()
-        window.driver.get("about:blank")
-
-
-@needs_browser
-def test_where_the_cache_is_not_shown_its_place_folds_to_a_line_that_says_why(window: Page):
-    with live(LLM(kv_cache_memory_bytes="32MiB"), api_key="secret") as server:
-        window.driver.get(server.url)
-        send_key(window, "secret")
-        window.until(lambda: "start it with --admin-key and send" in window.text("#closed"))
-        hidden = "#cache-title, #flush, #find, #tree, #legend, #detail, #charts"
-        assert not any(element.is_displayed() for element in window.all(hidden))
-        assert window.texts("#trouble") == [""] and window.one("#cache").size["height"] < 120
-        numbers(window.ask(QUESTION))
-        assert window.run("return flying === 0 && timers.size === 0"), "it goes on asking"
+        if admin_key is None:
+            assert window.run("return flying === 0 && timers.size === 0"), "it goes on asking"
+        else:
+            send_key(admin_key)
+            window.until(lambda: not window.text("#trouble"))
+            numbers(window.ask(QUESTION))
+            window.until(lambda: window.all(".node.idle"))
         window.driver.get("about:blank")
 
 

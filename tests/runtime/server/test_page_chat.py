@@ -192,15 +192,6 @@ def test_conversations_are_kept_shown_renamed_and_deleted(page: Page, url: str):
     page.run(f"{STORE} = '[{{\"id\": 1}}, null, 7'")  # what others have written does no harm
     page.open(url)
     assert titles(page) == []
-    page.run(f"""
-        const chat = {{id: "a", title: "<img src=x onerror=alert(1)>", system: "", turns: []}};
-        {STORE} = JSON.stringify(
-          [{{...chat, changed: 1e300}}, {{...chat, changed: 1}}, {{...chat, changed: "1"}}, null]);
-    """)
-    page.open(url)
-    assert len(titles(page)) == 1 and not page.all("#conversations img")
-    page.run("localStorage.clear()")
-    page.open(url)
     usage = page.ask(QUESTION)
     page.one("#new").click()
     assert not page.all("article")
@@ -232,13 +223,13 @@ def test_conversations_are_kept_shown_renamed_and_deleted(page: Page, url: str):
         const all = JSON.parse({STORE}), mine = all.find((one) => one.title === "Nora");
         mine.changed += 1;
         mine.turns[1].content = "from the other tab";
-        all.push({{id: "other", title: "Other", system: "", changed: 5, turns: []}});
+        all.push({{id: "other", title: "Other<img>", system: "", changed: 5, turns: []}});
         all.push({{id: "foreign", title: 7, changed: 5, turns: [{{}}]}});
         {STORE} = JSON.stringify(all);
     """)
     page.ask("And the email?")
     stored = page.run(f"return {STORE}")
-    assert titles(page).count("Nora") == 2 and "Other" in titles(page)
+    assert titles(page).count("Nora") == 2 and "Other<img>" in titles(page)
     assert "from the other tab" in stored and "And the email?" in stored
     assert "foreign" not in stored
     for left in (3, 2, 1, 0):
@@ -323,7 +314,6 @@ def test_a_node_opens_its_conversation_with_the_branch_that_it_is_of(page: Page,
 def test_an_answer_that_was_cut_goes_on(page: Page):
     sampling(page, max_tokens="4")
     page.ask(QUESTION)
-    assert page.text(".continue") == "cut at 4 tokens, continue"
     page.driver.refresh()
     page.until(lambda: page.texts(".continue") == ["cut at 4 tokens, continue"])
     page.run(LISTEN)
@@ -334,7 +324,7 @@ def test_an_answer_that_was_cut_goes_on(page: Page):
     sampling(page, max_tokens="2")
     page.one(".continue").click()
     page.until(lambda: page.texts(".continue") == ["cut at 6 tokens, continue"])
-    sampling(page, max_tokens="")
+    page.one("#sampling [name=max_tokens]").clear()
     page.one(".continue").click()
     page.until(lambda: shown(page) == [QUESTION, ANSWER] and page.texts(".usage"))
     assert not page.all(".continue") and versions(page) == []
@@ -343,8 +333,6 @@ def test_an_answer_that_was_cut_goes_on(page: Page):
     last = page.run("return sent.at(-1)")
     assert last["messages"][-1]["role"] == "assistant"
     assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
-    page.ask("And the email?")  # of an answer in the middle no other one is to be had
-    assert ANSWER in [message["content"] for message in page.run("return sent.at(-1).messages")]
 
 
 @needs_browser
@@ -426,15 +414,11 @@ def test_where_the_server_has_no_limit_the_page_has_one(window: Page):
         backend.chat_defaults = replace(backend.chat_defaults, max_tokens=None, temperature=0.25)
         window.open(server.url)
         window.run(LISTEN)
-        sampling(window)
-        fields = [window.one(f"[name={name}]") for name in ("temperature", "top_p", "max_tokens")]
-        assert [f.get_attribute("placeholder") for f in fields] == ["0.25", "1", "1024"]
-        assert window.text("#sampling summary").endswith("temperature 0.25, max_tokens 1024")
+        summary = "by default temperature 0.25, max_tokens 1024"
+        assert window.text("#sampling summary").endswith(summary)
         sampling(window, temperature="0")
         window.ask(QUESTION)
-        sampling(window, max_tokens="3")
-        window.ask(OTHER)
-        assert [body["max_tokens"] for body in window.run("return sent")] == [1024, 3]
+        assert [body["max_tokens"] for body in window.run("return sent")] == [1024]
         window.driver.get("about:blank")
 
 
@@ -454,14 +438,13 @@ return target.dispatchEvent(event);
 
 @needs_browser
 def test_a_file_becomes_part_of_the_question(page: Page):
+    def question() -> str:
+        return str(page.one("#question").get_attribute("value"))
+
     page.one("#question").send_keys("How old is she?")
     assert page.run(DROP, "dragover", "a.md", "x") is False  # the browser must not open it
     assert page.all("#chat.over")
     assert page.run(DROP, "drop", "people.md", "| Nøra | 7 |\n") is False
-
-    def question() -> str:
-        return str(page.one("#question").get_attribute("value"))
-
     page.until(lambda: question() == "people.md:\n| Nøra | 7 |\n\nHow old is she?")
     assert not page.all("#chat.over")
     before = question()
@@ -476,11 +459,3 @@ def test_a_file_becomes_part_of_the_question(page: Page):
     assert page.run(DROP, "paste", "b.txt", "pasted") is False
     page.until(lambda: question() == f"b.txt:\npasted\n\n{before}")
     assert page.text("#refused") == ""
-    page.run("document.querySelector('#question').value = ''")
-    page.run(DROP, "drop", "full.txt", "", 1 << 20)
-    page.until(lambda: len(question()) > 1 << 20)
-    page.run("document.querySelector('#question').value = ''")
-    page.run(DROP, "drop", "people.md", "| Nøra | 7 |")
-    page.until(lambda: question())
-    page.ask("Who?")
-    assert shown(page)[0] == "people.md:\n| Nøra | 7 |\n\nWho?"
