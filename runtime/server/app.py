@@ -35,12 +35,7 @@ from radixcache.runtime.server.protocol.answers import (
     Tokenized,
 )
 from radixcache.runtime.server.protocol.openai import DetokenizeRequest, TokenizeRequest
-from radixcache.runtime.server.serving import (
-    Backend,
-    BackendDep,
-    client_of,
-    plain_messages,
-)
+from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
@@ -138,10 +133,7 @@ async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep)
 
     tokens, texts = await backend.tokenize(encode, client_of(request))
     return Tokenized(
-        count=len(tokens),
-        max_model_len=backend.max_model_len,
-        tokens=tokens,
-        token_strs=texts,
+        count=len(tokens), max_model_len=backend.max_model_len, tokens=tokens, token_strs=texts
     )
 
 

@@ -117,12 +117,7 @@ class RequestTracker:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        metrics: Metrics,
-        tracing: Tracing | None,
-        capacity: int,
-        share: int,
+        self, worker: Worker, metrics: Metrics, tracing: Tracing | None, capacity: int, share: int
     ) -> None:
         self.worker = worker
         self.capacity = capacity

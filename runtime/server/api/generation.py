@@ -137,11 +137,7 @@ def progress(
 
 
 def last_chunk(
-    backend: Backend,
-    body: GenerationRequest,
-    head: JSON,
-    job: Job,
-    outputs: list[RequestOutput],
+    backend: Backend, body: GenerationRequest, head: JSON, job: Job, outputs: list[RequestOutput]
 ) -> Iterator[JSON]:
     """What a stream ends with, if more was asked for than text."""
     more: JSON = {}

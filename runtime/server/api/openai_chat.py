@@ -170,10 +170,7 @@ def _delta(piece: ParsedDelta) -> JSON:
 
 
 def _logprobs(
-    backend: Backend,
-    body: ChatRequest,
-    tokens: list[int],
-    logprobs: list[dict[int, float]] | None,
+    backend: Backend, body: ChatRequest, tokens: list[int], logprobs: list[dict[int, float]] | None
 ) -> JSON | None:
     if logprobs is None:
         return None

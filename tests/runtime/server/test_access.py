@@ -170,9 +170,7 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
         for method, path in sorted(routes):
             user, boss = (
                 client.request(
-                    method,
-                    re.sub("{.*?}", "x", path),
-                    headers={"authorization": f"Bearer {key}"},
+                    method, re.sub("{.*?}", "x", path), headers={"authorization": f"Bearer {key}"}
                 )
                 for key in ("user", "boss")
             )

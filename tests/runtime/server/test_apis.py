@@ -27,10 +27,7 @@ from tests.runtime.server.apis import (
 from tests.runtime.server.live import LiveServer, live
 
 APIS = [(kind, stream) for kind in (Chat, Responses, Messages) for stream in (False, True)]
-STEP = {
-    "name": "step",
-    "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
-}
+STEP = {"name": "step", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
 
 
 @pytest.fixture(params=APIS, ids=lambda case: f"{case[0].__name__}-{'stream' * case[1] or 'whole'}")

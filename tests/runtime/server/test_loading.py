@@ -68,8 +68,7 @@ def wait_for(holds: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "sentence"),
-    [(0.374, "the model is loading (37 %)"), (None, "the model is loading")],
+    ("share", "sentence"), [(0.374, "the model is loading (37 %)"), (None, "the model is loading")]
 )
 def test_health_is_503_and_says_what_is_done_and_how_far(share: float | None, sentence: str):
     with loading() as (server, url):

@@ -24,9 +24,7 @@ from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import ENDLESS, streaming
 
 pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="traces are an extra")
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
