@@ -160,19 +160,13 @@ async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T
 
 
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
-    return CacheNode(
-        id=node.id if node.id == ROOT else _name(node.id),
-        start=node.start,
-        num_tokens=node.num_tokens,
-        text=tokenizer.decode(node.tokens, special=True) if tokenizer else "",
-        age=node.age,
-        leases=node.leases,
-        computed_from=node.computed_from,
-        pins=node.pins,
-        pinned=node.pinned,
-        children=[_node(child, tokenizer) for child in node.children],
-        more=_folded(node.more),
-    )
+    told = {
+        "id": node.id if node.id == ROOT else _name(node.id),
+        "text": tokenizer.decode(node.tokens, special=True) if tokenizer else "",
+        "children": [_node(child, tokenizer) for child in node.children],
+        "more": _folded(node.more),
+    }
+    return CacheNode(**{**vars(node), **told})
 
 
 def _folded(more: Folded | None) -> CacheFolded | None:

@@ -83,7 +83,7 @@ def turn_of(body: CountRequest, backend: Backend) -> Turn:
     asked = body if isinstance(body, MessagesRequest) else None
     return Turn(
         body.plain_messages(),
-        body.sampling_params(backend.chat_defaults),
+        asked.sampling_params(backend.chat_defaults) if asked else backend.chat_defaults,
         tools=body.offered,
         choice=body.choice,
         template_kwargs=template_kwargs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.explain import Miss
-from radixcache.runtime.engine.outputs import RequestOutput, find_repetition
+from radixcache.runtime.engine.outputs import Delta, RequestOutput, find_repetition
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest
@@ -50,30 +51,33 @@ class EventStream(StreamingResponse):
     """Server-sent events made from a job, which is aborted if the client hangs up.
 
     Args:
-        chunks: what to send for one delta.
+        chunks: what to send of a delta, or of how far the prompts are computed.
         last: what to send when all is done, before the end mark.
         failed: what to send when it fails.
         end: the end mark.
-        prefilled: what to send of how far the prompts are computed.
     """
 
     def __init__(
         self,
         job: Job,
-        chunks: Callable[[PromptDelta], Iterable[JSON]],
+        chunks: Callable[[Any], Iterable[JSON]],
         last: Callable[[list[RequestOutput]], Iterable[JSON]],
         failed: Callable[[ApiError], Iterable[JSON]] = lambda error: [error.body],
         end: str = "data: [DONE]\n\n",
-        prefilled: Callable[[Prefilled], Iterable[JSON]] = lambda _: (),
     ) -> None:
-        def told(news: PromptDelta | Prefilled) -> Iterable[JSON]:
-            return prefilled(news) if isinstance(news, Prefilled) else chunks(news)
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for batch in job.batches():
+                    yield "".join(event(chunk) for news in batch for chunk in chunks(news))
+                yield "".join(map(event, last(job.outputs())))
+            except Exception as error:  # the status is sent already
+                if not isinstance(error, ApiError):
+                    log.exception("a stream failed")
+                yield "".join(map(event, failed(as_api_error(error))))
+            yield end
 
-        super().__init__(
-            _events(job, told, last, failed, end),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events(), media_type="text/event-stream", headers=headers)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,22 +87,45 @@ class EventStream(StreamingResponse):
             self._job.end()
 
 
-async def _events(
-    job: Job,
-    chunks: Callable[[PromptDelta | Prefilled], Iterable[JSON]],
-    last: Callable[[list[RequestOutput]], Iterable[JSON]],
-    failed: Callable[[ApiError], Iterable[JSON]],
-    end: str,
-) -> AsyncIterator[str]:
-    try:
-        async for deltas in job.batches():
-            yield "".join(event(chunk) for delta in deltas for chunk in chunks(delta))
-        yield "".join(map(event, last(job.outputs())))
-    except Exception as error:  # the status is sent already
-        if not isinstance(error, ApiError):
-            log.exception("a stream failed")
-        yield "".join(map(event, failed(as_api_error(error))))
-    yield end
+class Chunks(ABC):
+    """The chunks of one streamed chat or completion."""
+
+    def __init__(self, body: GenerationRequest, backend: Backend, head: JSON, job: Job) -> None:
+        self.backend = backend
+        self.head = head
+        self.job = job
+        self._asked = body
+        self._usage: JSON = {"usage": None} if body.include_usage else {}
+        if body.include_progress:
+            backend.jobs.worker.follow(job)
+
+    @abstractmethod
+    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
+        """Those of a delta of the prompt of this number."""
+
+    def chunk(self, *choices: JSON, **more: JSON) -> JSON:
+        return {**self.head, "choices": choices, **self._usage, **more}
+
+    def events(self) -> EventStream:
+        """The response to the client."""
+        return EventStream(self.job, self._of, self.last)
+
+    def _of(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
+        if isinstance(news, PromptDelta):
+            yield from self.of(*news)
+        else:
+            prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
+            share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
+            yield self.chunk(radixcache=share)
+
+    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
+        """What a stream ends with, if more was asked for than text."""
+        more: JSON = {}
+        if self._asked.include_usage:
+            more["usage"] = usage(self.backend, outputs)
+        if more or self._asked.explain:
+            more["radixcache"] = extension(self.backend, self.job, self._asked)
+            yield self.chunk(**more)
 
 
 def event(chunk: JSON) -> str:
@@ -118,34 +145,6 @@ def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
     }
-
-
-def progress(
-    backend: Backend, body: GenerationRequest, head: JSON, job: Job
-) -> Callable[[Prefilled], Iterator[JSON]]:
-    """What a stream says of how far its prompts are computed, if it was asked for."""
-    if body.include_progress:
-        backend.jobs.worker.follow(job)
-
-    def told(news: Prefilled) -> Iterator[JSON]:
-        prompt = sum(len(request.prompt_token_ids) for request in job.requests)
-        share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
-        empty = {"usage": None} if body.include_usage else {}
-        yield {**head, "choices": [], **empty, "radixcache": share}
-
-    return told
-
-
-def last_chunk(
-    backend: Backend, body: GenerationRequest, head: JSON, job: Job, outputs: list[RequestOutput]
-) -> Iterator[JSON]:
-    """What a stream ends with, if more was asked for than text."""
-    more: JSON = {}
-    if body.include_usage:
-        more["usage"] = usage(backend, outputs)
-    if body.explain or body.include_usage:
-        more["radixcache"] = extension(backend, job, body)
-        yield {**head, "choices": [], **more}
 
 
 def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JSON:

@@ -8,21 +8,18 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from radixcache.runtime.engine.outputs import CompletionOutput, RequestOutput
+from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin, template_kwargs
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
-    EventStream,
+    Chunks,
     clamp,
     extension,
-    last_chunk,
-    progress,
     prompt_logprobs,
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
-from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.protocol.answers import ChatCompletion
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
@@ -42,9 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
     turn = turn_of(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     if body.stream:
-        chunks = _Chunks(body, backend, head, answers)
-        told = progress(backend, body, chunks.head, answers.job)
-        return EventStream(answers.job, chunks.of, chunks.last, prefilled=told)
+        return _Chunks(body, backend, head, answers).events()
     output = await answers.whole(request)
     more: JSON = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
     return {
@@ -111,24 +106,22 @@ def _choice(
     }
 
 
-class _Chunks:
+class _Chunks(Chunks):
     def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
+        head = {**head, "object": "chat.completion.chunk"}
+        super().__init__(body, backend, head, answers.job)
         self._body = body
-        self._backend = backend
-        self.head = {**head, "object": "chat.completion.chunk"}
-        self._usage: JSON = {"usage": None} if body.include_usage else {}
         self._answers = answers
         self._begun: set[int] = set()
 
-    def of(self, news: PromptDelta) -> Iterator[JSON]:
-        delta = news.delta
+    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             first = self._chunk(delta.index, {"role": "assistant", "content": ""})
             if self._body.return_token_ids:
                 first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
             yield first
-        logprobs = _logprobs(self._backend, self._body, delta.token_ids, delta.logprobs)
+        logprobs = _logprobs(self.backend, self._body, delta.token_ids, delta.logprobs)
         shown: JSON = {"logprobs": logprobs} if logprobs and delta.token_ids else {}
         if self._body.return_token_ids and delta.token_ids:
             shown["token_ids"] = delta.token_ids
@@ -138,21 +131,17 @@ class _Chunks:
         for piece in pieces or [ParsedDelta("content", "")] * bool(shown):
             yield self._chunk(delta.index, _delta(piece), **shown)
             shown = {}  # all tokens are in the first
-        if delta.finish_reason:
-            yield self._chunk(
-                delta.index,
-                {},
-                finish_reason=self._answers.finish_reason(delta),
-                stop_reason=delta.stop_reason,
-            )
+        if reason := self._answers.finish_reason(delta):
+            ends = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+            yield self._chunk(delta.index, {}, **ends)
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
         self._answers.remember(outputs[0])
-        yield from last_chunk(self._backend, self._body, self.head, self._answers.job, outputs)
+        yield from super().last(outputs)
 
     def _chunk(self, index: int, delta: JSON, **more: Any) -> JSON:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return {**self.head, "choices": [choice], **self._usage}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.chunk({**choice, **more})
 
 
 def _delta(piece: ParsedDelta) -> JSON:

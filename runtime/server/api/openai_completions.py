@@ -12,22 +12,20 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.engine.outputs import Delta
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
-    EventStream,
+    Chunks,
     clamp,
     extension,
     finish,
-    last_chunk,
-    progress,
     prompt_logprobs,
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.protocol.answers import Completion
 from radixcache.runtime.server.protocol.openai import CompletionRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
@@ -59,9 +57,7 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
     echoes = await _echoes(body, backend, client)
     job = await backend.submit(prompts, params, client, body.cache_salt, bool(body.stream))
     if body.stream:
-        chunks = _Chunks(body, backend, head, params.n, job, echoes)
-        told = progress(backend, body, chunks.head, job)
-        return EventStream(job, chunks.of, chunks.last, prefilled=told)
+        return _Chunks(body, backend, head, params.n, job, echoes).events()
     outputs = await finish(job, request)
     choices: list[JSON] = []
     for number, output in enumerate(outputs):
@@ -121,7 +117,7 @@ async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -
     return await backend.tokenize(decode, client)
 
 
-class _Chunks:
+class _Chunks(Chunks):
     """The chunks of one stream: its choices are the completions of each prompt in turn."""
 
     def __init__(
@@ -133,35 +129,32 @@ class _Chunks:
         job: Job,
         echoes: list[str],
     ) -> None:
+        super().__init__(body, backend, {**head, "object": "text_completion"}, job)
         self._body = body
-        self._backend = backend
-        self.head = {**head, "object": "text_completion"}
-        self._usage: JSON = {"usage": None} if body.include_usage else {}
         self._n = n
-        self._job = job
         self._echoes = echoes
         self._offsets: dict[int, int] = {}
         """Where the next token of each choice begins in its text; choices that have begun."""
 
-    def of(self, news: PromptDelta) -> Iterator[JSON]:
-        delta = news.delta
-        index = news.prompt * self._n + delta.index
+    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
+        index = prompt * self._n + delta.index
         text, tokens = delta.text, delta.token_ids
         logprobs: Logprobs | None = delta.logprobs
         ids: JSON = {"token_ids": tokens} if self._body.return_token_ids else {}
         if index not in self._offsets:
             self._offsets[index] = 0
-            request = self._job.requests[news.prompt]  # its prompt is final by now
+            request = self.job.requests[prompt]  # its prompt is final by now
+            before = request.prompt_token_ids.tolist()
             if ids:
-                ids["prompt_token_ids"] = request.prompt_token_ids.tolist()
+                ids["prompt_token_ids"] = before
             if self._echoes:
-                text = self._echoes[news.prompt] + text
+                text = self._echoes[prompt] + text
                 if logprobs is not None:
-                    tokens = request.prompt_token_ids.tolist() + tokens
+                    tokens = before + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self._backend, self._body, tokens, logprobs, self._offsets[index])
+        shown = _logprobs(self.backend, self._body, tokens, logprobs, self._offsets[index])
         if shown is not None:
-            self._offsets[index] += sum(len(self._backend.token_text(token)) for token in tokens)
+            self._offsets[index] += sum(len(self.backend.token_text(token)) for token in tokens)
         if text or delta.finish_reason or ((shown or ids) and tokens):
             choice = {
                 "index": index,
@@ -171,10 +164,7 @@ class _Chunks:
                 "stop_reason": delta.stop_reason,
                 **ids,
             }
-            yield {**self.head, "choices": [choice], **self._usage}
-
-    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        yield from last_chunk(self._backend, self._body, self.head, self._job, outputs)
+            yield self.chunk(choice)
 
 
 def _logprobs(

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
     Items,
@@ -245,13 +244,6 @@ class CountRequest(OffersTools, StrictModel):
     def effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort
 
-    def structured(self) -> StructuredOutputsParams | None:
-        form = None if self.output_config is None else self.output_config.format
-        return form.structured() if form else None
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        return replace(defaults, structured_outputs=self.structured())
-
 
 class MessagesRequest(CountRequest):
     harmless: ClassVar = frozenset({"metadata", "service_tier", "speed", "inference_geo"})
@@ -276,8 +268,9 @@ class MessagesRequest(CountRequest):
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         asked |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        given = {name: value for name, value in asked.items() if value is not None}
-        return replace(super().sampling_params(defaults), **given)
+        given: JSON = {name: value for name, value in asked.items() if value is not None}
+        form = None if self.output_config is None else self.output_config.format
+        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
 
 
 def _join(content: str | list[TextBlock] | None) -> str:
