@@ -60,7 +60,7 @@ SHOWN_ELSEWHERE = {
         parallel_tool_calls chat_template_kwargs reasoning_effort include_reasoning
         add_generation_prompt continue_final_message""",
     "test_tenants.py": "cache_salt",
-    "test_refusals.py": "best_of",
+    "test_errors.py": "best_of",
 }
 """Where fields that are honoured are seen to do what they say, if not below."""
 
