@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -11,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from starlette.exceptions import HTTPException
 
 from radixcache import LLM, StructuredOutputsParams
 from radixcache.errors import Busy
@@ -252,29 +250,6 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
     assert_error(server.post(COMPLETIONS, body), 400, "cannot be followed")
 
 
-# Looks at the cache.
-
-
-def test_equal_looks_that_wait_share_one_walk(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walks, outline, go_on = list[int](), server.engine.cache.outline, threading.Event()
-
-    def counted() -> Any:
-        walks.append(1)
-        return outline()
-
-    monkeypatch.setattr(server.engine.cache, "outline", counted)
-    held = server.backend.llm.worker.call(lambda: go_on.wait(30))
-    with ThreadPoolExecutor(12) as pool:
-        answers = [pool.submit(server.get, "/v1/cache?rows=7") for _ in range(12)]
-        time.sleep(0.3)
-        go_on.set()
-        held.result(30)
-        assert {answer.result().status_code for answer in answers} == {200}
-    assert 1 <= len(walks) <= 2
-
-
 # Connections.
 
 
@@ -353,30 +328,3 @@ def test_an_answer_may_take_longer_than_a_body(llm: LLM, monkeypatch: pytest.Mon
     monkeypatch.setattr(llm.engine, "step", slow)
     with live(llm) as server:
         assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 10}).status_code == 200
-
-
-def test_a_body_that_is_half_there_when_the_server_ends_is_503() -> None:
-    """uvicorn cancels what still runs; that is no failure of the app."""
-
-    async def read(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
-
-    async def run() -> None:
-        messages = iter([{"type": "http.request", "body": b"{", "more_body": True}])
-
-        async def receive() -> Any:
-            for message in messages:
-                return message
-            await asyncio.sleep(60)
-            return None
-
-        app: Any = deadline.BodyDeadline(read)
-        task = asyncio.ensure_future(app({"type": "http"}, receive, None))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(HTTPException, match="shutting down") as refused:
-            await task
-        assert refused.value.status_code == 503
-
-    asyncio.run(run())

@@ -263,18 +263,6 @@ def test_a_prefix_ends_with_its_lifetime(fresh: LiveServer):
     assert fresh.get(PREFIXES).json()["pinned_pages"] == 0
 
 
-def test_a_name_that_is_taken_and_a_budget_that_is_spent_are_conflicts(fresh: LiveServer):
-    assert fresh.post(PREFIXES, {"name": "p", "prompt": "x " * 40}).status_code == 200
-    again = fresh.post(PREFIXES, {"name": "p", "prompt": "y"})
-    assert_error(again, 409, "a prefix named 'p' is pinned already")
-    fresh.engine.cache.pin_budget = 3
-    try:
-        large = fresh.post(PREFIXES, {"name": "q", "prompt": "y z " * 100})
-        assert_error(large, 409, "pinned pages, the share is 2")
-    finally:
-        fresh.engine.cache.pin_budget = fresh.engine.cache.pool.num_pages // 2
-
-
 def test_requests_of_others_go_on_while_a_prefix_is_pinned(fresh: LiveServer):
     """What the prefix's steps compute for them is delivered, not swallowed."""
     body = {"prompt": "| 1 | Nora", "max_tokens": 200, "ignore_eos": True}

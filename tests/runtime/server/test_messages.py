@@ -84,6 +84,14 @@ def test_a_message_that_is_begun_goes_on(scripted: LiveServer):
     assert Messages(scripted.url, False).ask(*begun).text == "er: Hi"
 
 
+def test_an_error_of_a_tool_is_told_to_the_model(scripted: LiveServer):
+    api, question = Messages(scripted.url, False), user("Oslo?")
+    first = api.ask(question, tools=[WEATHER])
+    result = api.result(first.calls[0], "closed")
+    result["content"][0]["is_error"] = True
+    assert api.ask(question, *first.said, result, tools=[WEATHER]).text == "It is Error: closed"
+
+
 def test_tokens_are_counted_up_to_the_last_breakpoint(messages: Any, server: LiveServer):
     server.call(server.engine.reset_cache)
     plain = ask(messages, extra_body={"cache_salt": "plain"}).usage
