@@ -219,6 +219,9 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
         for _ in range(5):
             assert server.post(COMPLETIONS, SHORT).status_code == 200
         assert not any(one.done() for one in waiting)
+        monkeypatch.setattr(serving, "MAX_COMPILING", 16)  # half of them for one client
+        another = {**SHORT, "structured_outputs": {"regex": "another"}}
+        assert_error(server.post(COMPLETIONS, another), 503, "too many new structures")
         go_on.set()
 
 

@@ -12,6 +12,7 @@ import pytest
 from openai.resources.chat.completions import Completions as ChatResource
 from openai.resources.completions import Completions as CompletionResource
 from openai.types.chat import ChatCompletionStreamOptionsParam
+from tokenizers.processors import TemplateProcessing
 
 from radixcache import SamplingParams
 from radixcache.runtime.server.protocol.fields import StrictModel
@@ -186,10 +187,15 @@ def ids_of_tokens(server: LiveServer, path: str) -> None:
 def special_tokens(server: LiveServer, path: str) -> None:
     if path == CHAT:
         return  # where the template writes them
-    for special in (True, False):
-        more = {"add_special_tokens": special, "return_token_ids": True}
-        seen = choice(server, path, **more)["prompt_token_ids"]
-        assert seen == server.backend.tokenizer.encode(PROMPT, special=special)
+    backend, mark = server.backend.tokenizer._tokenizer.backend_tokenizer, "<|system|>"
+    first, plain = _token(server, mark), backend.post_processor
+    backend.post_processor = TemplateProcessing(f"{mark} $A", special_tokens=[(mark, first)])
+    try:
+        for special in (True, False):
+            more = {"add_special_tokens": special, "return_token_ids": True}
+            assert (choice(server, path, **more)["prompt_token_ids"][0] == first) == special
+    finally:
+        backend.post_processor = plain
 
 
 SHOWN: dict[Callable[[LiveServer, str], None], str] = {
