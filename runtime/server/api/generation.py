@@ -148,7 +148,13 @@ def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
 
 
 def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JSON:
-    """What the engine has to say about a job that is finished."""
+    """What the engine has to say about a job that is finished, and OpenAI has no field for.
+
+    ttft: seconds from the request's arrival to its first token.
+    explanation: of each prompt in turn, if it was asked for.
+    repetitions: of each answer how many tokens it says again and again at its end, null if it does
+        not; null as a whole if none does.
+    """
     explanation = None
     if wants.explain:
         misses = [miss for request in job.requests for miss in request.explanation or ()]

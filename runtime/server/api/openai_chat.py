@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin, template_kwargs
@@ -20,7 +21,6 @@ from radixcache.runtime.server.api.generation import (
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
-from radixcache.runtime.server.protocol.answers import ChatCompletion
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.tokens.tool_calls import ParsedDelta
@@ -28,11 +28,12 @@ from radixcache.runtime.tokens.tool_calls import ParsedDelta
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses={**STREAM_RESPONSE})
+@router.post("/v1/chat/completions", responses={**STREAM_RESPONSE})
 async def chat_completions(body: ChatRequest, request: Request, backend: BackendDep) -> Any:
     """Answer a conversation."""
     head: JSON = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
@@ -41,15 +42,15 @@ async def chat_completions(body: ChatRequest, request: Request, backend: Backend
     if body.stream:
         return _Chunks(body, backend, head, answers).events()
     output = await answers.whole(request)
-    more: JSON = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
-    return {
+    answer = {
         **head,
         "choices": [_choice(backend, body, answers, one) for one in output.outputs],
         "usage": usage(backend, [output]),
         "radixcache": extension(backend, answers.job, body),
         "prompt_logprobs": prompt_logprobs(backend, body, output),
-        **more,
+        "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
     }
+    return JSONResponse(answer)
 
 
 def turn_of(body: ChatRequest, backend: Backend) -> Turn:
@@ -88,16 +89,22 @@ def _choice(
     said = answers.said(answer.index)
     reasoning = None if body.include_reasoning is False else said.reasoning or None
     calls = [
-        {"id": call_id, "function": {"name": name, "arguments": arguments}}
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         for call_id, name, arguments in said.calls
     ]
     return {
         "index": answer.index,
         "message": {
+            "role": "assistant",
             "content": None if calls and not said.content else said.content,
             "tool_calls": calls or None,
             "reasoning": reasoning,
             "reasoning_content": reasoning,
+            "refusal": None,
         },
         "logprobs": _logprobs(backend, body, answer.token_ids, answer.logprobs),
         "finish_reason": answers.finish_reason(answer),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
 from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.engine.outputs import Delta
@@ -26,7 +27,6 @@ from radixcache.runtime.server.api.generation import (
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
-from radixcache.runtime.server.protocol.answers import Completion
 from radixcache.runtime.server.protocol.openai import CompletionRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -36,11 +36,12 @@ router = APIRouter(route_class=BodyRoute)
 Logprobs = Sequence[dict[int, float] | None]
 
 
-@router.post("/v1/completions", response_model=Completion, responses={**STREAM_RESPONSE})
+@router.post("/v1/completions", responses={**STREAM_RESPONSE})
 async def completions(body: CompletionRequest, request: Request, backend: BackendDep) -> Any:
     """Complete one prompt or several."""
     head: JSON = {
         "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
@@ -67,10 +68,6 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
             if logprobs is not None and body.echo:
                 tokens = output.prompt_token_ids + tokens
                 logprobs = [*(output.prompt_logprobs or []), *logprobs]
-            ids: JSON = {}
-            if body.return_token_ids:
-                ids["token_ids"] = completion.token_ids
-                ids["prompt_token_ids"] = output.prompt_token_ids
             choices.append(
                 {
                     "index": len(choices),
@@ -79,11 +76,12 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
                     "finish_reason": completion.finish_reason,
                     "stop_reason": completion.stop_reason,
                     "prompt_logprobs": prompt_logprobs(backend, body, output),
-                    **ids,
+                    "token_ids": completion.token_ids if body.return_token_ids else None,
+                    "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
                 }
             )
     more = {"usage": usage(backend, outputs), "radixcache": extension(backend, job, body)}
-    return {**head, "choices": choices, **more}
+    return JSONResponse({**head, "choices": choices, **more})
 
 
 async def encode_prompts(
@@ -129,7 +127,7 @@ class _Chunks(Chunks):
         job: Job,
         echoes: list[str],
     ) -> None:
-        super().__init__(body, backend, {**head, "object": "text_completion"}, job)
+        super().__init__(body, backend, head, job)
         self._body = body
         self._n = n
         self._echoes = echoes
