@@ -45,6 +45,8 @@ class Prefilled(NamedTuple):
 
 
 class Job(AsyncJob):
+    """The requests of one client."""
+
     def __init__(
         self, metrics: Metrics, stream: bool, num_sequences: int, client: Hashable
     ) -> None:

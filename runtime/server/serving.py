@@ -44,6 +44,8 @@ MAX_COMPILING = 32
 
 
 class Backend:
+    """The model behind the routes of one app."""
+
     def __init__(self, llm: LLM, options: ServerArgs) -> None:
         self.llm = llm
         self.options = options

@@ -44,6 +44,8 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
     def __init__(
         self,
         status: int,
