@@ -7,7 +7,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
+R = TypeVar("R", bound=GenerationRequest)
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
 """For the OpenAPI document: what a route answers besides JSON."""
@@ -87,14 +88,14 @@ class EventStream(StreamingResponse):
             self._job.end()
 
 
-class Chunks(ABC):
+class Chunks(ABC, Generic[R]):
     """The chunks of one streamed chat or completion."""
 
-    def __init__(self, body: GenerationRequest, backend: Backend, head: JSON, job: Job) -> None:
+    def __init__(self, body: R, backend: Backend, head: JSON, job: Job) -> None:
+        self.body = body
         self.backend = backend
         self.head = head
         self.job = job
-        self._asked = body
         self._usage: JSON = {"usage": None} if body.include_usage else {}
         if body.include_progress:
             backend.jobs.worker.follow(job)
@@ -121,10 +122,10 @@ class Chunks(ABC):
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
         """What a stream ends with, if more was asked for than text."""
         more: JSON = {}
-        if self._asked.include_usage:
+        if self.body.include_usage:
             more["usage"] = usage(self.backend, outputs)
-        if more or self._asked.explain:
-            more["radixcache"] = extension(self.backend, self.job, self._asked)
+        if more or self.body.explain:
+            more["radixcache"] = extension(self.backend, self.job, self.body)
             yield self.chunk(**more)
 
 

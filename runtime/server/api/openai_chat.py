@@ -113,11 +113,10 @@ def _choice(
     }
 
 
-class _Chunks(Chunks):
+class _Chunks(Chunks[ChatRequest]):
     def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
         head = {**head, "object": "chat.completion.chunk"}
         super().__init__(body, backend, head, answers.job)
-        self._body = body
         self._answers = answers
         self._begun: set[int] = set()
 
@@ -125,15 +124,15 @@ class _Chunks(Chunks):
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             first = self._chunk(delta.index, {"role": "assistant", "content": ""})
-            if self._body.return_token_ids:
+            if self.body.return_token_ids:
                 first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
             yield first
-        logprobs = _logprobs(self.backend, self._body, delta.token_ids, delta.logprobs)
+        logprobs = _logprobs(self.backend, self.body, delta.token_ids, delta.logprobs)
         shown: JSON = {"logprobs": logprobs} if logprobs and delta.token_ids else {}
-        if self._body.return_token_ids and delta.token_ids:
+        if self.body.return_token_ids and delta.token_ids:
             shown["token_ids"] = delta.token_ids
         pieces = self._answers.pieces(delta)
-        if self._body.include_reasoning is False:
+        if self.body.include_reasoning is False:
             pieces = [piece for piece in pieces if piece.kind != "reasoning"]
         for piece in pieces or [ParsedDelta("content", "")] * bool(shown):
             yield self._chunk(delta.index, _delta(piece), **shown)

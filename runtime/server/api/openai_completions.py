@@ -115,7 +115,7 @@ async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -
     return await backend.tokenize(decode, client)
 
 
-class _Chunks(Chunks):
+class _Chunks(Chunks[CompletionRequest]):
     """The chunks of one stream: its choices are the completions of each prompt in turn."""
 
     def __init__(
@@ -128,7 +128,6 @@ class _Chunks(Chunks):
         echoes: list[str],
     ) -> None:
         super().__init__(body, backend, head, job)
-        self._body = body
         self._n = n
         self._echoes = echoes
         self._offsets: dict[int, int] = {}
@@ -138,7 +137,7 @@ class _Chunks(Chunks):
         index = prompt * self._n + delta.index
         text, tokens = delta.text, delta.token_ids
         logprobs: Logprobs | None = delta.logprobs
-        ids: JSON = {"token_ids": tokens} if self._body.return_token_ids else {}
+        ids: JSON = {"token_ids": tokens} if self.body.return_token_ids else {}
         if index not in self._offsets:
             self._offsets[index] = 0
             request = self.job.requests[prompt]  # its prompt is final by now
@@ -150,7 +149,7 @@ class _Chunks(Chunks):
                 if logprobs is not None:
                     tokens = before + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self.backend, self._body, tokens, logprobs, self._offsets[index])
+        shown = _logprobs(self.backend, self.body, tokens, logprobs, self._offsets[index])
         if shown is not None:
             self._offsets[index] += sum(len(self.backend.token_text(token)) for token in tokens)
         if text or delta.finish_reason or ((shown or ids) and tokens):
