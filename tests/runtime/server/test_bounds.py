@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from radixcache import LLM, StructuredOutputsParams
@@ -18,6 +19,7 @@ from radixcache.runtime.server import serving
 from radixcache.runtime.server.http import bodies, deadline, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from tests.runtime.server import http
 from tests.runtime.server.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
@@ -320,14 +322,19 @@ def test_a_body_that_does_not_come_is_408(
     assert message == "the request's body did not come within 0.2 seconds"
 
 
-def test_an_answer_may_take_longer_than_a_body(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(deadline, "BODY_SECONDS", 0.05)
     step = llm.engine.step
 
     def slow() -> Any:
-        time.sleep(0.02)
+        time.sleep(0.01)
         return step()
 
     monkeypatch.setattr(llm.engine, "step", slow)
     with live(llm) as server:
-        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 10}).status_code == 200
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
+        server.wait_until(lambda: not server.engine.has_work, 5)
+        server.assert_idle()

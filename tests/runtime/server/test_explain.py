@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 from radixcache import LLM
 from radixcache.runtime.cli import main
 from tests.runtime.server.apis import user
+from tests.runtime.server.http import stranger
 from tests.runtime.server.live import SYSTEM, LiveServer, ask, assert_error, live
 
 EXPLAIN, CHAT, COMPLETIONS = "/v1/explain", "/v1/chat/completions", "/v1/completions"
@@ -208,38 +206,6 @@ def test_the_command_prints_what_the_engine_itself_would(
     assert code == 0 and set(json.loads(out)) >= {"prompt_tokens", "cached_tokens", "explanation"}
 
 
-@contextmanager
-def stranger(status: int, body: bytes = b"", to: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """A server that says the same to everybody, or sends them `to` another: its address, and the
-    keys that it was told."""
-    keys: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            keys.append(self.headers["Authorization"])
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(status)
-            if to:
-                self.send_header("Location", to)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{http.server_port}/", keys
-        finally:
-            http.shutdown()
-            thread.join()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
@@ -255,7 +221,7 @@ def stranger(status: int, body: bytes = b"", to: str = "") -> Iterator[tuple[str
 def test_a_server_that_is_none_of_ours_is_told_in_a_sentence(
     capsys: pytest.CaptureFixture[str], status: int, body: bytes, sentence: str
 ):
-    with stranger(status, body) as (url, _):
+    with stranger(lambda *_: None, status, body) as url:
         assert sentence in refused(capsys, "x", "--url", url)
     assert "no server answers at http://127" in refused(capsys, "x", "--url", url)
 
@@ -264,10 +230,15 @@ def test_a_server_that_is_none_of_ours_is_told_in_a_sentence(
 def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(
     capsys: pytest.CaptureFixture[str], status: int
 ):
-    with stranger(200) as (elsewhere, keys), stranger(status, to=elsewhere) as (url, own):
+    keys: list[Any] = []
+
+    def hear(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        keys.append(request.headers["Authorization"])
+
+    with stranger(hear) as elsewhere, stranger(hear, status, to=elsewhere) as url:
         said = refused(capsys, "x", "--url", url, "--api-key", "secret")
     assert f"answers {status}" in said and "secret" not in said
-    assert (own, keys) == (["Bearer secret"], [])
+    assert keys == ["Bearer secret"]
 
 
 def test_what_the_server_refuses_is_told_in_its_own_words(

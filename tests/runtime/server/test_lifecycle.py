@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -260,17 +259,6 @@ def test_a_second_signal_kills(tmp_path: Path):
         running.send_signal(signal.SIGTERM)
         assert running.wait(10) == -signal.SIGTERM
         assert time.monotonic() - start < 5
-
-
-def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == (
-        "",
-        f"radixcache: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n",
-    )
 
 
 def test_a_missing_package_is_one_sentence(

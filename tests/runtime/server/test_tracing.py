@@ -6,10 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
-from threading import Thread
 from typing import Any
 
 import httpx2 as httpx
@@ -181,27 +180,14 @@ def test_probes_and_the_page_leave_no_spans(traced: Traced):
 def test_a_collector_gets_them_over_http(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     got: list[tuple[str, ExportTraceServiceRequest]] = []
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.end_headers()
+    def hear(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        got.append((request.path, ExportTraceServiceRequest.FromString(body)))
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        thread = Thread(target=collector.serve_forever, args=(0.01,))
-        thread.start()
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}"
-        )
-        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    with http.stranger(hear) as url:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         with live(llm) as server:
             server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
-        collector.shutdown()
-        thread.join()
     assert [path for path, _ in got] == ["/v1/traces"]  # sent at the latest when the server ends
     (resource,) = got[0][1].resource_spans
     said = {a.key: a.value.string_value for a in resource.resource.attributes}
