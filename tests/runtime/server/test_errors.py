@@ -54,6 +54,9 @@ MARKED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 NO_CALL = "message 1: a tool's result has the id of a call before it"
 DEEP = '{"a":' + "[" * 5000 + "]" * 5000 + "}"
 TOO_MANY = "at most 10000 items"
+ITEM_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}
+ITEM_RESULT = {"type": "function_call_output", "call_id": "d", "output": "x"}
+BLOCK_RESULT = {"type": "tool_result", "tool_use_id": "d"}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Messages and prompts.
@@ -136,32 +139,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
     (RESPONSES, {"input": [{"type": "function_call_output", "output": "1"}]}, "has a 'call_id'"),
-    (
-        RESPONSES,
-        {"input": [HI, {"type": "function_call_output", "call_id": "d", "output": "x"}]},
-        f"{NO_CALL}, not 'd'",
-    ),
-    (
-        RESPONSES,
-        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}]},
-        "input.0: a tool call has a 'function'",
-    ),
+    (RESPONSES, {"input": [HI, ITEM_RESULT]}, f"{NO_CALL}, not 'd'"),
+    (RESPONSES, {"input": [ITEM_CALL]}, "input.0: a tool call has a 'function'"),
     (MESSAGES, {"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: String"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools.0."),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
-    (
-        MESSAGES,
-        {"messages": [HI, user([{"type": "tool_result", "tool_use_id": "d"}])]},
-        f"{NO_CALL}, not 'd'",
-    ),
+    (MESSAGES, {"messages": [HI, user([BLOCK_RESULT])]}, f"{NO_CALL}, not 'd'"),
     # Templates.
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "takes no enable_thinking"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "messages"),
-    (
-        CHAT,
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message needs add_generation_prompt to be false",
-    ),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "prompt to be false"),
     (MESSAGES, {"output_config": {"effort": "high"}}, "one cannot tell this model how much to"),
     (MESSAGES, {"thinking": {"type": "hard"}}, "thinking.type: Input should be"),
     # The form of the answer.
@@ -173,11 +160,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"structured_outputs": {}}, "none is given of json, regex, choice"),
     (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supp"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 forms of the answer"),
-    (
-        COMPLETIONS,
-        {"structured_outputs": {"regex": "a"}, "response_format": BY_SCHEMA},
-        "2 forms of the answer",
-    ),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "response_format": BY_SCHEMA}, "2 forms"),
     (COMPLETIONS, {"structured_outputs": {"choice": []}}, "choice: List should have at least"),
     (COMPLETIONS, {"structured_outputs": {"json": False}}, "no JSON is of the schema false"),
     (COMPLETIONS, {"structured_outputs": {"json": {"description": "x" * (1 << 16)}}}, "65536 at"),
@@ -196,11 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"temprature": 1}, "did you mean temperature?"),
     (RESPONSES, {"response_format": {}}, "this API calls it text.format"),
     (RESPONSES, {"max_tokens": 1}, "this API calls it max_output_tokens"),
-    (
-        RESPONSES,
-        {"tools": [{"type": "function", "function": {}}]},
-        "tools.0.function: not supported: send name, description and parameters beside",
-    ),
+    (RESPONSES, {"tools": [{"type": "function", "function": {}}]}, "tools.0.function: not supp"),
     (RESPONSES, {"background": True}, "background: not supported: keep the connection open"),
     (RESPONSES, {"conversation": "conv_1"}, "conversation: not supported"),
     (RESPONSES, {"prompt": {"id": "p"}}, "prompt: not supported"),
