@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.server.api.chat_turn import encode
-from radixcache.runtime.server.api.generation import tell
+from radixcache.runtime.server.api.generation import describe_misses
 from radixcache.runtime.server.api.openai_chat import turn_of
 from radixcache.runtime.server.api.openai_completions import encode_prompts
 from radixcache.runtime.server.http.bodies import BodyRoute
@@ -32,7 +32,7 @@ async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -
         "model": model,
         "prompt_tokens": found.num_tokens,
         "cached_tokens": found.num_cached_tokens,
-        "explanation": tell(backend, found.misses, body.prefix),
+        "explanation": describe_misses(backend, found.misses, body.prefix),
     }
 
 

@@ -18,7 +18,7 @@ from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Turn, begin, template_kwargs
 from radixcache.runtime.server.api.content_blocks import Exchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE
-from radixcache.runtime.server.api.response_store import PastsDep, StoredResponse
+from radixcache.runtime.server.api.response_store import StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
@@ -36,7 +36,7 @@ _RESPONSES: dict[int | str, JSON] = {"4XX": _ERRORS, "5XX": _ERRORS}
 
 @router.post("/v1/messages", responses={**STREAM_RESPONSE, **_RESPONSES})
 async def create_message(
-    body: MessagesRequest, request: Request, backend: BackendDep, pasts: PastsDep
+    body: MessagesRequest, request: Request, backend: BackendDep, store: StoreDep
 ) -> Any:
     """Answer a conversation."""
     model = backend.check_model(body.model)
@@ -57,7 +57,7 @@ async def create_message(
         answers.job.end()
         raise
     head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
-    exchange = _Exchange(body, backend, pasts, head, answers)
+    exchange = _Exchange(body, backend, store, head, answers)
     exchange.prefixes = prefixes
     return await exchange.answer(request)
 

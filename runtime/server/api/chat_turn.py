@@ -73,7 +73,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     prompt = await encode(backend, turn, client)
     params = turn.params
     if turn.tools or params.structured_outputs:  # whose schemas may be long
-        params = await on_thread(_guided, turn, backend.tokenizer, prompt.text)
+        params = await on_thread(_with_grammar, turn, backend.tokenizer, prompt.text)
     job = await backend.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
     return Answers(backend, turn, prompt, job)
 
@@ -106,7 +106,7 @@ def _check_results(messages: list[Message]) -> None:
             )
 
 
-def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
+def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
     """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
     tools, choice, wanted = turn.tools, turn.choice, turn.params.structured_outputs
     after = THOUGHT if thoughts_of(prompt) else None

@@ -159,7 +159,7 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     explanation = None
     if wants.explain:
         misses = [miss for request in job.requests for miss in request.explanation or ()]
-        explanation = tell(backend, misses, wants.prefix)
+        explanation = describe_misses(backend, misses, wants.prefix)
     sequences = [sequence for request in job.requests for sequence in request.sequences]
     repetitions = [find_repetition(sequence.generated) for sequence in sequences]
     return {
@@ -169,7 +169,7 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     }
 
 
-def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[JSON]:
+def describe_misses(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[JSON]:
     """Why tokens were not cached, for a client who has named this prefix, or none."""
     tokenizer = backend.llm.tokenizer
     if backend.options.hide_texts:

@@ -12,7 +12,7 @@ from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Turn, begin, template_kwargs
 from radixcache.runtime.server.api.content_blocks import Exchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, usage
-from radixcache.runtime.server.api.response_store import PastsDep, ResponseStore, StoredResponse
+from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
@@ -25,17 +25,17 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/responses", responses={**STREAM_RESPONSE})
 async def create_response(
-    body: ResponsesRequest, request: Request, backend: BackendDep, pasts: PastsDep
+    body: ResponsesRequest, request: Request, backend: BackendDep, store: StoreDep
 ) -> Any:
     """Answer a conversation, which may go on from an earlier response."""
     conversation = body.messages()
     if body.previous_response_id is not None:
-        before = _find(pasts, body.previous_response_id, body.cache_salt)
+        before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
     response = _begin(body, backend)
     turn = await on_thread(turn_of, body, conversation, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
-    exchange = _Exchange(body, backend, pasts, response, answers)
+    exchange = _Exchange(body, backend, store, response, answers)
     exchange.conversation = conversation
     return await exchange.answer(request)
 
@@ -60,24 +60,24 @@ def turn_of(body: ResponsesRequest, conversation: list[Message], backend: Backen
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(
-    response_id: str, pasts: PastsDep, cache_salt: CacheSalt = None, stream: bool = False
+    response_id: str, store: StoreDep, cache_salt: CacheSalt = None, stream: bool = False
 ) -> JSON:
     """A response that is kept."""
     if stream:
         raise ApiError.invalid("a response that is kept is not streamed", "stream")
-    return _find(pasts, response_id, cache_salt).response or {}
+    return _find(store, response_id, cache_salt).response or {}
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, pasts: PastsDep, cache_salt: CacheSalt = None) -> JSON:
+async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSalt = None) -> JSON:
     """Forget a response."""
-    _find(pasts, response_id, cache_salt)
-    pasts.drop(response_id, cache_salt)
+    _find(store, response_id, cache_salt)
+    store.drop(response_id, cache_salt)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _find(pasts: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
-    past = pasts.find(response_id, cache_salt)
+def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
+    past = store.find(response_id, cache_salt)
     if past is None or past.response is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
         raise ApiError.not_found(f"no response {response_id!r} is kept {whose}")
