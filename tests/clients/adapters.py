@@ -41,6 +41,12 @@ def load(module: str) -> Any:
         pytest.skip("`make test-clients` has it")
 
 
+def stock(module: str) -> dict[str, Any]:
+    """Options of a stock client; certificates take longer to load than requests."""
+    plain = load(module).DefaultHttpxClient(verify=False)
+    return {"api_key": "any", "max_retries": 0, "http_client": plain}
+
+
 def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
@@ -303,7 +309,7 @@ class InstructorAnthropic(Instructor):
 
 class OpenAI(Adapter):
     def client(self) -> Any:
-        return load("openai").OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
+        return load("openai").OpenAI(base_url=f"{self.url}/v1", **stock("openai"))
 
     def chat(self, text: str) -> str:
         answer = self.client().chat.completions.create(model=MODEL, messages=user(text))
@@ -349,8 +355,7 @@ class OpenAIResponses(OpenAI):
 
 class Anthropic(Adapter):
     def messages(self) -> Any:
-        api = load("anthropic").Anthropic(base_url=self.url, api_key="any", max_retries=0)
-        return api.messages
+        return load("anthropic").Anthropic(base_url=self.url, **stock("anthropic")).messages
 
     def chat(self, text: str) -> str:
         answer = self.messages().create(model=MODEL, max_tokens=500, messages=user(text))
@@ -363,7 +368,7 @@ class Anthropic(Adapter):
 
     def tools(self, text: str) -> str:
         anthropic = load("anthropic")
-        api = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0)
+        api = anthropic.Anthropic(base_url=self.url, **stock("anthropic"))
         runner = api.beta.messages.tool_runner(
             model=MODEL,
             max_tokens=500,

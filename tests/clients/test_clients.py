@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.clients.adapters import ADAPTERS, QUESTION, Person, PydanticAI
+from tests.clients.adapters import (
+    ADAPTERS,
+    QUESTION,
+    Person,
+    PydanticAI,
+    PydanticAIMessages,
+    PydanticAIResponses,
+)
 from tests.clients.rooms import ROOMS, room
 
 HELLO = "You are the user, and said: Hello!"
@@ -41,11 +48,11 @@ def test_an_answer_as_a_class(client: Any):
     assert able(client.parsed)("Who is Nora?") == Person(name="Nora Lund", age=30)
 
 
-def test_each_of_twenty_tool_turns_computes_its_new_tokens_only(client: Any, fresh: str):
+@pytest.mark.parametrize("kind", [PydanticAI, PydanticAIResponses, PydanticAIMessages])
+def test_each_of_twenty_tool_turns_computes_its_new_tokens_only(kind: Any, url: str, fresh: str):
     """All of a turn is cached in the next one but its last token, which has no KV."""
-    if not isinstance(client, PydanticAI):
-        pytest.skip("it tells too little of each turn")
-    answer = client.agent(instructions=fresh, tools=[room]).run_sync("Walk through the rooms.")
+    agent = kind(url).agent(instructions=fresh, tools=[room])
+    answer = agent.run_sync("Walk through the rooms.")
     assert answer.output == "There is no further room."
     turns = [m.usage for m in answer.all_messages() if m.kind == "response"]
     assert len(turns) == ROOMS + 1
