@@ -274,8 +274,8 @@ MUTANTS = [
     Mutant(
         "salt: a response is found by its id alone",
         "runtime/server/api/response_store.py",
-        'kept = self._pasts[salt].get(name or "") if salt in self._pasts else None',
-        "kept = next((own[name] for own in self._pasts.values() if name in own), None)",
+        'kept = self._stored[salt].get(name or "") if salt in self._stored else None',
+        "kept = next((own[name] for own in self._stored.values() if name in own), None)",
         f"{SERVER}/test_responses.py",
     ),
     Mutant(

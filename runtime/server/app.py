@@ -35,12 +35,7 @@ from radixcache.runtime.server.protocol.answers import (
     Tokenized,
 )
 from radixcache.runtime.server.protocol.openai import DetokenizeRequest, TokenizeRequest
-from radixcache.runtime.server.serving import (
-    Backend,
-    BackendDep,
-    client_of,
-    plain_messages,
-)
+from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
@@ -70,7 +65,7 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend, app.state.pasts = backend, ResponseStore()
+    app.state.backend, app.state.responses = backend, ResponseStore()
     app.include_router(router, dependencies=[QUERY])
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])
@@ -138,10 +133,7 @@ async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep)
 
     tokens, texts = await backend.tokenize(encode, client_of(request))
     return Tokenized(
-        count=len(tokens),
-        max_model_len=backend.max_model_len,
-        tokens=tokens,
-        token_strs=texts,
+        count=len(tokens), max_model_len=backend.max_model_len, tokens=tokens, token_strs=texts
     )
 
 

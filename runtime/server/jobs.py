@@ -102,8 +102,8 @@ class Job(AsyncJob):
         if news.error is not None:
             news = news._replace(error=as_api_error(news.error))
         elif failed is not None:
-            make = ApiError.invalid if failed.error_is_invalid else ApiError.internal
-            news = news._replace(error=make(str(failed.error)), finished=True)
+            status = 400 if failed.error_is_invalid else 500
+            news = news._replace(error=ApiError(status, str(failed.error)), finished=True)
         super().hear(news)
 
 
@@ -119,12 +119,7 @@ class RequestTracker:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        metrics: Metrics,
-        tracing: Tracing | None,
-        capacity: int,
-        share: int,
+        self, worker: Worker, metrics: Metrics, tracing: Tracing | None, capacity: int, share: int
     ) -> None:
         self.worker = worker
         self.capacity = capacity
@@ -143,7 +138,6 @@ class RequestTracker:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine has not stopped."""
         return self.worker.alive
 
     def start(self) -> None:
@@ -249,7 +243,7 @@ class RequestTracker:
             record = self._tracing.follow()
             job._on_end.append(lambda: record(job.requests, job.error))
         if timeout is not None:
-            error = ApiError.timeout(f"not finished within {timeout:g} seconds")
+            error = ApiError(504, f"not finished within {timeout:g} seconds")
             job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
 
     async def drain(self, grace: float) -> None:
@@ -263,7 +257,6 @@ class RequestTracker:
             job.end(ApiError.unavailable("the server is shutting down"))
 
     async def close(self) -> None:
-        """End every job; the engine's thread stays."""
         await self.drain(0)
         with suppress(EngineStopped):
             await self.call(lambda: None)  # their requests are aborted when this is answered

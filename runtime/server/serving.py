@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -41,19 +41,6 @@ TOKENIZER_THREADS = 4
 
 MAX_COMPILING = 32
 """Structures that are compiled or wait for it; half of them may be of one client."""
-
-
-class GenerationOptions(Protocol):
-    """What a request wants besides its text, whichever API it came by."""
-
-    @property
-    def cache_salt(self) -> str | None: ...
-    @property
-    def stream(self) -> bool | None: ...
-    @property
-    def explain(self) -> bool | None: ...
-    @property
-    def prefix(self) -> str | None: ...
 
 
 class Backend:
@@ -91,7 +78,6 @@ class Backend:
         self._remembering: set[asyncio.Future[None]] = set()
 
     async def close(self) -> None:
-        """End what is running, and the threads."""
         await self.jobs.close()
         for pool in (self._tokenizing, self._compiling):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -155,7 +141,6 @@ class Backend:
         return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
 
     def now(self) -> int:
-        """Unix time, for `created`."""
         return int(time.time())
 
     async def encode_chat(
@@ -182,20 +167,15 @@ class Backend:
         except PinError as error:
             raise ApiError.not_found(str(error), "prefix") from None
 
-    async def find_prefix_for(self, body: GenerationRequest) -> NamedPrefix | None:
-        """The prefix that a request names; 404 if there is none with the request's salt."""
-        if body.prefix is None:
-            return None
-        return await self.find_prefix(body.prefix, body.cache_salt)
-
     async def submit(
         self,
         prompts: Sequence[TokensLike],
         params: SamplingParams,
-        wants: GenerationOptions,
         client: Hashable,
+        cache_salt: str | None,
+        stream: bool,
     ) -> Job:
-        """Queue prompts as a request wants."""
+        """Queue prompts."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
         grammar = params.structured_outputs and await self._compile(
@@ -203,10 +183,10 @@ class Backend:
         )
         inputs = [EngineInput(None, tokens, params) for tokens in prompts]
         job = await self.jobs.submit(
-            lambda: self.llm.add(inputs, wants.cache_salt, client=client),
+            lambda: self.llm.add(inputs, cache_salt, client=client),
             len(prompts) * params.n,
             client=client,
-            stream=bool(wants.stream),
+            stream=stream,
             timeout=self.options.request_timeout,
         )
         del grammar  # held until here, the engine's thread had not to compile it
@@ -245,12 +225,10 @@ def client_of(request: Request, cache_salt: str | None = None) -> Hashable:
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[Message]:
-    """Messages as chat templates take them."""
     return [message.plain() for message in messages]
 
 
 def backend_of(request: Request) -> Backend:
-    """The backend of the app that a request came to."""
     return cast(Backend, request.app.state.backend)
 
 

@@ -51,9 +51,7 @@ KINDS = (EngineArgs, SamplingArgs, ServerArgs)
 SETTINGS = {one.name: one for kind in KINDS for one in settings_of(kind)}
 
 _Settings: type[_Base] = create_model(
-    "Settings",
-    __base__=_Base,
-    **{name: _field(one) for name, one in SETTINGS.items()},
+    "Settings", __base__=_Base, **{name: _field(one) for name, one in SETTINGS.items()}
 )
 
 

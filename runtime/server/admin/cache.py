@@ -144,9 +144,10 @@ async def flush_cache(backend: BackendDep) -> Flushed:
     try:
         await asyncio.to_thread(backend.llm.reset_prefix_cache)
     except LeaseError:
-        raise ApiError.conflict(
+        raise ApiError(
+            409,
             "requests run or prefixes are pinned: flush when the ones have ended and the others "
-            "are deleted"
+            "are deleted",
         ) from None
     return Flushed()
 
@@ -159,19 +160,13 @@ async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T
 
 
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
-    return CacheNode(
-        id=node.id if node.id == ROOT else _name(node.id),
-        start=node.start,
-        num_tokens=node.num_tokens,
-        text=tokenizer.decode(node.tokens, special=True) if tokenizer else "",
-        age=node.age,
-        leases=node.leases,
-        computed_from=node.computed_from,
-        pins=node.pins,
-        pinned=node.pinned,
-        children=[_node(child, tokenizer) for child in node.children],
-        more=_folded(node.more),
-    )
+    told = {
+        "id": node.id if node.id == ROOT else _name(node.id),
+        "text": tokenizer.decode(node.tokens, special=True) if tokenizer else "",
+        "children": [_node(child, tokenizer) for child in node.children],
+        "more": _folded(node.more),
+    }
+    return CacheNode(**{**vars(node), **told})
 
 
 def _folded(more: Folded | None) -> CacheFolded | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.server.api.chat_turn import encode
-from radixcache.runtime.server.api.generation import tell
+from radixcache.runtime.server.api.generation import describe_misses
 from radixcache.runtime.server.api.openai_chat import turn_of
 from radixcache.runtime.server.api.openai_completions import encode_prompts
 from radixcache.runtime.server.http.bodies import BodyRoute
@@ -17,8 +19,8 @@ from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/v1/explain")
-async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -> Explained:
+@router.post("/v1/explain", response_model=Explained)
+async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -> Any:
     """What of a prompt is cached, and why the rest is not; nothing is computed, or changed."""
     model = backend.check_model(body.model)
     salt = body.cache_salt
@@ -26,12 +28,12 @@ async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -
     found = await backend.jobs.call(
         lambda: backend.llm.explain({"prompt_token_ids": tokens}, cache_salt=salt)
     )
-    return Explained(
-        model=model,
-        prompt_tokens=found.num_tokens,
-        cached_tokens=found.num_cached_tokens,
-        explanation=tell(backend, found.misses, body.prefix),
-    )
+    return {
+        "model": model,
+        "prompt_tokens": found.num_tokens,
+        "cached_tokens": found.num_cached_tokens,
+        "explanation": describe_misses(backend, found.misses, body.prefix),
+    }
 
 
 async def _encode(body: ExplainRequest, request: Request, backend: Backend) -> TokensLike:

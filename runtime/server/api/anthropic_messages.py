@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,12 @@ from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
-from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
-from radixcache.runtime.server.api.openai_chat import template_kwargs
-from radixcache.runtime.server.api.response_store import (
-    PastsDep,
-    ResponseStore,
-    StoredResponse,
-    compare,
-)
+from radixcache.runtime.server.api.chat_turn import Turn, begin, template_kwargs
+from radixcache.runtime.server.api.content_blocks import Exchange, Part, Step
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE
+from radixcache.runtime.server.api.response_store import StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.conversation import Conversations
@@ -43,7 +36,7 @@ _RESPONSES: dict[int | str, JSON] = {"4XX": _ERRORS, "5XX": _ERRORS}
 
 @router.post("/v1/messages", responses={**STREAM_RESPONSE, **_RESPONSES})
 async def create_message(
-    body: MessagesRequest, request: Request, backend: BackendDep, pasts: PastsDep
+    body: MessagesRequest, request: Request, backend: BackendDep, store: StoreDep
 ) -> Any:
     """Answer a conversation."""
     model = backend.check_model(body.model)
@@ -63,11 +56,10 @@ async def create_message(
     except BaseException:
         answers.job.end()
         raise
-    exchange = _Exchange(body, backend, pasts, model, answers, prefixes)
-    if body.stream:
-        return EventStream(answers.job, exchange.of, exchange.last, exchange.failed, end="")
-    exchange.parts = Parts.of(*await answers.messages(request))
-    return exchange.finish(answers.output)
+    head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
+    exchange = _Exchange(body, backend, store, head, answers)
+    exchange.prefixes = prefixes
+    return await exchange.answer(request)
 
 
 @router.post("/v1/messages/count_tokens", responses=_RESPONSES)
@@ -91,7 +83,7 @@ def turn_of(body: CountRequest, backend: Backend) -> Turn:
     asked = body if isinstance(body, MessagesRequest) else None
     return Turn(
         body.plain_messages(),
-        body.sampling_params(backend.chat_defaults),
+        asked.sampling_params(backend.chat_defaults) if asked else backend.chat_defaults,
         tools=body.offered,
         choice=body.choice,
         template_kwargs=template_kwargs(
@@ -122,49 +114,38 @@ def _length(
     return token + (common_length(rest, prompt.tokens[token:][: len(rest)]) if len(rest) else 0)
 
 
-@dataclass
-class _Exchange:
-    """One request and the message that answers it, as a whole or in events.
+class _Exchange(Exchange[MessagesRequest]):
+    """One request and the message that answers it.
 
     Attributes:
         prefixes: tokens up to where a `cache_control` stands, and its seconds.
     """
 
-    body: MessagesRequest
-    backend: Backend
-    pasts: ResponseStore
-    model: str
-    answers: Answers
     prefixes: list[tuple[int, float]]
-    parts: Parts = field(default_factory=Parts)
-    name: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
-    has_begun: bool = False
 
-    def of(self, news: PromptDelta) -> Iterator[JSON]:
-        """The events of a delta."""
-        if not self.has_begun:
-            self.has_begun = True
-            yield {"type": "message_start", "message": self._message(len(news.delta.token_ids))}
-        for step in self.parts.add(self.answers.pieces(news)):
-            yield self._event_of(step)
+    def begin(self, num_tokens: int) -> Iterator[JSON]:
+        yield {"type": "message_start", "message": self._message(num_tokens)}
 
-    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        """The events at the end."""
-        self.answers.remember(outputs)
-        for step in self.parts.close():
-            yield self._event_of(step)
-        whole = self.finish(outputs[0])
+    def step(self, step: Step) -> Iterator[JSON]:
+        event: JSON = {"type": f"content_block_{_EVENTS[step.kind]}", "index": step.place}
+        if step.kind == "open":
+            event["content_block"] = _block(replace(step.part, text=""))
+        elif step.kind == "more":
+            kind, key = _DELTAS[step.part.kind]
+            event["delta"] = {"type": kind, key: step.text}
+        yield event
+
+    def end(self, whole: JSON) -> Iterator[JSON]:
         delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         more = {name: whole[name] for name in ("usage", "radixcache")}
         yield {"type": "message_delta", "delta": delta, **more}
         yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> Iterator[JSON]:
-        """The event in place of an end."""
+    def fail(self, error: ApiError) -> Iterator[JSON]:
         yield error.body_at("/v1/messages")
 
     def finish(self, output: RequestOutput) -> JSON:
-        """The whole message; what is marked stays cached, if it can, and is remembered."""
+        """What is marked stays cached, if it can, and is remembered."""
         end = output.outputs[0]
         message = self._message(len(end.token_ids))
         if end.finish_reason == "length":
@@ -174,14 +155,13 @@ class _Exchange:
         else:
             message["stop_reason"] = "tool_use" if self.parts.has_calls else "end_turn"
         message["content"] = [_block(part) for part in self.parts.parts]
-        more = extension(self.backend, self.answers.job, self.answers.turn)
-        message["radixcache"] = more.model_dump()
+        message["radixcache"] = self.extension()
         tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
         if self.prefixes:
             with suppress(EngineStopped):
                 self.backend.llm.worker.call(lambda: self._prefer(tokens, salt))
         if self.body.diagnostics is not None:
-            self.pasts.keep(self.name, StoredResponse(self.answers.turn, tokens))
+            self.store.keep(message["id"], StoredResponse(self.answers.turn, tokens))
         return message
 
     def _prefer(self, tokens: Tokens, cache_salt: str | None) -> None:
@@ -196,10 +176,10 @@ class _Exchange:
         marked = max((length for length, _ in self.prefixes), default=0)
         written = max(0, marked - cached) * self.backend.caches
         message: JSON = {
-            "id": self.name,
+            "id": self.head["id"],
             "type": "message",
             "role": "assistant",
-            "model": self.model,
+            "model": self.head["model"],
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -211,18 +191,16 @@ class _Exchange:
             },
         }
         if self.body.diagnostics and self.body.diagnostics.previous_message_id:
-            message["diagnostics"] = self._diagnose(cached)
+            previous = self.body.diagnostics.previous_message_id
+            message["diagnostics"] = self._diagnose(previous, cached)
         return message
 
-    def _diagnose(self, cached: int) -> JSON | None:
+    def _diagnose(self, previous: str, cached: int) -> JSON | None:
         """Why less was cached than of the earlier message's prompt; None if it was not less."""
-        asked = self.body.diagnostics
-        name = None if asked is None else asked.previous_message_id
-        past = self.pasts.find(name, self.body.cache_salt)
+        past = self.store.find(previous, self.body.cache_salt)
         if past is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        tokens, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
-        change, reused = compare(past, self.answers.turn, tokens, cached, granularity)
+        change, reused = self.compare(past, cached)
         if change == "nothing":
             return None
         reason: JSON = {"type": "unavailable"}  # `radixcache.explanation` says more
@@ -230,15 +208,6 @@ class _Exchange:
             missed = len(past.prompt) - reused
             reason = {"type": f"{change}_changed", "cache_missed_input_tokens": missed}
         return {"cache_miss_reason": reason}
-
-    def _event_of(self, step: Step) -> JSON:
-        event: JSON = {"type": f"content_block_{_EVENTS[step.kind]}", "index": step.place}
-        if step.kind == "open":
-            event["content_block"] = _block(replace(step.part, text=""))
-        elif step.kind == "more":
-            kind, key = _DELTAS[step.part.kind]
-            event["delta"] = {"type": kind, key: step.text}
-        return event
 
 
 _EVENTS = {"open": "start", "more": "delta", "close": "stop"}

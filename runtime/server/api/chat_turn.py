@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +15,12 @@ from radixcache.runtime.sampling.structured_outputs import StructuredOutputsPara
 from radixcache.runtime.server.api.generation import finish
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import Job, PromptDelta
+from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import Call, ParsedDelta, Tool, ToolChoice
+from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage, Tool, ToolChoice
 from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
@@ -64,24 +64,6 @@ class Turn:
         }
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One of the messages that came, as a whole; see `CompletionOutput`.
-
-    Attributes:
-        content: None if there are calls instead.
-    """
-
-    index: int
-    content: str | None
-    reasoning: str | None
-    calls: tuple[Call, ...]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
-
-
 async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     """Queue a turn. Whoever gets its answers must read them to the end, or end their `job`.
 
@@ -91,8 +73,8 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     prompt = await encode(backend, turn, client)
     params = turn.params
     if turn.tools or params.structured_outputs:  # whose schemas may be long
-        params = await on_thread(_guided, turn, backend.tokenizer, prompt.text)
-    job = await backend.submit([prompt.tokens], params, turn, client)
+        params = await on_thread(_with_grammar, turn, backend.tokenizer, prompt.text)
+    job = await backend.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
     return Answers(backend, turn, prompt, job)
 
 
@@ -124,7 +106,7 @@ def _check_results(messages: list[Message]) -> None:
             )
 
 
-def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
+def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
     """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
     tools, choice, wanted = turn.tools, turn.choice, turn.params.structured_outputs
     after = THOUGHT if thoughts_of(prompt) else None
@@ -146,6 +128,26 @@ def _guided(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
     named = [tool for tool in tools if not choice.names or tool.name in choice.names]
     grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)
     return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
+
+
+def template_kwargs(
+    backend: Backend, values: dict[str, Any], effort: str | None, field: str
+) -> dict[str, Any]:
+    """Values for the chat template: how much to think, as `field` says, may be one of them.
+
+    Raises:
+        ApiError: the model cannot be told.
+    """
+    if effort is None:
+        return values
+    template = backend.tokenizer.chat_template()
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **values}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **values}
+    if effort == "none" and not backend.tokenizer.reasons:
+        return values
+    raise ApiError.invalid("one cannot tell this model how much to think", field)
 
 
 class Answers:
@@ -174,49 +176,36 @@ class Answers:
             {tool.name: tool.parameters for tool in turn.tools},
         )
 
-    @property
-    def output(self) -> RequestOutput:
-        """What the engine knows of the request: tokens and times."""
-        return self.job.requests[0].output()
-
-    def pieces(self, news: PromptDelta) -> list[ParsedDelta]:
-        """What the message `news.delta.index` gained; with its end, all that was held back."""
-        delta = news.delta
+    def pieces(self, delta: Delta) -> list[ParsedDelta]:
+        """What the message `delta.index` gained; with its end, all that was held back."""
         return self._parsers[delta.index].feed(delta.text, delta.finish_reason is not None)
+
+    def said(self, index: int) -> ParsedMessage:
+        """All that a message says so far."""
+        return self._parsers[index].said()
 
     def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
         """Why a message ended: as the engine says, or "tool_calls".
 
         A call of the one function that the client named is no news: that is "stop".
         """
-        calls = self._parsers[end.index].said().calls
-        if end.finish_reason == "stop" and calls and not self.turn.choice.named:
+        if (
+            end.finish_reason == "stop"
+            and self.said(end.index).calls
+            and not self.turn.choice.named
+        ):
             return "tool_calls"
         return end.finish_reason
 
-    async def messages(self, request: Request) -> list[Reply]:
+    async def whole(self, request: Request) -> RequestOutput:
         """The messages once they are there, and remembered; for a turn that is not streamed."""
-        outputs = await finish(self.job, request)
-        for answer in outputs[0].outputs:
+        (output,) = await finish(self.job, request)
+        for answer in output.outputs:
             self._parsers[answer.index].feed(answer.text, ended=True)
-        self.remember(outputs)
-        return [self._reply(answer) for answer in outputs[0].outputs]
+        self.remember(output)
+        return output
 
-    def _reply(self, answer: CompletionOutput) -> Reply:
-        said = self._parsers[answer.index].said()
-        return Reply(
-            index=answer.index,
-            content=None if said.calls and not said.content else said.content,
-            reasoning=said.reasoning or None,
-            calls=said.calls,
-            finish_reason=self.finish_reason(answer),
-            stop_reason=answer.stop_reason,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-        )
-
-    def remember(self, outputs: Sequence[RequestOutput]) -> None:
+    def remember(self, output: RequestOutput) -> None:
         """Let conversations go on from these messages; at the end of a stream."""
-        for answer in outputs[0].outputs:
-            said = self._parsers[answer.index].said()
-            self._backend.remember(self.prompt, answer.token_ids, said)
+        for answer in output.outputs:
+            self._backend.remember(self.prompt, answer.token_ids, self.said(answer.index))

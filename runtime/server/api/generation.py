@@ -5,37 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.explain import Miss
-from radixcache.runtime.engine.outputs import RequestOutput, find_repetition
+from radixcache.runtime.engine.outputs import Delta, RequestOutput, find_repetition
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
-from radixcache.runtime.server.protocol.answers import (
-    Extension,
-    MissedTokens,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    Usage,
-)
 from radixcache.runtime.server.protocol.openai import GenerationRequest
-from radixcache.runtime.server.serving import Backend, GenerationOptions
+from radixcache.runtime.server.serving import Backend
+
+if TYPE_CHECKING:
+    from radixcache.runtime.server.api.chat_turn import Turn
 
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
+R = TypeVar("R", bound=GenerationRequest)
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
 """For the OpenAPI document: what a route answers besides JSON."""
-
-_LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
@@ -58,30 +52,33 @@ class EventStream(StreamingResponse):
     """Server-sent events made from a job, which is aborted if the client hangs up.
 
     Args:
-        chunks: what to send for one delta.
+        chunks: what to send of a delta, or of how far the prompts are computed.
         last: what to send when all is done, before the end mark.
         failed: what to send when it fails.
         end: the end mark.
-        prefilled: what to send of how far the prompts are computed.
     """
 
     def __init__(
         self,
         job: Job,
-        chunks: Callable[[PromptDelta], Iterable[JSON]],
+        chunks: Callable[[Any], Iterable[JSON]],
         last: Callable[[list[RequestOutput]], Iterable[JSON]],
         failed: Callable[[ApiError], Iterable[JSON]] = lambda error: [error.body],
         end: str = "data: [DONE]\n\n",
-        prefilled: Callable[[Prefilled], Iterable[JSON]] = lambda _: (),
     ) -> None:
-        def told(news: PromptDelta | Prefilled) -> Iterable[JSON]:
-            return prefilled(news) if isinstance(news, Prefilled) else chunks(news)
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for batch in job.batches():
+                    yield "".join(event(chunk) for news in batch for chunk in chunks(news))
+                yield "".join(map(event, last(job.outputs())))
+            except Exception as error:  # the status is sent already
+                if not isinstance(error, ApiError):
+                    log.exception("a stream failed")
+                yield "".join(map(event, failed(as_api_error(error))))
+            yield end
 
-        super().__init__(
-            _events(job, told, last, failed, end),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events(), media_type="text/event-stream", headers=headers)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,22 +88,45 @@ class EventStream(StreamingResponse):
             self._job.end()
 
 
-async def _events(
-    job: Job,
-    chunks: Callable[[PromptDelta | Prefilled], Iterable[JSON]],
-    last: Callable[[list[RequestOutput]], Iterable[JSON]],
-    failed: Callable[[ApiError], Iterable[JSON]],
-    end: str,
-) -> AsyncIterator[str]:
-    try:
-        async for deltas in job.batches():
-            yield "".join(event(chunk) for delta in deltas for chunk in chunks(delta))
-        yield "".join(map(event, last(job.outputs())))
-    except Exception as error:  # the status is sent already
-        if not isinstance(error, ApiError):
-            log.exception("a stream failed")
-        yield "".join(map(event, failed(as_api_error(error))))
-    yield end
+class Chunks(ABC, Generic[R]):
+    """The chunks of one streamed chat or completion."""
+
+    def __init__(self, body: R, backend: Backend, head: JSON, job: Job) -> None:
+        self.body = body
+        self.backend = backend
+        self.head = head
+        self.job = job
+        self._usage: JSON = {"usage": None} if body.include_usage else {}
+        if body.include_progress:
+            backend.jobs.worker.follow(job)
+
+    @abstractmethod
+    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
+        """Those of a delta of the prompt of this number."""
+
+    def chunk(self, *choices: JSON, **more: JSON) -> JSON:
+        return {**self.head, "choices": choices, **self._usage, **more}
+
+    def events(self) -> EventStream:
+        """The response to the client."""
+        return EventStream(self.job, self._of, self.last)
+
+    def _of(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
+        if isinstance(news, PromptDelta):
+            yield from self.of(*news)
+        else:
+            prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
+            share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
+            yield self.chunk(radixcache=share)
+
+    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
+        """What a stream ends with, if more was asked for than text."""
+        more: JSON = {}
+        if self.body.include_usage:
+            more["usage"] = usage(self.backend, outputs)
+        if more or self.body.explain:
+            more["radixcache"] = extension(self.backend, self.job, self.body)
+            yield self.chunk(**more)
 
 
 def event(chunk: JSON) -> str:
@@ -115,92 +135,59 @@ def event(chunk: JSON) -> str:
     return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
 
 
-def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> Usage:
-    """Tokens over all prompts and completions."""
+def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=cached, cache_write_tokens=(prompt - cached) * backend.caches
-        ),
-    )
+    written = (prompt - cached) * backend.caches
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+    }
 
 
-def progress(
-    backend: Backend, body: GenerationRequest, head: JSON, job: Job
-) -> Callable[[Prefilled], Iterator[JSON]]:
-    """What a stream says of how far its prompts are computed, if it was asked for."""
-    if body.include_progress:
-        backend.jobs.worker.follow(job)
+def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JSON:
+    """What the engine has to say about a job that is finished, and OpenAI has no field for.
 
-    def told(news: Prefilled) -> Iterator[JSON]:
-        prompt = sum(len(request.prompt_token_ids) for request in job.requests)
-        share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
-        empty = {"usage": None} if body.include_usage else {}
-        yield {**head, "choices": [], **empty, "radixcache": share}
-
-    return told
-
-
-def last_chunk(
-    backend: Backend,
-    body: GenerationRequest,
-    head: JSON,
-    job: Job,
-    outputs: list[RequestOutput],
-) -> Iterator[JSON]:
-    """What a stream ends with, if more was asked for than text."""
-    more: JSON = {}
-    if body.include_usage:
-        more["usage"] = usage(backend, outputs).model_dump()
-    if body.explain or body.include_usage:
-        more["radixcache"] = extension(backend, job, body).model_dump()
-        yield {**head, "choices": [], **more}
-
-
-def extension(backend: Backend, job: Job, wants: GenerationOptions) -> Extension:
-    """What the engine has to say about a job that is finished."""
-    first = job.requests[0]
+    ttft: seconds from the request's arrival to its first token.
+    explanation: of each prompt in turn, if it was asked for.
+    repetitions: of each answer how many tokens it says again and again at its end, null if it does
+        not; null as a whole if none does.
+    """
     explanation = None
     if wants.explain:
         misses = [miss for request in job.requests for miss in request.explanation or ()]
-        explanation = tell(backend, misses, wants.prefix)
+        explanation = describe_misses(backend, misses, wants.prefix)
     sequences = [sequence for request in job.requests for sequence in request.sequences]
     repetitions = [find_repetition(sequence.generated) for sequence in sequences]
-    return Extension(
-        ttft=first.ttft,
-        explanation=explanation,
-        repetitions=repetitions if any(repetitions) else None,
-    )
+    return {
+        "ttft": job.requests[0].ttft,
+        "explanation": explanation,
+        "repetitions": repetitions if any(repetitions) else None,
+    }
 
 
-def tell(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[MissedTokens]:
+def describe_misses(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[JSON]:
     """Why tokens were not cached, for a client who has named this prefix, or none."""
     tokenizer = backend.llm.tokenizer
     if backend.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]
+    show = tokenizer.show if tokenizer else None
     return [
-        MissedTokens(
-            reason=miss.reason,
-            start=miss.start,
-            end=miss.end,
-            text=miss.describe(tokenizer.show if tokenizer else None),
-        )
-        for miss in misses
+        {"reason": m.reason, "start": m.start, "end": m.end, "text": m.describe(show)}
+        for m in misses
     ]
 
 
 def prompt_logprobs(
     backend: Backend, body: GenerationRequest, output: RequestOutput
-) -> PromptLogprobs | None:
+) -> list[JSON | None] | None:
     """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
     if body.prompt_logprobs is None:
         return None
-    told: PromptLogprobs = []
+    told: list[JSON | None] = []
     for top in output.prompt_logprobs or []:
         if top is None:
             told.append(None)
@@ -209,11 +196,11 @@ def prompt_logprobs(
         ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
         told.append(
             {
-                token: PromptLogprob(
-                    logprob=clamp(logprob),
-                    rank=ranks.get(token),
-                    decoded_token=backend.token_text(token),
-                )
+                str(token): {
+                    "logprob": clamp(logprob),
+                    "rank": ranks.get(token),
+                    "decoded_token": backend.token_text(token),
+                }
                 for token, logprob in top.items()
             }
         )
@@ -221,5 +208,5 @@ def prompt_logprobs(
 
 
 def clamp(logprob: float) -> float:
-    """A log-probability as JSON can say it."""
-    return max(logprob, _LEAST_LOGPROB)
+    """A log-probability as JSON can say it, which knows no infinity."""
+    return max(logprob, -9999.0)

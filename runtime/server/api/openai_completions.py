@@ -5,33 +5,28 @@ from __future__ import annotations
 import uuid
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
 from radixcache.base import TokensLike, as_tokens
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.engine.outputs import Delta
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
-    EventStream,
+    Chunks,
     clamp,
     extension,
     finish,
-    last_chunk,
-    progress,
     prompt_logprobs,
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import Job, PromptDelta
-from radixcache.runtime.server.protocol.answers import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-)
+from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.protocol.openai import CompletionRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -41,11 +36,12 @@ router = APIRouter(route_class=BodyRoute)
 Logprobs = Sequence[dict[int, float] | None]
 
 
-@router.post("/v1/completions", response_model=Completion, responses={**STREAM_RESPONSE})
+@router.post("/v1/completions", responses={**STREAM_RESPONSE})
 async def completions(body: CompletionRequest, request: Request, backend: BackendDep) -> Any:
     """Complete one prompt or several."""
     head: JSON = {
         "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
         "created": backend.now(),
         "model": backend.check_model(body.model),
     }
@@ -60,35 +56,32 @@ async def completions(body: CompletionRequest, request: Request, backend: Backen
     backend.jobs.check_room(len(body.prompts) * params.n, client)
     prompts = await encode_prompts(body, backend, request)
     echoes = await _echoes(body, backend, client)
-    job = await backend.submit(prompts, params, body, client)
+    job = await backend.submit(prompts, params, client, body.cache_salt, bool(body.stream))
     if body.stream:
-        chunks = _Chunks(body, backend, head, params.n, job, echoes)
-        told = progress(backend, body, chunks.head, job)
-        return EventStream(job, chunks.of, chunks.last, prefilled=told)
+        return _Chunks(body, backend, head, params.n, job, echoes).events()
     outputs = await finish(job, request)
-    choices: list[CompletionChoice] = []
+    choices: list[JSON] = []
     for number, output in enumerate(outputs):
         for completion in output.outputs:
-            echo = echoes[number] if echoes else ""
             tokens: list[int] = completion.token_ids
             logprobs: Logprobs | None = completion.logprobs
             if logprobs is not None and body.echo:
                 tokens = output.prompt_token_ids + tokens
                 logprobs = [*(output.prompt_logprobs or []), *logprobs]
             choices.append(
-                CompletionChoice(
-                    index=len(choices),
-                    text=echo + completion.text,
-                    logprobs=_logprobs(backend, body, tokens, logprobs),
-                    finish_reason=completion.finish_reason,
-                    stop_reason=completion.stop_reason,
-                    prompt_logprobs=prompt_logprobs(backend, body, output),
-                    token_ids=completion.token_ids if body.return_token_ids else None,
-                    prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
-                )
+                {
+                    "index": len(choices),
+                    "text": (echoes[number] if echoes else "") + completion.text,
+                    "logprobs": _logprobs(backend, body, tokens, logprobs),
+                    "finish_reason": completion.finish_reason,
+                    "stop_reason": completion.stop_reason,
+                    "prompt_logprobs": prompt_logprobs(backend, body, output),
+                    "token_ids": completion.token_ids if body.return_token_ids else None,
+                    "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+                }
             )
-    more = extension(backend, job, body)
-    return Completion(**head, choices=choices, usage=usage(backend, outputs), radixcache=more)
+    more = {"usage": usage(backend, outputs), "radixcache": extension(backend, job, body)}
+    return JSONResponse({**head, "choices": choices, **more})
 
 
 async def encode_prompts(
@@ -96,8 +89,8 @@ async def encode_prompts(
 ) -> list[TokensLike]:
     """The token ids of the prompts, behind those of the prefix if one is named."""
     client = client_of(request, body.cache_salt)
-    prefix = await backend.find_prefix_for(body)
-    special = prefix is None and body.add_special_tokens is not False
+    prefix = body.prefix and await backend.find_prefix(body.prefix, body.cache_salt)
+    special = not prefix and body.add_special_tokens is not False
     tokens: list[TokensLike] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
@@ -107,13 +100,12 @@ async def encode_prompts(
             tokens.append(await backend.tokenize(encode, client))
         else:
             tokens.append(prompt)
-    if prefix is None:
+    if not prefix:
         return tokens
     return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]
 
 
 async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -> list[str]:
-    """The texts of the prompts, if they are to be echoed."""
     if not body.echo:
         return []
 
@@ -123,7 +115,7 @@ async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -
     return await backend.tokenize(decode, client)
 
 
-class _Chunks:
+class _Chunks(Chunks[CompletionRequest]):
     """The chunks of one stream: its choices are the completions of each prompt in turn."""
 
     def __init__(
@@ -135,48 +127,41 @@ class _Chunks:
         job: Job,
         echoes: list[str],
     ) -> None:
-        self._body = body
-        self._backend = backend
-        self.head = {**head, "object": "text_completion"}
-        self._usage: JSON = {"usage": None} if body.include_usage else {}
+        super().__init__(body, backend, head, job)
         self._n = n
-        self._job = job
         self._echoes = echoes
         self._offsets: dict[int, int] = {}
         """Where the next token of each choice begins in its text; choices that have begun."""
 
-    def of(self, news: PromptDelta) -> Iterator[JSON]:
-        delta = news.delta
-        index = news.prompt * self._n + delta.index
+    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
+        index = prompt * self._n + delta.index
         text, tokens = delta.text, delta.token_ids
         logprobs: Logprobs | None = delta.logprobs
-        ids: JSON = {"token_ids": tokens} if self._body.return_token_ids else {}
+        ids: JSON = {"token_ids": tokens} if self.body.return_token_ids else {}
         if index not in self._offsets:
             self._offsets[index] = 0
-            request = self._job.requests[news.prompt]  # its prompt is final by now
+            request = self.job.requests[prompt]  # its prompt is final by now
+            before = request.prompt_token_ids.tolist()
             if ids:
-                ids["prompt_token_ids"] = request.prompt_token_ids.tolist()
+                ids["prompt_token_ids"] = before
             if self._echoes:
-                text = self._echoes[news.prompt] + text
+                text = self._echoes[prompt] + text
                 if logprobs is not None:
-                    tokens = request.prompt_token_ids.tolist() + tokens
+                    tokens = before + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self._backend, self._body, tokens, logprobs, self._offsets[index])
+        shown = _logprobs(self.backend, self.body, tokens, logprobs, self._offsets[index])
         if shown is not None:
-            self._offsets[index] += sum(len(self._backend.token_text(token)) for token in tokens)
+            self._offsets[index] += sum(len(self.backend.token_text(token)) for token in tokens)
         if text or delta.finish_reason or ((shown or ids) and tokens):
             choice = {
                 "index": index,
                 "text": text,
-                "logprobs": shown.model_dump() if shown else None,
+                "logprobs": shown,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
                 **ids,
             }
-            yield {**self.head, "choices": [choice], **self._usage}
-
-    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        yield from last_chunk(self._backend, self._body, self.head, self._job, outputs)
+            yield self.chunk(choice)
 
 
 def _logprobs(
@@ -185,17 +170,20 @@ def _logprobs(
     tokens: list[int],
     logprobs: Logprobs | None,
     offset: int = 0,
-) -> CompletionLogprobs | None:
+) -> JSON | None:
     """The logprobs of `tokens`, the first of which begins `offset` characters into the text."""
     if logprobs is None:
         return None
-    shown = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for token, top in zip(tokens, logprobs, strict=True):
-        shown.tokens.append(backend.token_name(token, body))
-        shown.token_logprobs.append(None if top is None else clamp(top[token]))
-        shown.top_logprobs.append(
-            None if top is None else {backend.token_name(t, body): clamp(p) for t, p in top.items()}
-        )
-        shown.text_offset.append(offset)
-        offset += len(backend.token_text(token))
-    return shown
+
+    def name(token: int) -> str:
+        return backend.token_name(token, body)
+
+    lengths = [len(backend.token_text(token)) for token in tokens]
+    return {
+        "tokens": [name(token) for token in tokens],
+        "token_logprobs": [
+            top and clamp(top[token]) for token, top in zip(tokens, logprobs, strict=True)
+        ],
+        "top_logprobs": [top and {name(t): clamp(p) for t, p in top.items()} for top in logprobs],
+        "text_offset": [*accumulate(lengths[:-1], initial=offset)] if tokens else [],
+    }

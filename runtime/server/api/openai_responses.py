@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin
-from radixcache.runtime.server.api.content_blocks import Part, Parts, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, EventStream, extension
-from radixcache.runtime.server.api.openai_chat import template_kwargs
-from radixcache.runtime.server.api.response_store import (
-    PastsDep,
-    ResponseStore,
-    StoredResponse,
-    compare,
-)
+from radixcache.runtime.server.api.chat_turn import Turn, begin, template_kwargs
+from radixcache.runtime.server.api.content_blocks import Exchange, Part, Step
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, usage
+from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.protocol.fields import CacheSalt
 from radixcache.runtime.server.protocol.responses import Item, ResponsesRequest, merge
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
@@ -33,21 +25,19 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/responses", responses={**STREAM_RESPONSE})
 async def create_response(
-    body: ResponsesRequest, request: Request, backend: BackendDep, pasts: PastsDep
+    body: ResponsesRequest, request: Request, backend: BackendDep, store: StoreDep
 ) -> Any:
     """Answer a conversation, which may go on from an earlier response."""
     conversation = body.messages()
     if body.previous_response_id is not None:
-        before = _find(pasts, body.previous_response_id, body.cache_salt)
+        before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
     response = _begin(body, backend)
     turn = await on_thread(turn_of, body, conversation, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
-    exchange = _Exchange(body, backend, pasts, response, conversation, answers)
-    if body.stream:
-        return EventStream(answers.job, exchange.of, exchange.last, exchange.failed, end="")
-    exchange.parts = Parts.of(*await answers.messages(request))
-    return exchange.finish(answers.output)
+    exchange = _Exchange(body, backend, store, response, answers)
+    exchange.conversation = conversation
+    return await exchange.answer(request)
 
 
 def turn_of(body: ResponsesRequest, conversation: list[Message], backend: Backend) -> Turn:
@@ -70,24 +60,24 @@ def turn_of(body: ResponsesRequest, conversation: list[Message], backend: Backen
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(
-    response_id: str, pasts: PastsDep, cache_salt: CacheSalt = None, stream: bool = False
+    response_id: str, store: StoreDep, cache_salt: CacheSalt = None, stream: bool = False
 ) -> JSON:
     """A response that is kept."""
     if stream:
         raise ApiError.invalid("a response that is kept is not streamed", "stream")
-    return _find(pasts, response_id, cache_salt).response or {}
+    return _find(store, response_id, cache_salt).response or {}
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, pasts: PastsDep, cache_salt: CacheSalt = None) -> JSON:
+async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSalt = None) -> JSON:
     """Forget a response."""
-    _find(pasts, response_id, cache_salt)
-    pasts.drop(response_id, cache_salt)
+    _find(store, response_id, cache_salt)
+    store.drop(response_id, cache_salt)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _find(pasts: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
-    past = pasts.find(response_id, cache_salt)
+def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
+    past = store.find(response_id, cache_salt)
     if past is None or past.response is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
         raise ApiError.not_found(f"no response {response_id!r} is kept {whose}")
@@ -124,78 +114,21 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     }
 
 
-@dataclass
-class _Exchange:
-    """One request and its response, as a whole or in events.
+class _Exchange(Exchange[ResponsesRequest]):
+    """One request and its response, of which `head` is what is known so far.
 
     Attributes:
         conversation: all its messages but the instructions.
     """
 
-    body: ResponsesRequest
-    backend: Backend
-    pasts: ResponseStore
-    response: JSON
     conversation: list[Message]
-    answers: Answers
-    parts: Parts = field(default_factory=Parts)
-    num_events: int = 0
+    num_events = 0
 
-    def of(self, news: PromptDelta) -> Iterator[JSON]:
-        """The events of a delta."""
-        yield from self._begin()
-        for step in self.parts.add(self.answers.pieces(news)):
-            yield from self._events_of(step)
+    def begin(self, num_tokens: int) -> Iterator[JSON]:
+        yield self._event("created", response=self.head)
+        yield self._event("in_progress", response=self.head)
 
-    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        """The events at the end."""
-        self.answers.remember(outputs)
-        for step in self.parts.close():
-            yield from self._events_of(step)
-        response = self.finish(outputs[0])
-        yield self._event(response["status"], response=response)
-
-    def failed(self, error: ApiError) -> Iterator[JSON]:
-        """The events in place of an end."""
-        yield from self._begin()
-        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-        code = codes.get(error.status, "server_error")
-        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        yield self._event("failed", response=self.response)
-
-    def finish(self, output: RequestOutput) -> JSON:
-        """The whole response, which is kept if that is wanted."""
-        body, response, answers = self.body, self.response, self.answers
-        cut, parts = output.outputs[0].finish_reason == "length", self.parts.parts
-        ends = ["completed"] * (len(parts) - 1) + ["incomplete" if cut else "completed"]
-        response["status"] = ends[-1]
-        if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        items = enumerate(zip(parts, ends, strict=False))
-        response["output"] = [self._item(i, part, end) for i, (part, end) in items]
-        response["usage"] = self._usage(output)
-        if body.compared is not None:
-            past = self.pasts.find(body.compared, body.cache_salt)
-            response["prompt_cache_diagnostics"] = self._diagnose(past, output)
-        more = extension(self.backend, answers.job, answers.turn)
-        response["radixcache"] = more.model_dump()
-        if response["store"]:
-            said = merge([Item(**item).as_message() for item in response["output"]])
-            conversation = [*self.conversation, *said]
-            past = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
-            self.pasts.keep(response["id"], past)
-        return response
-
-    def _begin(self) -> Iterator[JSON]:
-        if not self.num_events:
-            yield self._event("created", response=self.response)
-            yield self._event("in_progress", response=self.response)
-
-    def _event(self, kind: str, **more: Any) -> JSON:
-        self.num_events += 1
-        return {"type": f"response.{kind}", "sequence_number": self.num_events - 1, **more}
-
-    def _events_of(self, step: Step) -> Iterator[JSON]:
+    def step(self, step: Step) -> Iterator[JSON]:
         index, part = step.place, step.part
         item = self._item(index, part, "in_progress" if step.kind == "open" else "completed")
         place: JSON = {"output_index": index, "item_id": item["id"]}
@@ -211,16 +144,51 @@ class _Exchange:
         elif step.kind == "more":
             yield self._event(f"{name}.delta", **place, delta=step.text)
         else:
-            whole = {"arguments": part.text, "name": part.name}
-            yield self._event(
-                f"{name}.done", **place, **(whole if part.kind == "call" else {"text": part.text})
-            )
+            call = {"arguments": part.text, "name": part.name}
+            whole = call if part.kind == "call" else {"text": part.text}
+            yield self._event(f"{name}.done", **place, **whole)
             if part.kind == "content":
                 yield self._event("content_part.done", **place, part=_text(part.text))
             yield self._event("output_item.done", output_index=index, item=item)
 
+    def end(self, whole: JSON) -> Iterator[JSON]:
+        yield self._event(whole["status"], response=whole)
+
+    def fail(self, error: ApiError) -> Iterator[JSON]:
+        yield from self.begin_once()
+        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+        code = codes.get(error.status, "server_error")
+        self.head |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        yield self._event("failed", response=self.head)
+
+    def finish(self, output: RequestOutput) -> JSON:
+        """It is kept if that is wanted."""
+        body, response, answers = self.body, self.head, self.answers
+        cut, parts = output.outputs[0].finish_reason == "length", self.parts.parts
+        ends = ["completed"] * (len(parts) - 1) + ["incomplete" if cut else "completed"]
+        response["status"] = ends[-1]
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        items = enumerate(zip(parts, ends, strict=False))
+        response["output"] = [self._item(i, part, end) for i, (part, end) in items]
+        response["usage"] = self._usage(output)
+        if body.compared is not None:
+            past = self.store.find(body.compared, body.cache_salt)
+            response["prompt_cache_diagnostics"] = self._diagnose(past, output.num_cached_tokens)
+        response["radixcache"] = self.extension()
+        if response["store"]:
+            said = merge([Item(**item).as_message() for item in response["output"]])
+            conversation = [*self.conversation, *said]
+            past = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
+            self.store.keep(response["id"], past)
+        return response
+
+    def _event(self, kind: str, **more: Any) -> JSON:
+        self.num_events += 1
+        return {"type": f"response.{kind}", "sequence_number": self.num_events - 1, **more}
+
     def _item(self, index: int, part: Part, status: str) -> JSON:
-        name = f"{self.response['id'].removeprefix('resp_')}{index}"
+        name = f"{self.head['id'].removeprefix('resp_')}{index}"
         if part.kind == "call":
             call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
             return {"id": f"fc_{name}", "type": "function_call", "status": status, **call}
@@ -232,33 +200,27 @@ class _Exchange:
         return {"id": f"msg_{name}", "type": "message", **message}
 
     def _usage(self, output: RequestOutput) -> JSON:
-        prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens
-        answer = len(output.outputs[0].token_ids)
+        told = usage(self.backend, [output])
         # As the tokenizer splits the text: what the model chose is not known by part.
         reasoning = self.backend.tokenizer.encode(self.parts.reasoning, special=False)
         return {
-            "input_tokens": prompt,
-            "input_tokens_details": {
-                "cached_tokens": cached,
-                "cache_write_tokens": (prompt - cached) * self.backend.caches,
-            },
-            "output_tokens": answer,
+            "input_tokens": told["prompt_tokens"],
+            "input_tokens_details": told["prompt_tokens_details"],
+            "output_tokens": told["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": len(reasoning)},
-            "total_tokens": prompt + answer,
+            "total_tokens": told["total_tokens"],
         }
 
-    def _diagnose(self, past: StoredResponse | None, output: RequestOutput) -> JSON:
+    def _diagnose(self, past: StoredResponse | None, cached: int) -> JSON:
         """Why the prompt was not cached as far as an earlier response would have it."""
         if past is None:
             return {"type": "comparison_response_not_found"}
-        tokens, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
-        cached = output.num_cached_tokens
-        change, reused = compare(past, self.answers.turn, tokens, cached, granularity)
+        change, reused = self.compare(past, cached)
         if change in _REASONS:
             return {
                 "type": "cache_miss",
                 "reason": _REASONS[change],
-                "cache_missed_tokens": len(tokens) - reused,
+                "cache_missed_tokens": len(self.answers.prompt.tokens) - reused,
                 "comparison_reusable_tokens": len(past.prompt),
             }
         return {"type": "cache_hit" if change == "nothing" else "unavailable"}

@@ -15,8 +15,7 @@ from radixcache.runtime.server.api.chat_turn import Turn
 from radixcache.runtime.server.protocol.responses import split_system
 from radixcache.runtime.tokens.tokenizer import Message
 
-Change = Literal["tools", "settings", "system", "messages"]
-
+Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]
 
 _OBJECTS = 4096
 """Bytes, about, that a turn takes however short its texts are."""
@@ -46,8 +45,8 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self.max_bytes = max_bytes
-        self._pasts: defaultdict[str | None, OrderedDict[str, tuple[StoredResponse, int]]]
-        self._pasts = defaultdict(OrderedDict)
+        self._stored: defaultdict[str | None, OrderedDict[str, tuple[StoredResponse, int]]]
+        self._stored = defaultdict(OrderedDict)
         self._num_bytes: Counter[str | None] = Counter()
         self.num_bytes = 0
 
@@ -56,38 +55,37 @@ class ResponseStore:
         texts = (past.turn.messages, past.conversation, past.response, past.turn.tools)
         salt = past.turn.cache_salt
         size = past.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
-        self._pasts[salt][name] = past, size
+        self._stored[salt][name] = past, size
         self._num_bytes[salt] += size
         self.num_bytes += size
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
-            self.drop(next(iter(self._pasts[most])), most)
+            self.drop(next(iter(self._stored[most])), most)
 
     def find(self, name: str | None, salt: str | None) -> StoredResponse | None:
         """The salt's turn with this id, if it is remembered."""
-        kept = self._pasts[salt].get(name or "") if salt in self._pasts else None
+        kept = self._stored[salt].get(name or "") if salt in self._stored else None
         return kept and kept[0]
 
     def drop(self, name: str, salt: str | None) -> None:
-        """Forget a turn that `find` finds."""
-        _, size = self._pasts[salt].pop(name)
+        _, size = self._stored[salt].pop(name)
         self._num_bytes[salt] -= size
         self.num_bytes -= size
-        if not self._pasts[salt]:
-            del self._pasts[salt], self._num_bytes[salt]
+        if not self._stored[salt]:
+            del self._stored[salt], self._num_bytes[salt]
 
 
-def _pasts_of(request: Request) -> ResponseStore:
-    return cast(ResponseStore, request.app.state.pasts)
+def _store_of(request: Request) -> ResponseStore:
+    return cast(ResponseStore, request.app.state.responses)
 
 
-PastsDep = Annotated[ResponseStore, Depends(_pasts_of)]
+StoreDep = Annotated[ResponseStore, Depends(_store_of)]
 """The turns that the app of a route remembers."""
 
 
 def compare(
     past: StoredResponse, turn: Turn, prompt: Tokens, cached: int, granularity: int
-) -> tuple[Change | Literal["nothing", "unknown"], int]:
+) -> tuple[Change, int]:
     """What a client changed since an earlier turn, so that less of its prompt was cached.
 
     "nothing": all of the earlier prompt was cached, or as far as this one goes on from it.

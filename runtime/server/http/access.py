@@ -48,6 +48,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         headers, limit, size = Headers(scope=scope), self._options.max_body_size, 0
+        too_large = f"the request's body is larger than {limit} bytes"
         try:
             scope[_ADMINISTRATES] = self._admit(scope, headers)
             if "content-length" in headers and "transfer-encoding" in headers:
@@ -59,7 +60,7 @@ class Access:
                 )
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > limit:
-                raise ApiError.too_large(limit)
+                raise ApiError(413, too_large)
         except ApiError as error:
             await error.response_at(scope["path"])(scope, receive, send)
             return
@@ -69,7 +70,7 @@ class Access:
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:
-                raise HTTPException(413, ApiError.too_large(limit).message)
+                raise HTTPException(413, too_large)
             return message
 
         await self._app(scope, receive_limited, send)

@@ -77,8 +77,6 @@ class BodyRoute(APIRoute):
 
 
 class _Read(Request):
-    """A request whose body has been read."""
-
     def __init__(self, request: Request, body: bytes, checked: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
         self._body = body

@@ -25,6 +25,13 @@ from radixcache.errors import (
 MAX_MESSAGE = 1000
 """Characters."""
 
+_KINDS = {
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,7 +50,7 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         *,
         param: str | None = None,
         code: str | None = None,
@@ -54,19 +61,18 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "invalid_request_error")
         self.param = param
         self.code = code
-        self.headers = headers
+        self.headers = headers or ({"Retry-After": "1"} if status in (429, 503) else None)
 
     @classmethod
     def invalid(cls, message: str, param: str | None = None) -> ApiError:
-        """400: a request that cannot be served as it is."""
         return cls(400, message, param=param)
 
     @classmethod
     def unauthorized(cls, key: str) -> ApiError:
-        """401: no key, or a wrong one; `key` says which is needed."""
+        """No key, or a wrong one; `key` says which is needed."""
         return cls(
             401,
             f"{key} is needed: send the header 'Authorization: Bearer KEY'",
@@ -76,53 +82,25 @@ class ApiError(Exception):
 
     @classmethod
     def forbidden(cls, message: str) -> ApiError:
-        """403: not for who asks, whatever key is sent."""
-        return cls(403, message, "permission_error")
+        """Not for who asks, whatever key is sent."""
+        return cls(403, message)
 
     @classmethod
     def not_found(cls, message: str, param: str | None = None, code: str | None = None) -> ApiError:
-        """404: a model, a prefix or a path that does not exist."""
         return cls(404, message, param=param, code=code)
 
     @classmethod
-    def conflict(cls, message: str) -> ApiError:
-        """409: not in the state that the server is in."""
-        return cls(409, message)
-
-    @classmethod
-    def too_large(cls, limit: int) -> ApiError:
-        """413: the body is larger than the server reads."""
-        return cls(413, f"the request's body is larger than {limit} bytes")
-
-    @classmethod
     def busy(cls, message: str) -> ApiError:
-        """429: the queue is full."""
-        return cls(
-            429,
-            message,
-            "rate_limit_error",
-            code="rate_limit_exceeded",
-            headers={"Retry-After": "1"},
-        )
-
-    @classmethod
-    def internal(cls, message: str) -> ApiError:
-        """500: the engine failed."""
-        return cls(500, message, "server_error")
+        """The queue is full."""
+        return cls(429, message, code="rate_limit_exceeded")
 
     @classmethod
     def unavailable(cls, message: str) -> ApiError:
-        """503: shutting down, stopped, or something is at its limit."""
-        return cls(503, message, "server_error", headers={"Retry-After": "1"})
-
-    @classmethod
-    def timeout(cls, message: str) -> ApiError:
-        """504: the answer took too long."""
-        return cls(504, message, "timeout_error")
+        """Shutting down, stopped, or something is at its limit."""
+        return cls(503, message)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
         return {
             "error": {
                 "message": self.message,
@@ -144,22 +122,20 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def response_at(self, path: str) -> JSONResponse:
-        """The error as a response of the API at this path."""
         return JSONResponse(self.body_at(path), self.status, headers=dict(self.headers or {}))
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any error."""
     match error:
         case ApiError():
             return error
         case LeaseError() | PinError():
-            return ApiError.conflict(str(error))
+            return ApiError(409, str(error))
         case ContextExceeded():  # the code by which clients know to cut their prompts
             return ApiError(400, str(error), code="context_length_exceeded")
         case EngineFailed():
             # Its own text may tell of others that were in the step.
-            return ApiError.internal(f"the engine failed: {type(error.__cause__).__name__}")
+            return ApiError(500, f"the engine failed: {type(error.__cause__).__name__}")
         case EngineStopped() | Busy():
             return ApiError.unavailable(str(error))
         case RadixCacheError():
@@ -172,7 +148,7 @@ def as_api_error(error: Exception) -> ApiError:
             kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
             return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
         case _:
-            return ApiError.internal(f"the server failed: {type(error).__name__}")
+            return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
 def _describe_validation(error: RequestValidationError) -> ApiError:

@@ -9,7 +9,6 @@ from radixcache.errors import InvalidRequest
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL that leads there."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -26,7 +26,6 @@ FLUSH_SECONDS = 3
 
 
 def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
-    """How uvicorn serves an app."""
     return uvicorn.Config(
         app,
         http=_Connection,
@@ -47,7 +46,6 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
 
 
 def announce(backend: Any, listener: socket.socket) -> None:
-    """Say what is served where."""
     host = listener.getsockname()[0]
     if backend.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"

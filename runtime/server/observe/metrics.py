@@ -7,7 +7,7 @@ alerts made for vLLM work here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from radixcache.base import CacheStats
-from radixcache.runtime.engine.request import PHASES, Request
+from radixcache.runtime.engine.request import Request
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
@@ -49,6 +49,23 @@ VLLM = {
     "vllm:kv_cache_usage_perc": "radixcache_kv_usage",
 }
 """Families by vLLM's name, and ours of which each is another view."""
+
+
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS),
+    ("inter_token_latency_seconds", "Between the tokens of a request.", _SECONDS),
+    ("request_latency_seconds", "From a request's arrival to its end.", _SECONDS),
+    ("queue_time_seconds", "From a request's arrival until it began to run.", _SECONDS),
+    ("prefill_time_seconds", "From where a request began to run to its first token.", _SECONDS),
+    ("decode_time_seconds", "From a request's first token to its end.", _SECONDS),
+    ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
+    ("request_generation_tokens", "Tokens that a completion generated.", _TOKENS),
+    (
+        "request_longest_generation_tokens",
+        "Tokens that the longest completion of a request generated.",
+        _TOKENS,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -120,34 +137,10 @@ class Metrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
 
-        def histogram(name: str, text: str, buckets: Iterable[float] = _SECONDS) -> Histogram:
-            return Histogram(f"radixcache_{name}", text, buckets=tuple(buckets), registry=registry)
-
-        self._ttft = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token."
-        )
-        self._inter_token = histogram(
-            "inter_token_latency_seconds", "Between the tokens of a request."
-        )
-        self._latency = histogram("request_latency_seconds", "From a request's arrival to its end.")
-        texts = (
-            "From a request's arrival until it began to run.",
-            "From where a request began to run to its first token.",
-            "From a request's first token to its end.",
-        )
-        self._phases = {
-            phase: histogram(f"{phase}_time_seconds", text)
-            for phase, text in zip(PHASES, texts, strict=True)
+        self._histograms = {
+            name: Histogram(f"radixcache_{name}", text, buckets=buckets, registry=registry)
+            for name, text, buckets in _HISTOGRAMS
         }
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._generation = histogram(
-            "request_generation_tokens", "Tokens that a completion generated.", _TOKENS
-        )
-        self._longest = histogram(
-            "request_longest_generation_tokens",
-            "Tokens that the longest completion of a request generated.",
-            _TOKENS,
-        )
         finished = Counter(
             "radixcache_requests_finished",
             "Requests by how their first completion ended.",
@@ -160,9 +153,9 @@ class Metrics:
         """A step gave `request` a token, or one for each of its completions."""
         before = self._last_token.get(request)
         if before is not None:
-            self._inter_token.observe(now - before)
+            self._observe("inter_token_latency_seconds", now - before)
         elif request.ttft is not None:
-            self._ttft.observe(request.ttft)
+            self._observe("time_to_first_token_seconds", request.ttft)
             cached = request.sequences[0].cached_tokens
             self.recent.append(Started(len(request.prompt_token_ids), cached, request.ttft))
         self._last_token[request] = now
@@ -170,17 +163,20 @@ class Metrics:
     def note_end(self, request: Request) -> None:
         """`request` is over, whatever the reason; phases that it did not end are not counted."""
         self._last_token.pop(request, None)
-        self._latency.observe(request.latency)
+        self._observe("request_latency_seconds", request.latency)
         for phase, start, end in request.phases:
             if end is not None:
-                self._phases[phase].observe(end - start)
+                self._observe(f"{phase}_time_seconds", end - start)
         lengths = [len(sequence.generated) for sequence in request.sequences]
-        self._prompt.observe(len(request.prompt_token_ids))
+        self._observe("request_prompt_tokens", len(request.prompt_token_ids))
         for length in lengths:
-            self._generation.observe(length)
-        self._longest.observe(max(lengths))
+            self._observe("request_generation_tokens", length)
+        self._observe("request_longest_generation_tokens", max(lengths))
         # Of one that nobody waits for, the engine hears after this.
         self._finished[request.sequences[0].finish_reason or "abort"].inc()
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def render(self, state: EngineState) -> bytes:
         """Everything in Prometheus' text format."""
@@ -190,8 +186,6 @@ class Metrics:
 
 
 class _Families(Collector):
-    """What `generate_latest` takes."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
@@ -200,7 +194,6 @@ class _Families(Collector):
 
 
 def _renamed(family: Metric, name: str, model_name: str) -> Metric:
-    """The samples of a family as vLLM shows them."""
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         labels = {"model_name": model_name, **sample.labels}
@@ -253,8 +246,8 @@ def _families(state: EngineState) -> Iterator[Metric]:
         "KV pages: used + free is all; the leased are among the used, the pinned among these.",
         labels=["state"],
     )
-    pages.add_metric(["used"], state.num_pages - state.num_free)
-    pages.add_metric(["free"], state.num_free)
-    pages.add_metric(["leased"], state.num_leased)
-    pages.add_metric(["pinned"], state.num_pinned)
+    used = state.num_pages - state.num_free
+    counts = {"used": used, "free": state.num_free, "leased": state.num_leased}
+    for name, count in {**counts, "pinned": state.num_pinned}.items():
+        pages.add_metric([name], count)
     yield pages

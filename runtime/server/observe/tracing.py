@@ -126,7 +126,6 @@ def _describe(request: Request, operation: str, model: str) -> dict[str, Any]:
 
 
 def _describe_phase(request: Request, phase: str) -> dict[str, Any]:
-    """What there is to say of a phase besides its times."""
     if phase == "prefill":
         missed = Counter[str]()
         for miss in request.explanation or ():

@@ -1,7 +1,7 @@
 // One answer as it comes: asked for, streamed into its turn, and what there is to say of it.
 
 import { lookAt, looksAt, refresh } from "./cache.js";
-import { sampling } from "./sampling.js";
+import { sampling } from "./composer.js";
 import { call, events } from "./server.js";
 
 const OPTIONS = { stream: true, stream_options: { include_usage: true, include_progress: true }, explain: true };

@@ -1,16 +1,13 @@
 // The chat: conversations, of which one is shown, and answers as they come to any of them.
 
 import { receive, size } from "./answering.js";
-import { attach, detach, end, path, reach, versions } from "./branches.js";
 import { hurry, refresh } from "./cache.js";
-import { forget, keep, kept, newId, onKept } from "./conversations.js";
+import { showDefaults, takeFiles } from "./composer.js";
+import { attach, detach, end, forget, keep, kept, newId, onKept, path, reach, versions } from "./conversations.js";
 import { $, make } from "./dom.js";
-import { takeFiles } from "./files.js";
 import { showList } from "./list.js";
-import { showDefaults } from "./sampling.js";
 import { tell } from "./server.js";
-import { newTurn, sendsOnEnter } from "./turn.js";
-import { showUsage } from "./usage.js";
+import { newTurn, sendsOnEnter, showUsage } from "./turn.js";
 
 const live = new Set(); // the conversations that were shown since the page was loaded
 let current = null; // the one that is shown

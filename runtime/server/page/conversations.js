@@ -2,7 +2,6 @@
 // the tab is closed: whoever comes to this browser without the key shall not read them.
 
 const NAME = "radixcache.conversations.2"; // another form of value will have another name
-const FORMER = "radixcache.conversations.1"; // the same, without branches
 const MOST = 50; // the latest; fewer, if the browser has no room for them
 
 const place = () => (sessionStorage.getItem("key") ? sessionStorage : localStorage);
@@ -18,16 +17,14 @@ const isTime = (value) => areNumbers(value) && !Number.isNaN(new Date(value).get
 export function kept() {
   try {
     const all = JSON.parse(place().getItem(NAME)).filter(isConversation);
-    return all.map(inOrder).sort((a, b) => b.changed - a.changed);
+    return all.sort((a, b) => b.changed - a.changed);
   } catch {
     return [];
   }
 }
 
-const inOrder = (chat) => ({ ...chat, turns: chat.turns.map((turn, index) => ({ before: index - 1, ...turn })) });
-
 /**
- * Keep a conversation, a tree as in branches.js, as it is now; whether there was room for it. If
+ * Keep a conversation, the root of a tree (see below), as it is now; whether there was room for it. If
  * another tab has changed it since, both are kept: this one gets another `id`.
  */
 export function keep(conversation) {
@@ -76,13 +73,13 @@ function isConversation(value) {
 }
 
 function isTurn(turn, index) {
-  const before = turn?.before ?? -1;
+  const before = turn?.before;
   return ["user", "assistant"].includes(turn?.role) && Number.isInteger(before) && before >= -1 && before < index
     && areText(turn.content, turn.reasoning ?? "", turn.calls ?? "")
     && (!turn.reply || isReply(turn.reply));
 }
 
-/** Whether it says what usage.js shows. */
+/** Whether it says what turn.js shows. */
 function isReply({ usage, ttft, rate, tokens, repeats, explanation }) {
   return areNumbers(usage?.prompt_tokens, usage?.prompt_tokens_details?.cached_tokens)
     && areNumbers(ttft ?? 0, rate ?? 0, tokens ?? 0, repeats ?? 0)
@@ -90,8 +87,85 @@ function isReply({ usage, ttft, rate, tokens, repeats, explanation }) {
       (miss) => areNumbers(miss?.start, miss?.end) && areText(miss.reason ?? "", miss.text ?? ""))));
 }
 
-for (const store of [localStorage, sessionStorage]) {
-  const former = store.getItem(FORMER);
-  store.removeItem(FORMER);
-  if (former && !store.getItem(NAME)) store.setItem(NAME, former);
+// The turns of a conversation as a tree. What is edited or computed anew stands beside what was there
+// before, `before` the two is the same turn, and of both one is shown, its `next`. The conversation
+// itself is the root: its `next` is the first turn that is shown, its `turns` are all, as they came.
+
+/** The turns that are shown, from the first to the last. */
+export function path(chat) {
+  const turns = [];
+  for (let turn = chat.next; turn; turn = turn.next) turns.push(turn);
+  return turns;
+}
+
+/** The last turn that is shown, or the conversation if it has none. */
+export const end = (chat) => path(chat).at(-1) ?? chat;
+
+/** A turn and those beside it, as they came. */
+export const versions = (chat, turn) => chat.turns.filter(({ before }) => before === turn.before);
+
+/** Show a new turn behind another one, in the place of what was shown there. */
+export function attach(chat, turn, before) {
+  Object.assign(turn, { before, instead: before.next });
+  before.next = turn;
+  chat.turns.push(turn);
+}
+
+/** Take a turn that nothing follows away, and show again what was shown in its place. */
+export function detach(chat, turn) {
+  chat.turns.splice(chat.turns.indexOf(turn), 1);
+  turn.before.next = turn.instead;
+}
+
+/** Show a turn, and what leads to it. */
+export function reach(turn) {
+  for (; turn.before; turn = turn.before) turn.before.next = turn;
+}
+
+// Which of the conversations that this browser keeps a node of the tree is of, as far as its text tells.
+
+const LEAST = 8; // characters that must be the same
+const ROLES = ["system", "user", "assistant", "model", "tool"];
+
+/** The lines of a text, without the marks and names that chat templates put around messages. */
+const lines = (text) => text.split(/<[^<>\n]*>|\[\/?[A-Z_]+\]|[\n\ufffd]/).map((line) => line.trim())
+  .filter((line) => line && !ROLES.includes(line));
+
+/**
+ * The conversation, {id, index}, that goes through the last of these nodes, given from the root on;
+ * `index` is a turn of it behind the node. Of several the best match, then the latest; null for none.
+ */
+export function conversationOf(way) {
+  const wanted = way.map((node) => ({ start: node.start, lines: lines(node.text) }));
+  let [best, most] = [null, LEAST - 1];
+  for (const { id, system, turns } of kept()) {
+    const inner = new Set(turns.map((turn) => turn.before));
+    for (const [index] of turns.entries()) {
+      if (inner.has(index)) continue;
+      const branch = [];
+      for (let at = index; at >= 0; at = turns[at].before) branch.unshift(turns[at]);
+      const text = [system, ...branch.flatMap((turn) => [turn.reasoning ?? "", turn.content])].join("\n");
+      const shown = branch.every((turn) => turn.shown) ? 0.5 : 0; // of two branches, that one
+      const letters = follow(wanted, text) + shown;
+      if (letters > most) [best, most] = [{ id, index }, letters];
+    }
+  }
+  return best;
+}
+
+/** How many characters of these nodes a text has, one node after the other; 0 if not those of the last. */
+function follow(way, text) {
+  let [from, letters, here] = [0, 0, 0];
+  for (const node of way) {
+    here = 0;
+    for (const line of node.lines) {
+      const at = text.indexOf(line, from);
+      if (at >= 0) {
+        from = at + line.length;
+        here += line.length;
+      } else if (node === way.at(-1) && node.start) return 0; // the first may begin with the template's words
+    }
+    letters += here;
+  }
+  return here && letters;
 }

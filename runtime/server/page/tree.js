@@ -2,10 +2,9 @@
 
 import { lookAt, looksAt, refresh } from "./cache.js";
 import { openAt } from "./chat.js";
+import { conversationOf } from "./conversations.js";
 import { $, count, format, make } from "./dom.js";
-import { goneBelow, gonePlaces, isThinned, noteGone } from "./gone.js";
-import { fit, layOut, mostHeight, narrow, room, rowHeight } from "./layout.js";
-import { conversationOf } from "./matching.js";
+import { fit, goneBelow, gonePlaces, isThinned, layOut, mostHeight, narrow, noteGone, room, rowHeight } from "./layout.js";
 import { found, foundBelow, searchWith } from "./search.js";
 import { call, tell } from "./server.js";
 

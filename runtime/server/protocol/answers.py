@@ -1,4 +1,5 @@
-"""Answers as OpenAI's API has them, with vLLM's names for what it adds."""
+"""Answers of the routes that are this server's own. Those of OpenAI's and Anthropic's APIs are made
+where they are given, in `api/`: dictionaries, whether whole or streamed."""
 
 from __future__ import annotations
 
@@ -6,56 +7,6 @@ from typing import Literal
 
 from radixcache.runtime.engine.explain import Reason
 from radixcache.runtime.server.protocol.fields import Body, TokenIds
-
-
-class PromptTokensDetails(Body):
-    """How many of the prompt's tokens were not computed, and how many were, to be cached."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class Usage(Body):
-    """Tokens of a request, over all its prompts and completions."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CompletionLogprobs(Body):
-    """Log-probabilities of a plain completion; the first token of an echoed prompt has none."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class PromptLogprob(Body):
-    """Of a token in the place of a prompt token; no rank if it is not among the likeliest."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Of each prompt token, by token id, the token's own and those asked for; none of the first."""
-
-
-class CompletionChoice(Body):
-    """A plain completion."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class MissedTokens(Body):
@@ -67,21 +18,6 @@ class MissedTokens(Body):
     text: str
 
 
-class Extension(Body):
-    """What OpenAI's answers have no field for.
-
-    Attributes:
-        ttft: seconds from the request's arrival to its first token.
-        explanation: of each prompt in turn, if it was asked for.
-        repetitions: of each answer how many tokens it says again and again at its end, null if it
-            does not; null as a whole if none does.
-    """
-
-    ttft: float | None
-    explanation: list[MissedTokens] | None = None
-    repetitions: list[int | None] | None = None
-
-
 class Explained(Body):
     """The answer of /v1/explain; a last token computed for its logits alone is in no stretch."""
 
@@ -90,90 +26,6 @@ class Explained(Body):
     prompt_tokens: int
     cached_tokens: int
     explanation: list[MissedTokens]
-
-
-class Completion(Body):
-    """The answer of /v1/completions."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    radixcache: Extension
-
-
-class TokenLogprob(Body):
-    """A token and its log-probability; `bytes` is null where the token alone is no text."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(TokenLogprob):
-    """A token of an answer, and the likeliest in its place."""
-
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(Body):
-    """Log-probabilities of an answer."""
-
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class CalledFunction(Body):
-    """What is called; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class AssistantMessage(Body):
-    """The answer; its reasoning is there by both names that clients look for."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    tool_calls: list[ToolCall] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-
-
-class ChatChoice(Body):
-    """One answer of those that were asked for."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None = None
-
-
-class ChatCompletion(Body):
-    """The answer of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    radixcache: Extension
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class ModelCard(Body):
@@ -188,8 +40,6 @@ class ModelCard(Body):
 
 
 class ModelList(Body):
-    """The answer of /v1/models."""
-
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
@@ -219,18 +69,13 @@ class CachePrefix(Prefix):
     namespace: str | None
 
 
-class CachePrefixList(Body):
+class CachePrefixList(PrefixList):
     """The pinned prefixes of all salts, oldest first, and the pages that they hold and may hold."""
 
-    object: Literal["list"] = "list"
-    data: list[CachePrefix]
-    pinned_pages: int
-    budget_pages: int
+    data: list[CachePrefix]  # type: ignore[assignment]
 
 
 class DeletedPrefix(Body):
-    """The answer to a DELETE of a pinned prefix."""
-
     name: str
     object: Literal["prefix"] = "prefix"
     deleted: Literal[True] = True
@@ -324,14 +169,10 @@ class CacheHits(Body):
 
 
 class Flushed(Body):
-    """The answer of POST /v1/cache/flush."""
-
     flushed: Literal[True] = True
 
 
 class Tokenized(Body):
-    """The answer of /tokenize."""
-
     count: int
     max_model_len: int
     tokens: TokenIds
@@ -339,20 +180,14 @@ class Tokenized(Body):
 
 
 class Detokenized(Body):
-    """The answer of /detokenize."""
-
     prompt: str
 
 
 class Health(Body):
-    """The answer of /health."""
-
     status: Literal["ok"] = "ok"
 
 
 class ErrorBody(Body):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -360,6 +195,4 @@ class ErrorBody(Body):
 
 
 class Error(Body):
-    """The answer to whatever cannot be served."""
-
     error: ErrorBody

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
     Items,
@@ -31,7 +30,7 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import OutputFormat
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.tools import check_choice, make_tool
+from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -52,13 +51,10 @@ class CacheControl(StrictModel):
 
     @property
     def seconds(self) -> float:
-        """`ttl`."""
         return 3600.0 if self.ttl == "1h" else 300.0
 
 
 class Block(OneOf):
-    """A piece of a message."""
-
     harmless: ClassVar = frozenset({"citations", "signature", "data", "caller"})
     refused: ClassVar = NO_MEDIA
     needs: ClassVar = {
@@ -82,20 +78,15 @@ class Block(OneOf):
 
 
 class TextBlock(Block):
-    """A text."""
-
     type: Literal["text"]
 
 
 class ChatTurn(StrictModel):
-    """A message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: Text | List[Block]
 
     @property
     def blocks(self) -> list[Block]:
-        """Its blocks, one at least."""
         if isinstance(self.content, str):
             return [Block(type="text", text=self.content)]
         return self.content or [Block(type="text", text="")]
@@ -128,8 +119,6 @@ class ChatTurn(StrictModel):
 
 
 class ClientTool(StrictModel):
-    """A function that the model may call."""
-
     harmless: ClassVar = frozenset({"eager_input_streaming"})
     refused: ClassVar = {
         "input_examples": UnsupportedField("put them into the description", ([],)),
@@ -148,8 +137,6 @@ class ClientTool(StrictModel):
 
 
 class ClientToolChoice(StrictModel):
-    """Which tools are called."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool | None = None
@@ -164,8 +151,6 @@ class Thinking(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """The form of the answer."""
-
     effort: Text | None = None
     format: OutputFormat | None = None
 
@@ -176,9 +161,7 @@ class Diagnostics(StrictModel):
     previous_message_id: Text | None = None
 
 
-class CountRequest(StrictModel):
-    """POST /v1/messages/count_tokens."""
-
+class CountRequest(OffersTools, StrictModel):
     refused: ClassVar = {
         "container": UnsupportedField("run the tools yourself"),
         "context_management": UnsupportedField("leave out what is old", ({"edits": []},)),
@@ -228,18 +211,15 @@ class CountRequest(StrictModel):
         return merge_system([*system, *messages])
 
     def plain_messages(self) -> list[Message]:
-        """The messages as chat templates take them."""
         new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
         return [for_template(message) for message in self._with_system(new)]
 
     @property
     def goes_on(self) -> bool:
-        """Whether the answer goes on with the last message."""
         return self.messages[-1].role == "assistant"
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of."""
         return tuple(
             make_tool(tool.name, tool.input_schema, tool.description, tool.strict)
             for tool in self.tools or ()
@@ -247,7 +227,6 @@ class CountRequest(StrictModel):
 
     @property
     def choice(self) -> ToolChoice:
-        """Which of them the answer calls."""
         if self.tool_choice is None:
             return ToolChoice("auto")
         kind, parallel = self.tool_choice.type, not self.tool_choice.disable_parallel_tool_use
@@ -257,34 +236,16 @@ class CountRequest(StrictModel):
 
     @property
     def template_kwargs(self) -> JSON:
-        """Values for the chat template."""
         if self.thinking is None or self.thinking.type == "adaptive":
             return {}
         return {"enable_thinking": self.thinking.type == "enabled"}
 
     @property
     def effort(self) -> str | None:
-        """How much to think."""
         return None if self.output_config is None else self.output_config.effort
-
-    def structured(self) -> StructuredOutputsParams | None:
-        """The form of the answer; None for free text."""
-        form = None if self.output_config is None else self.output_config.format
-        return form.structured() if form else None
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Sampling as asked for, and else as in `defaults`."""
-        return replace(defaults, structured_outputs=self.structured())
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> CountRequest:
-        check_choice(self.offered, self.choice)
-        return self
 
 
 class MessagesRequest(CountRequest):
-    """POST /v1/messages."""
-
     harmless: ClassVar = frozenset({"metadata", "service_tier", "speed", "inference_geo"})
 
     max_tokens: MaxTokens
@@ -305,11 +266,11 @@ class MessagesRequest(CountRequest):
         return self
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Sampling as asked for, and else as in `defaults`."""
         asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         asked |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        given = {name: value for name, value in asked.items() if value is not None}
-        return replace(super().sampling_params(defaults), **given)
+        given: JSON = {name: value for name, value in asked.items() if value is not None}
+        form = None if self.output_config is None else self.output_config.format
+        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
 
 
 def _join(content: str | list[TextBlock] | None) -> str:

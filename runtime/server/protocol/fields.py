@@ -129,8 +129,6 @@ PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
 
 class Body(BaseModel):
-    """The body of a request or an answer."""
-
     model_config = ConfigDict(allow_inf_nan=False)
 
 

@@ -7,7 +7,7 @@ No field is ignored that would change the answer: what is not supported is refus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, Field, model_validator
@@ -44,8 +44,6 @@ from radixcache.runtime.server.protocol.unsupported import (
 
 
 class StreamOptions(StrictModel):
-    """What a stream has besides the text."""
-
     harmless = frozenset({"include_obfuscation"})
     refused = REFUSED_IN_STREAM_OPTIONS
 
@@ -57,12 +55,7 @@ class StreamOptions(StrictModel):
     )
 
 
-_SAMPLING = (
-    *("n", "max_tokens", "temperature", "top_p", "seed", "stop", "top_k", "min_p"),
-    *("stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
-    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
-)
+_SAMPLING = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
 """What fields and `SamplingParams` call alike."""
 
 
@@ -112,12 +105,10 @@ class GenerationRequest(StructuredFields, StrictModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def include_progress(self) -> bool:
-        """Whether a stream tells how far the prompt is computed."""
         return bool(self.stream_options and self.stream_options.include_progress)
 
     def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
@@ -126,7 +117,7 @@ class GenerationRequest(StructuredFields, StrictModel):
         Raises:
             InvalidRequest: a value makes no sense.
         """
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given = {name: value for name, value in self if name in _SAMPLING and value is not None}
         return replace(defaults, structured_outputs=self.structured(), **{**given, **more})
 
     @model_validator(mode="after")
@@ -139,8 +130,6 @@ class GenerationRequest(StructuredFields, StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
-
     refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_COMPLETIONS
 
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
@@ -153,7 +142,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | TokenIds]:
-        """The prompts, one at least."""
         match self.prompt:
             case [str() | list(), *_] as many:
                 return cast(list[str | TokenIds], many)
@@ -176,8 +164,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(ToolFields, GenerationRequest):
-    """POST /v1/chat/completions."""
-
     refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
@@ -193,25 +179,32 @@ class ChatRequest(ToolFields, GenerationRequest):
         return self
 
 
-class PrefixRequest(StrictModel):
+class PromptOrMessages(StrictModel):
+    one_source: ClassVar[str]
+
+    messages: SomeItems[ChatMessage] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptOrMessages:
+        if (getattr(self, "prompt") is None) == (self.messages is None):  # noqa: B009
+            raise ValueError(self.one_source)
+        return self
+
+
+class PrefixRequest(PromptOrMessages):
     """POST /v1/prefixes: either `prompt` or `messages`."""
+
+    one_source = "a prefix is either a prompt or messages"
 
     name: PrefixName
     prompt: Text | TokenIds | None = None
-    messages: SomeItems[ChatMessage] | None = None
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds until it is unpinned by itself; null is never."
     )
     cache_salt: Salt | None = None
 
-    @model_validator(mode="after")
-    def _one_source(self) -> PrefixRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("a prefix is either a prompt or messages")
-        return self
 
-
-class ExplainRequest(ToolFields, StrictModel):
+class ExplainRequest(ToolFields, PromptOrMessages):
     """POST /v1/explain: either `prompt` or `messages`, and what else the prompt depends on.
 
     The rest of a chat or a completion may come along, and changes nothing that is cached.
@@ -224,19 +217,13 @@ class ExplainRequest(ToolFields, StrictModel):
         **REFUSED_IN_COMPLETIONS,
         **REFUSED_IN_CHAT,
     }
+    one_source = "either a prompt or messages are explained"
 
     model: Text | None = None
     prompt: Text | TokenIds | None = None
-    messages: SomeItems[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     cache_salt: Salt | None = None
     prefix: PrefixName | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ExplainRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either a prompt or messages are explained")
-        return self
 
     @property
     def meant(self) -> ChatRequest | CompletionRequest:
@@ -246,24 +233,17 @@ class ExplainRequest(ToolFields, StrictModel):
         return kind.model_construct(**{name: getattr(self, name) for name in names})
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(PromptOrMessages):
     """POST /tokenize: either `prompt` or `messages`."""
+
+    one_source = "either a prompt or messages are tokenised"
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: SomeItems[ChatMessage] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
-    @model_validator(mode="after")
-    def _one_source(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either a prompt or messages are tokenised")
-        return self
-
 
 class DetokenizeRequest(StrictModel):
-    """POST /detokenize."""
-
     model: Text | None = None
     tokens: Annotated[TokenIds, Field(max_length=MAX_SHOWN_IDS)]

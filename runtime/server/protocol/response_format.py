@@ -24,8 +24,6 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the answer."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
@@ -38,25 +36,13 @@ class ResponseFormat(Body):
         return self
 
     def structured(self) -> StructuredOutputsParams | None:
-        """None for free text."""
-        if self.type == "text":
-            return None
-        schema = None if self.json_schema is None else self.json_schema.schema_
-        return (
-            StructuredOutputsParams.json_object()
-            if schema is None
-            else StructuredOutputsParams.json(schema)
-        )
+        return _structured(self.type, self.json_schema)
 
 
-class OutputFormat(Body):
+class OutputFormat(NamedSchema):
     """The form of the answer as `/v1/responses` and `/v1/messages` have it: all in one object."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
-    description: Text | None = None
-    schema_: Schema | None = Field(None, alias="schema")
-    strict: bool | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> OutputFormat:
@@ -65,12 +51,16 @@ class OutputFormat(Body):
         return self
 
     def structured(self) -> StructuredOutputsParams | None:
-        """None for free text."""
-        if self.type == "text":
-            return None
-        if self.schema_ is None:
-            return StructuredOutputsParams.json_object()
-        return StructuredOutputsParams.json(self.schema_)
+        return _structured(self.type, self)
+
+
+def _structured(kind: str, schema: NamedSchema | None) -> StructuredOutputsParams | None:
+    """None for free text."""
+    if kind == "text":
+        return None
+    if schema is None or schema.schema_ is None:
+        return StructuredOutputsParams.json_object()
+    return StructuredOutputsParams.json(schema.schema_)
 
 
 class StructuredOutputs(Body):
@@ -91,22 +81,19 @@ class StructuredOutputs(Body):
         return value
 
     def all(self) -> list[StructuredOutputsParams]:
-        """What is asked for."""
-        found = [] if self.json_ is None else [StructuredOutputsParams.json(self.json_)]
-        found += [] if self.regex is None else [StructuredOutputsParams.regex(self.regex)]
-        found += [] if self.choice is None else [StructuredOutputsParams.choice(self.choice)]
-        found += [] if self.grammar is None else [StructuredOutputsParams.grammar(self.grammar)]
-        return found + ([StructuredOutputsParams.json_object()] if self.json_object else [])
+        params = StructuredOutputsParams
+        found = [] if self.json_ is None else [params.json(self.json_)]
+        found += [] if self.regex is None else [params.regex(self.regex)]
+        found += [] if self.choice is None else [params.choice(self.choice)]
+        found += [] if self.grammar is None else [params.grammar(self.grammar)]
+        return found + ([params.json_object()] if self.json_object else [])
 
 
 class StructuredFields(Body):
-    """What a request may ask of the form of its answer."""
-
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The form; None for free text."""
         forms = self._forms()
         return forms[0] if forms else None
 

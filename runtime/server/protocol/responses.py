@@ -26,7 +26,7 @@ from radixcache.runtime.server.protocol.fields import (
     UnsupportedField,
 )
 from radixcache.runtime.server.protocol.response_format import OutputFormat
-from radixcache.runtime.server.protocol.tools import check_choice, make_tool
+from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -89,8 +89,6 @@ class Item(OneOf):
 
 
 class ResponseFunctionTool(StrictModel):
-    """A function that the model may call."""
-
     refused: ClassVar = {
         "function": UnsupportedField("send name, description and parameters beside `type`"),
         "input_schema": UnsupportedField("send it as parameters"),
@@ -104,23 +102,17 @@ class ResponseFunctionTool(StrictModel):
 
 
 class ResponseNamedTool(StrictModel):
-    """One function."""
-
     type: Literal["function"]
     name: Text
 
 
 class ResponseAllowedTools(StrictModel):
-    """Some functions."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: List[ResponseNamedTool]
 
 
 class TextOptions(StrictModel):
-    """How the text is written."""
-
     refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
 
     format: OutputFormat | None = None
@@ -148,9 +140,7 @@ class CacheOptions(StrictModel):
     comparison_response_id: Text | None = None
 
 
-class ResponsesRequest(StrictModel):
-    """POST /v1/responses."""
-
+class ResponsesRequest(OffersTools, StrictModel):
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
         "stream_options max_tool_calls".split()
@@ -191,12 +181,10 @@ class ResponsesRequest(StrictModel):
 
     @property
     def compared(self) -> str | None:
-        """The response that this one is to be compared with."""
         options = self.prompt_cache_options
         return None if options is None else options.comparison_response_id
 
     def messages(self) -> list[Message]:
-        """What is new in the conversation."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return merge([item.as_message() for item in self.input])
@@ -209,7 +197,6 @@ class ResponsesRequest(StrictModel):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of."""
         return tuple(
             make_tool(tool.name, tool.parameters, tool.description, tool.strict)
             for tool in self.tools or ()
@@ -217,7 +204,6 @@ class ResponsesRequest(StrictModel):
 
     @property
     def choice(self) -> ToolChoice:
-        """Which of them the answer calls."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case ResponseNamedTool(name=name):
@@ -229,21 +215,14 @@ class ResponsesRequest(StrictModel):
 
     @property
     def effort(self) -> str | None:
-        """How much to think."""
         return None if self.reasoning is None else self.reasoning.effort
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Sampling as asked for, and else as in `defaults`."""
         asked = {"temperature": self.temperature, "top_p": self.top_p}
         asked |= {"max_tokens": self.max_output_tokens}
         given: JSON = {name: value for name, value in asked.items() if value is not None}
         form = None if self.text is None else self.text.format
         return replace(defaults, structured_outputs=form.structured() if form else None, **given)
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> ResponsesRequest:
-        check_choice(self.offered, self.choice)
-        return self
 
 
 def merge(parts: list[Message]) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -34,15 +34,11 @@ class TextPart(StrictModel):
 
 
 class CalledFunction(Body):
-    """What is called; `arguments` is JSON text."""
-
     name: Text
     arguments: Text
 
 
 class ToolCall(Body):
-    """A call that an assistant made."""
-
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -114,14 +110,10 @@ class FunctionTool(StrictModel):
 
 
 class FunctionName(Body):
-    """Which function."""
-
     name: Text
 
 
 class NamedTool(Body):
-    """A tool by its name."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -148,22 +140,33 @@ def make_tool(
     return Tool(name=name, parameters=parameters, description=description, strict=bool(strict))
 
 
-def check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """Raise `ValueError` if tools are too many, or the choice is not among them."""
-    names = [tool.name for tool in tools]
-    if len({*names}) < len(names):
-        raise ValueError("two tools have the same name")
-    if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
-        raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
-    if missing := [name for name in choice.names if name not in names]:
-        raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
-    if choice.mode == "required" and not names:
-        raise ValueError("tool_choice needs tools")
+class OffersTools(Body):
+    """What each API says of tools in its own form."""
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        raise NotImplementedError
+
+    @property
+    def choice(self) -> ToolChoice:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> OffersTools:
+        tools, choice = self.offered, self.choice
+        names = [tool.name for tool in tools]
+        if len({*names}) < len(names):
+            raise ValueError("two tools have the same name")
+        if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
+            raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
+        if missing := [name for name in choice.names if name not in names]:
+            raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
+        if choice.mode == "required" and not names:
+            raise ValueError("tool_choice needs tools")
+        return self
 
 
-class ToolFields(Body):
-    """What a request says of tools, thoughts and the chat template."""
-
+class ToolFields(OffersTools):
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -177,13 +180,11 @@ class ToolFields(Body):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of."""
         functions = [tool.function for tool in self.tools or ()]
         return tuple(make_tool(f.name, f.parameters, f.description, f.strict) for f in functions)
 
     @property
     def choice(self) -> ToolChoice:
-        """Which of them the answer calls."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case NamedTool(function=function):
@@ -195,8 +196,7 @@ class ToolFields(Body):
                 return ToolChoice(mode or "auto", parallel=parallel)
 
     @model_validator(mode="after")
-    def _choice_among_tools(self) -> ToolFields:
-        check_choice(self.offered, self.choice)
+    def _goes_on_or_begins(self) -> ToolFields:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt to be false")
         return self

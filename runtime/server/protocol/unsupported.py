@@ -118,7 +118,5 @@ REFUSED_IN_COMPLETIONS = _IN_COMPLETIONS | {
 }
 
 REFUSED_IN_STREAM_OPTIONS = {
-    "continuous_usage_stats": UnsupportedField(
-        "set include_usage: the last chunk has it", (False,)
-    ),
+    "continuous_usage_stats": UnsupportedField("set include_usage: the last chunk has it", (False,))
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -114,10 +113,6 @@ class Page:
             if message["method"] == "Network.requestWillBeSent"
         ]
         return [url for url in urls if re.match("https?:|wss?:", url)]
-
-    def screenshot(self, path: Path) -> None:
-        data = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextmanager

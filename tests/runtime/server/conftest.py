@@ -1,4 +1,4 @@
-"""One server for most tests; those that need another one start it."""
+"""One server of the bundled model and one of a scripted one; who needs another one starts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import openai
 import pytest
 
 from radixcache import LLM
+from tests.runtime.server.apis import Chat, script
 from tests.runtime.server.live import LiveServer, live
+from tests.scripted import scripted_llm
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +19,15 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[LiveServer]:
+    with live(scripted_llm(script)) as server:
+        yield server
+
+
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     """The stock client; after the test nothing is left running and no page is lost."""
-    with (
-        openai.DefaultHttpxClient(verify=False) as plain,  # certificates take longer than requests
-        openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="any", max_retries=0, http_client=plain
-        ) as client,
-    ):
+    with Chat(server.url, False).client() as client:
         yield client
     server.assert_idle()

@@ -30,6 +30,17 @@ def ask(text: str) -> list[dict[str, str]]:
     return [SYSTEM, {"role": "user", "content": text}]
 
 
+def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
+    """It is an error in OpenAI's shape; returns what it says."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert sentence in error["message"] and "\n" not in error["message"]
+    return error
+
+
 class LiveServer:
     """A running server and what is behind it."""
 

@@ -1,4 +1,4 @@
-"""What a client can ask for is bounded before it is done, and ends with the client."""
+"""What a client can ask for is bounded before it is done, and none keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
@@ -13,29 +14,26 @@ import pytest
 
 from radixcache import LLM, StructuredOutputsParams
 from radixcache.errors import Busy
-from radixcache.runtime.server.http import bodies
+from radixcache.runtime.sampling import grammar
+from radixcache.runtime.server import serving
+from radixcache.runtime.server.http import bodies, deadline, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.runtime.server.live import LiveServer, ask, live
+from tests.runtime.server import http
+from tests.runtime.server.apis import Chat, user
+from tests.runtime.server.live import LiveServer, assert_error, live
+from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
 
+SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 MANY = bodies.MAX_VALUES + 1
 
 
-def refusal(answer: httpx.Response, status: int = 400) -> str:
-    assert answer.status_code == status, answer.text
-    message: str = answer.json()["error"]["message"]
-    return message
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
-@pytest.fixture
-def nothing_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(*_: Any, **__: Any) -> list[int]:
-        raise AssertionError("tokenised")
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-
-
-# What a body may hold.
+# Bodies.
 
 
 @pytest.mark.parametrize(
@@ -60,56 +58,108 @@ def test_what_stands_in_texts_does_not_count(text: str) -> None:
     assert bodies.read_json(text.encode()) == json.loads(text)
 
 
-def test_a_large_body_is_read_on_a_thread_and_a_small_one_at_once(
+def test_a_large_body_keeps_no_other_request_waiting(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readers: list[str] = []
-    read = bodies.read_json
+    begun, go_on, read = threading.Event(), threading.Event(), bodies.read_json
 
-    def note(body: bytes) -> Any:
-        readers.append(threading.current_thread().name)
+    def slowly(body: bytes) -> Any:
+        if len(body) > bodies.SMALL:
+            begun.set()
+            assert go_on.wait(30)
         return read(body)
 
-    monkeypatch.setattr(bodies, "read_json", note)
-    for spaces in (0, 2 * bodies.SMALL):
-        body = json.dumps({"prompt": "a", "max_tokens": 1}) + " " * spaces
-        headers = {"Content-Type": "application/json"}
-        url = f"{server.url}/v1/completions"
-        assert httpx.post(url, content=body, headers=headers).status_code == 200
-    assert "bodies" not in readers[0] and "bodies" in readers[1]
+    monkeypatch.setattr(bodies, "read_json", slowly)
+    large = {**SHORT, "user": "x" * 2 * bodies.SMALL}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, COMPLETIONS, large)
+        assert begun.wait(30) and server.post(COMPLETIONS, SHORT).status_code == 200
+        go_on.set()
+        assert waiting.result().status_code == 200
 
 
-@pytest.mark.usefixtures("nothing_is_tokenised")
-def test_more_prompts_than_have_places_are_refused_before_any_work(server: LiveServer) -> None:
-    share = server.backend.jobs.share
-    body: dict[str, Any] = {"prompt": ["a"] * (share + 1)}
-    assert f"takes {share} at most" in refusal(server.post("/v1/completions", body))
-    body = {"prompt": ["a"] * (share // 2 + 1), "n": 2}
-    assert f"takes {share} at most" in refusal(server.post("/v1/completions", body))
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 500_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 500_000}]}),
+        ("/tokenize", {"prompt": "a" * 500_000}),
+        ("/v1/prefixes", {"name": "x", "prompt": "a" * 500_000}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_never_tokenised(
+    server: LiveServer, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    def encode(*_: Any, **__: Any) -> None:
+        raise AssertionError("tokenised")
+
+    fast = type(server.backend.tokenizer._tokenizer)
+    monkeypatch.setattr(fast, "encode", encode)
+    monkeypatch.setattr(fast, "__call__", encode)
+    error = assert_error(server.post(path, body), 400, "too long for the context of 4096")
+    assert error["code"] == "context_length_exceeded"
 
 
-def test_bounds_of_single_fields(server: LiveServer) -> None:
-    bias = {str(token): 1 for token in range(10_001)}
-    body: dict[str, Any] = {"prompt": "a", "logit_bias": bias}
-    assert "at most 10000 tokens have a bias" in refusal(server.post("/v1/completions", body))
-    body = {"tokens": [1] * 100_001}
-    assert "at most 100000" in refusal(server.post("/detokenize", body))
-    schema = {"type": "object", "description": "x" * (1 << 16)}
-    body = {"prompt": "a", "structured_outputs": {"json": schema}}
-    assert "65536 at most" in refusal(server.post("/v1/completions", body))
-    tool = {"name": "f", "parameters": {"type": "object", "description": "x" * (1 << 20)}}
-    body = {"messages": ask("?"), "tools": [{"type": "function", "function": tool}]}
-    assert "JSON schemas in all tools" in refusal(server.post("/v1/chat/completions", body))
-
-
-def test_a_long_name_is_not_told_back(server: LiveServer) -> None:
-    answer = server.post("/v1/completions", {"model": "x" * 1_000_000, "prompt": "a"})
-    assert len(refusal(answer, 404)) < 1100
-
-
-def test_tokenising_ends_with_its_client(
+def test_more_prompts_than_have_places_are_refused_before_any_work(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    share = server.backend.jobs.share
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    for count, n in ((share + 1, 1), (share // 2 + 1, 2)):
+        refused = server.post(COMPLETIONS, {"prompt": ["a"] * count, "n": n})
+        assert_error(refused, 400, f"takes {share} at most")
+
+
+# Slots, places, and threads.
+
+
+def test_a_client_with_all_slots_keeps_no_other_waiting(llm: LLM):
+    with live(llm) as server:
+        with streaming(server, n=2, cache_salt="a"):
+            assert server.post(COMPLETIONS, {**SHORT, "cache_salt": "b"}).status_code == 200
+            assert server.post(COMPLETIONS, SHORT).status_code == 200  # by its address
+            assert server.call(lambda: len(server.engine.scheduler.open)) == 2, "they had ended"
+        server.assert_idle()
+
+
+def test_no_client_gets_all_places_in_the_queue(llm: LLM):
+    """Of two slots and three places it gets two and two."""
+    with live(llm, max_queued_requests=3) as server:
+        with streaming(server, n=4, cache_salt="a"):
+            refused = server.post(COMPLETIONS, {**SHORT, "cache_salt": "a"})
+            error = assert_error(refused, 429, "too many completions of this client")
+            assert error["type"] == "rate_limit_error" and refused.headers["retry-after"] == "1"
+            assert server.post(COMPLETIONS, {**SHORT, "cache_salt": "b"}).status_code == 200
+            full = server.post(COMPLETIONS, {**SHORT, "cache_salt": "b", "n": 2})
+            assert_error(full, 429, "too many completions are running or waiting")
+        assert_error(server.post(COMPLETIONS, {**SHORT, "n": 5}), 400, "takes 4 at most")
+        assert server.post(COMPLETIONS, SHORT).status_code == 200, "its places are free again"
+        server.assert_idle()
+
+
+def test_a_long_text_holds_up_no_other_client(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Nor does a client hold more than one thread, however many texts it sends."""
+    begun, may_end, encode = threading.Semaphore(0), threading.Event(), Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        if text == "long":
+            begun.release()
+            assert may_end.wait(30)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    with live(llm) as server, ThreadPoolExecutor(6) as pool:
+        long = [pool.submit(server.post, "/tokenize", {"prompt": "long"}) for _ in range(5)]
+        assert begun.acquire(timeout=30)
+        assert server.post(COMPLETIONS, {**SHORT, "cache_salt": "b"}).status_code == 200
+        assert not any(answer.done() for answer in long)
+        assert not begun.acquire(blocking=False), "another one of the same client has begun"
+        may_end.set()
+        assert {answer.result().status_code for answer in long} == {200}
+        server.assert_idle()
+
+
+def test_tokenising_ends_with_its_client(server: LiveServer, monkeypatch: pytest.MonkeyPatch):
     count, encode = 0, Tokenizer.encode
 
     def slowly(self: Tokenizer, *args: Any, **options: Any) -> list[int]:
@@ -120,10 +170,9 @@ def test_tokenising_ends_with_its_client(
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
     body = json.dumps({"prompt": ["a"] * 500, "max_tokens": 1}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    with connect(server) as connection:
+        head = COMPLETIONS_HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
         while not count:
             time.sleep(0.005)
     time.sleep(0.2)
@@ -133,13 +182,23 @@ def test_tokenising_ends_with_its_client(
     server.assert_idle()
 
 
-def test_two_ways_to_tell_a_bodys_end_close_the_connection(server: LiveServer) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 3\r\n"
-        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode())
-        said = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert said.startswith(b"HTTP/1.1 400") and b"exclude each other" in said
+def test_an_answer_is_remembered_before_the_next_conversation_is_tokenised(
+    scripted: LiveServer, monkeypatch: pytest.MonkeyPatch
+):
+    """However long that takes, its tokens are found again."""
+    conversations = scripted.backend.llm.turns
+    remember = conversations.remember
+
+    def remember_late(*args: Any) -> None:
+        time.sleep(0.3)
+        remember(*args)
+
+    monkeypatch.setattr(conversations, "remember", remember_late)
+    api, question = Chat(scripted.url, False), user("Loop, remembered")
+    tools = [{"name": "step", "parameters": {"type": "object"}}]
+    first = api.ask(question, tools=tools)
+    second = api.ask(question, *first.said, api.result(first.calls[0], "7"), tools=tools)
+    assert second.cached == first.prompt + first.completion - 1
 
 
 # Grammars.
@@ -148,89 +207,134 @@ def test_two_ways_to_tell_a_bodys_end_close_the_connection(server: LiveServer) -
 def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammar_backend, go_on = server.backend.llm.grammar_backend, threading.Event()
-    compile_one = grammar_backend.compile
+    backend, go_on = server.backend.llm.grammar_backend, threading.Event()
+    compile_one = backend.compile
 
     def slowly(structured: StructuredOutputsParams) -> Any:
         assert go_on.wait(30)
         return compile_one(structured)
 
-    monkeypatch.setattr(grammar_backend, "compile", slowly)
-    waiting = [
-        threading.Thread(
-            target=server.post,
-            args=("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": f"a{i}"}}),
-        )
-        for i in range(8)
-    ]
-    for thread in waiting:
-        thread.start()
-    try:
+    monkeypatch.setattr(backend, "compile", slowly)
+    with ThreadPoolExecutor(8) as pool:
+        structures = [{**SHORT, "structured_outputs": {"regex": f"a{i}"}} for i in range(8)]
+        waiting = [pool.submit(server.post, COMPLETIONS, body) for body in structures]
         for _ in range(5):
-            assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
-    finally:
+            assert server.post(COMPLETIONS, SHORT).status_code == 200
+        assert not any(one.done() for one in waiting)
+        monkeypatch.setattr(serving, "MAX_COMPILING", 16)  # half of them for one client
+        another = {**SHORT, "structured_outputs": {"regex": "another"}}
+        assert_error(server.post(COMPLETIONS, another), 503, "too many new structures")
         go_on.set()
-        for thread in waiting:
-            thread.join()
 
 
-def test_too_many_new_structures_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from radixcache.runtime.server import serving as backend
+def test_too_many_new_structures_are_told_to_come_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(_: StructuredOutputsParams) -> Any:
+        raise Busy("other structures take long to compile: try again")
 
-    monkeypatch.setattr(backend, "MAX_COMPILING", 0)
-    body = {"prompt": "a", "structured_outputs": {"regex": "never seen"}}
-    with LLM(kv_cache_memory_bytes="16MiB") as llm, live(llm) as server:
-        answer = server.post("/v1/completions", body)
-        assert "try again" in refusal(answer, 503) and answer.headers["Retry-After"] == "1"
-
-        def busy(_: StructuredOutputsParams) -> Any:
-            raise Busy("other structures take long to compile: try again")
-
-        monkeypatch.setattr(backend, "MAX_COMPILING", 8)
-        monkeypatch.setattr(llm.grammar_backend, "compile", busy)
-        answer = server.post("/v1/completions", body)
-        assert "try again" in refusal(answer, 503) and answer.headers["Retry-After"] == "1"
+    monkeypatch.setattr(llm.grammar_backend, "compile", busy)
+    body = {**SHORT, "structured_outputs": {"regex": "never seen"}}
+    with live(llm) as server:
+        for most in (0, 8):
+            monkeypatch.setattr(serving, "MAX_COMPILING", most)
+            answer = server.post(COMPLETIONS, body)
+            assert_error(answer, 503, "try again")
+            assert answer.headers["Retry-After"] == "1"
 
 
 def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from radixcache.runtime.sampling import grammar as grammar_backend
-
     def broken(*_: Any) -> None:
-        raise grammar_backend.GrammarError("the structure cannot be followed: too many items")
+        raise grammar.GrammarError("the structure cannot be followed: too many items")
 
     body = {"prompt": "a", "structured_outputs": {"regex": "[ab]{9}"}}
-    assert server.post("/v1/completions", body).status_code == 200
-    monkeypatch.setattr(grammar_backend.Grammar, "is_complete", broken)
-    assert "cannot be followed" in refusal(server.post("/v1/completions", body))
+    assert server.post(COMPLETIONS, body).status_code == 200
+    monkeypatch.setattr(grammar.Grammar, "is_complete", broken)
+    assert_error(server.post(COMPLETIONS, body), 400, "cannot be followed")
 
 
-# Looks at the cache.
+# Connections.
 
 
-def test_equal_looks_that_wait_share_one_walk(server: LiveServer) -> None:
-    cache = server.engine.cache
-    walks, outline, go_on = 0, cache.outline, threading.Event()
+def connect(server: LiveServer) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
 
-    def counted() -> Any:
-        nonlocal walks
-        walks += 1
-        return outline()
 
-    cache.outline = counted  # type: ignore[method-assign]
-    try:
-        held = server.backend.llm.worker.call(lambda: go_on.wait(30))
-        threads = [
-            threading.Thread(target=server.get, args=("/v1/cache?rows=7",)) for _ in range(12)
-        ]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.3)
-        go_on.set()
-        held.result(30)
-        for thread in threads:
-            thread.join()
-    finally:
-        del cache.outline
-    assert 1 <= walks <= 2
+def answer(server: LiveServer, sent: bytes, *more: bytes) -> bytes:
+    """All that comes before the server closes a connection, on which this was sent."""
+    with connect(server) as connection:
+        connection.sendall(sent)
+        received = b""
+        try:
+            while data := connection.recv(1 << 16):
+                received += data
+                for part in more:
+                    connection.sendall(part)
+                more = ()
+        except ConnectionResetError:
+            pass
+    return received
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+COMPLETIONS_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "more", "answers"),
+    [
+        ([b"", HEALTH], [], 0),
+        # With its first byte uvicorn's own limit, for the time between two requests, has ended.
+        ([HEALTH + b"\r\n"], [b"GET /health HT"], 1),
+    ],
+    ids=["none", "the second"],
+)
+def test_a_head_that_does_not_come_ends_the_connection(
+    server: LiveServer, sent: Any, more: Any, answers: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serve, "HEAD_SECONDS", 0.3)
+    for head in sent:
+        assert answer(server, head, *more).count(b"HTTP/1.1 200 OK") == answers
+
+
+def test_heads_that_are_too_large_or_tell_two_ends_of_a_body_are_refused(server: LiveServer):
+    received = answer(server, b"GET /health HTTP/1.1\r\nHost: " + b"x" * 100_000)
+    assert received == b"" or received.startswith(b"HTTP/1.1 400")
+    two = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    said = answer(server, COMPLETIONS_HEAD + two)
+    assert said.startswith(b"HTTP/1.1 400") and b"exclude each other" in said
+
+
+@pytest.mark.parametrize("body", [b"", b'{"prompt": '])
+def test_a_body_that_does_not_come_is_408(
+    server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(deadline, "BODY_SECONDS", 0.2)
+    received = answer(server, COMPLETIONS_HEAD + b"Content-Length: 100\r\n\r\n" + body)
+    head, _, content = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
+    message = json.loads(content)["error"]["message"]
+    assert message == "the request's body did not come within 0.2 seconds"
+
+
+def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(deadline, "BODY_SECONDS", 0.05)
+    step = llm.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    with live(llm) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
+        server.wait_until(lambda: not server.engine.has_work, 5)
+        server.assert_idle()

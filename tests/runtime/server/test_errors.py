@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, the answer has OpenAI's error shape and says what."""
+"""What is wrong with a request is told in one sentence, in the names that the client used."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from radixcache import LLM, InvalidRequest
-from radixcache.runtime.server.args import ServerArgs
+from radixcache import LLM
 from radixcache.runtime.server.protocol.openai import (
     ChatRequest,
     CompletionRequest,
@@ -18,178 +17,233 @@ from radixcache.runtime.server.protocol.openai import (
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from tests.models import tiny_model
-from tests.runtime.server.live import LiveServer, ask, live
+from tests.runtime.server.apis import SCHEMA, user
+from tests.runtime.server.live import LiveServer, assert_error, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+HI = user("Hi")
+PLAIN: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [HI]},
+    COMPLETIONS: {"prompt": "x"},
+    RESPONSES: {"input": "x"},
+    MESSAGES: {"messages": [HI], "max_tokens": 1},
+}
+"""What each body of the table is put into."""
 
 
-CALL: list[dict[str, Any]] = [
-    {
-        "role": "assistant",
-        "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        ],
-    }
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def parts(*kinds: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": kind} for kind in kinds]}]
+
+
+def called(arguments: str) -> dict[str, Any]:
+    made = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [made]}
+
+
+def result(call_id: str | None) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": "x"}
+
+
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+MARKED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+NO_CALL = "message 1: a tool's result has the id of a call before it"
+DEEP = '{"a":' + "[" * 5000 + "]" * 5000 + "}"
+TOO_MANY = "at most 10000 items"
+ITEM_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}
+ITEM_RESULT = {"type": "function_call_output", "call_id": "d", "output": "x"}
+BLOCK_RESULT = {"type": "tool_result", "tool_use_id": "d"}
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # Messages and prompts.
+    (CHAT, {"messages": None}, "messages: Input should be a valid list"),
+    (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
+    (CHAT, {"messages": "hello"}, "messages: Input should be a valid list"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0: only an assistant's message may"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should"),
+    (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "no role is called 'usr': say sys"),
+    (CHAT, {"messages": [user("\ud800")]}, "half of a surrogate pair"),
+    (CHAT, {"messages": [user("x " * 9000)]}, "the context of 4096"),
+    (CHAT, {"messages": [HI] * 10_001}, TOO_MANY),
+    (CHAT, {"messages": parts(*["text"] * 10_000)}, TOO_MANY),
+    (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
+    (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
+    (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
+    (COMPLETIONS, {"prompt": []}, "the prompt is empty"),
+    (COMPLETIONS, {"prompt": ["fine", ""]}, "prompt 1: the prompt is empty"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),
+    (COMPLETIONS, {"prompt": [10**30]}, "prompt"),
+    (COMPLETIONS, {"prompt": [99_999]}, "token ids outside the vocabulary"),
+    (COMPLETIONS, {"prompt": [99_999], "stream": True}, "token ids outside the vocabulary"),
+    (RESPONSES, {"input": []}, "input: List should have at least 1 item"),
+    (RESPONSES, {"input": [{"role": "user"}]}, "input.0: a message has a 'content'"),
+    (RESPONSES, {"input": [HI] * 10_001}, TOO_MANY),
+    (MESSAGES, {"messages": []}, "messages: List should have at least 1 item"),
+    (MESSAGES, {"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role: Input should"),
+    (MESSAGES, {"messages": parts("text")}, "content.0: a text has a 'text'"),
+    (MESSAGES, {"messages": [HI] * 10_001}, TOO_MANY),
+    (MESSAGES, {"messages": [{"role": "user", "content": [MARKED] * 5}]}, "4 places at most"),
+    # Sampling.
+    (CHAT, {"temperature": "hot"}, "temperature: Input should be"),
+    (CHAT, {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+    (CHAT, {"presence_penalty": 2.5}, "presence_penalty: Input should be less than or equal to 2"),
+    (CHAT, {"n": 200}, "n: Input should be less than or equal to 128"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    (CHAT, {"stop": [""]}, "stop must be a string or a list of strings that are not empty"),
+    (CHAT, {"stop": [7]}, "stop.0: Input should be a valid string"),
+    (CHAT, {"stream_options": {}}, "only for streams"),
+    (COMPLETIONS, {"stop": ["x"] * 65}, "stop: at most 64 strings of 4096 characters together"),
+    (COMPLETIONS, {"stop": "x" * 4097}, "stop: at most 64 strings of 4096 characters together"),
+    (COMPLETIONS, {"stop": ["x" * 2000] * 3}, "stop: at most 64 strings of 4096 characters"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens must be at least 1"),
+    (COMPLETIONS, {"seed": 2**63}, "seed: Input should be less than"),
+    (COMPLETIONS, {"top_k": 10**400}, "top_k"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs: Input should be less than"),
+    (COMPLETIONS, {"best_of": 3}, "best_of is not supported"),
+    (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias: a bias is a number"),
+    (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias: its keys are token ids"),
+    (COMPLETIONS, {"logit_bias": {"9999": 1}}, "outside the vocabulary"),
+    (COMPLETIONS, {"logit_bias": {f"{i}": 1 for i in range(10_001)}}, "at most 10000 tokens have"),
+    (COMPLETIONS, {"min_tokens": 99}, "at most max_tokens (64)"),
+    (COMPLETIONS, {"bad_words": [" "]}, "bad_words must have tokens"),
+    (COMPLETIONS, {"bad_words": ["x"] * 65}, "bad_words: at most 64 strings"),
+    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "are not streamed"),
+    (COMPLETIONS, {"allowed_token_ids": [1], "min_tokens": 3}, "no token is left to go on with"),
+    (COMPLETIONS, {"echo": True, "prefix": "p"}, "a prefix cannot be echoed"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens: Input should be greater"),
+    (RESPONSES, {"temperature": -1}, "temperature: Input should be greater"),
+    (MESSAGES, {"max_tokens": 0}, "max_tokens: Input should be greater"),
+    (MESSAGES, {"temperature": -1}, "temperature: Input should be greater"),
+    (MESSAGES, {"stop_sequences": ["a"] * 70}, "stop_sequences: at most 64 strings"),
+    (MESSAGES, {"stop_sequences": "\n"}, "stop_sequences: Input should be a valid list"),
+    # Tools and their results.
+    (CHAT, {"tools": [{}]}, "tools.0.type: Field required"),
+    (CHAT, {"tools": [tool("f"), tool("f")]}, "two tools have the same name"),
+    (CHAT, {"tools": [tool("a b")]}, "tools.0.function.name: String should match"),
+    (CHAT, {"tools": [tool("f")] * 10_001}, TOO_MANY),
+    (CHAT, {"tools": [tool("f", parameters={"x": "x" * (1 << 20)})]}, "JSON schemas in all tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
+    (CHAT, {"tools": [tool("f")], "tool_choice": tool("x")}, "tool_choice names 'x', which is not"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions: not supported: send them as tools"),
+    (CHAT, {"function_call": {"name": "f"}}, "function_call: not supported: send tools"),
+    (CHAT, {"messages": [called("{")]}, "an object as JSON text"),
+    (CHAT, {"messages": [called(DEEP)]}, "a tool call has a 'function'"),
+    (CHAT, {"messages": [{**called("{}"), "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id: "),
+    (CHAT, {"messages": [HI, result("d")]}, NO_CALL),
+    (CHAT, {"messages": [called("{}"), result("d")]}, f"{NO_CALL}, not 'd'"),
+    (CHAT, {"messages": [called("{}"), result(None)]}, f"{NO_CALL}, not None"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    (RESPONSES, {"input": [{"type": "function_call_output", "output": "1"}]}, "has a 'call_id'"),
+    (RESPONSES, {"input": [HI, ITEM_RESULT]}, f"{NO_CALL}, not 'd'"),
+    (RESPONSES, {"input": [ITEM_CALL]}, "input.0: a tool call has a 'function'"),
+    (MESSAGES, {"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: String"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools.0."),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
+    (MESSAGES, {"messages": [HI, user([BLOCK_RESULT])]}, f"{NO_CALL}, not 'd'"),
+    # Templates.
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "takes no enable_thinking"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "messages"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "prompt to be false"),
+    (MESSAGES, {"output_config": {"effort": "high"}}, "one cannot tell this model how much to"),
+    (MESSAGES, {"thinking": {"type": "hard"}}, "thinking.type: Input should be"),
+    # The form of the answer.
+    (CHAT, {"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
+    (CHAT, {"structured_outputs": {"json": {"not": {}}}}, "json does not compile: Unimpl"),
+    (CHAT, {"structured_outputs": {"regex": "("}}, "regex does not compile"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "regex does not compile"),
+    (COMPLETIONS, {"structured_outputs": {}}, "none is given of json, regex, choice"),
+    (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supp"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 forms of the answer"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "response_format": BY_SCHEMA}, "2 forms"),
+    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "choice: List should have at least"),
+    (COMPLETIONS, {"structured_outputs": {"json": False}}, "no JSON is of the schema false"),
+    (COMPLETIONS, {"structured_outputs": {"json": {"description": "x" * (1 << 16)}}}, "65536 at"),
+    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type: "),
+    (MESSAGES, {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
+    # Fields that are not there, or go by another name.
+    (COMPLETIONS, {"temprature": 1}, "temprature: there is no such field: did you mean temp"),
+    (COMPLETIONS, {"colour": "red"}, "colour: there is no such field"),
+    (COMPLETIONS, {"suffix": "y"}, "suffix: not supported: write both sides"),
+    (COMPLETIONS, {"messages": []}, "send a prompt, or ask /v1/chat/completions"),
+    (CHAT, {"prompt": "x"}, "prompt: not supported: send messages, or ask /v1/completions"),
+    (CHAT, {"input": "x"}, "send messages, or ask /v1/responses"),
+    (CHAT, {"thinking": {}}, "this API calls it reasoning_effort"),
+    (CHAT, {"tools": [{"type": "function", "name": "f"}]}, "tools.0.name: not supported: it be"),
+    (CHAT, {"prefix": "no/name"}, "prefix: String should match"),
+    (RESPONSES, {"temprature": 1}, "did you mean temperature?"),
+    (RESPONSES, {"response_format": {}}, "this API calls it text.format"),
+    (RESPONSES, {"max_tokens": 1}, "this API calls it max_output_tokens"),
+    (RESPONSES, {"tools": [{"type": "function", "function": {}}]}, "tools.0.function: not supp"),
+    (RESPONSES, {"background": True}, "background: not supported: keep the connection open"),
+    (RESPONSES, {"conversation": "conv_1"}, "conversation: not supported"),
+    (RESPONSES, {"prompt": {"id": "p"}}, "prompt: not supported"),
+    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include.0: Input should be"),
+    (RESPONSES, {"truncation": "auto"}, "truncation: Input should be 'disabled'"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "verbosity: not supported: say it in the instr"),
+    (RESPONSES, {"prompt_cache_options": {"prewarm": True}}, "POST /v1/prefixes"),
+    (RESPONSES, {"top_logprobs": 3}, "/v1/chat/completions has log-probabilities"),
+    (RESPONSES, {"store": "perhaps"}, "store: Input should be a valid boolean"),
+    (MESSAGES, {"systen": "a"}, "systen: there is no such field: did you mean system?"),
+    (MESSAGES, {"stop": "x"}, "stop: not supported: this API calls it stop_sequences"),
+    (MESSAGES, {"container": "c"}, "container: not supported: run the tools yourself"),
+    (MESSAGES, {"tools": [{"function": {}}]}, "send name, description and input_schema beside"),
+    (MESSAGES, {"diagnostics": {"previous": "1"}}, "diagnostics.previous: there is no such field"),
+    (MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
+    # Other routes.
+    ("/tokenize", {}, "either a prompt or messages"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
+    ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
+    ("/v1/explain", {}, "either a prompt or messages are explained"),
+    ("/v1/explain", {"prompt": ""}, "the prompt is empty"),
+    ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
+    ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
+    ("/v1/explain", {"prompt": "x", "suffix": "y"}, "suffix: not supported"),
+    ("/v1/explain", {"messages": [HI, result("d")]}, NO_CALL),
+    ("/v1/prefixes", {"name": "x"}, "either a prompt or messages"),
+    ("/v1/prefixes", {"name": "x", "prompt": "y", "lifetime": 0}, "lifetime: Input should be"),
+    ("/v1/prefixes", {"name": "x", "prompt": ""}, "the prompt is empty"),
 ]
-RESULT: list[dict[str, Any]] = [
-    {"role": "user", "content": "?"},
-    {"role": "tool", "tool_call_id": "call_2", "content": "x"},
-]
 
 
-def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    body = response.json()
-    assert body.keys() == {"error"}
-    error: dict[str, Any] = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert sentence in error["message"]
-    return error
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "sentence"),
-    [
-        (CHAT, {}, "messages: Field required"),
-        (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
-        (CHAT, {"messages": "hello"}, "messages: Input should be a valid list"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages.0: only an assistant's message may"),
-        (CHAT, {"messages": ask("?"), "temperature": "hot"}, "temperature: Input should be"),
-        (CHAT, {"messages": ask("?"), "top_logprobs": 2}, "top_logprobs needs logprobs"),
-        (CHAT, {"messages": ask("?"), "stream_options": {}}, "only for streams"),
-        (CHAT, {"messages": ask("?"), "tools": [{}]}, "tools"),
-        (CHAT, {"messages": ask("?"), "response_format": {"type": "xml"}}, "format.type"),
-        (CHAT, {"messages": ask("?"), "prefix": "no/name"}, "prefix: String should match"),
-        (CHAT, {"messages": ask("\ud800")}, "half of a surrogate pair"),
-        (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.image_url: not supported: models here read and write text",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages.0.tool_calls.0.id: ",
-        ),
-        (CHAT, {"messages": ask("?"), "functions": [{}]}, "functions: "),
-        (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "no role is called 'usr': say sys"),
-        (CHAT, {"messages": RESULT}, "message 1: a tool's result has the id of a call before it"),
-        (CHAT, {"messages": CALL + RESULT}, "the id of a call before it, not 'call_2'"),
-        (CHAT, {"messages": [*CALL, {**RESULT[1], "tool_call_id": None}]}, "before it, not None"),
-        (
-            CHAT,
-            {"messages": ask("?"), "response_format": {"type": "json_schema"}},
-            "response_format: the json_schema is missing",
-        ),
-        (CHAT, {"messages": ask("?"), "stop": [7]}, "stop.0: Input should be a valid string"),
-        (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
-        (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
-        (COMPLETIONS, {}, "prompt: Field required"),
-        (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
-        (COMPLETIONS, {"prompt": []}, "the prompt is empty"),
-        (COMPLETIONS, {"prompt": ["fine", ""]}, "prompt 1: the prompt is empty"),
-        (COMPLETIONS, {"prompt": [-1]}, "prompt"),
-        (COMPLETIONS, {"prompt": [10**30]}, "prompt"),
-        (COMPLETIONS, {"prompt": [99_999]}, "token ids outside the vocabulary"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
-        (COMPLETIONS, {"prompt": "x", "seed": 2**63}, "seed: Input should be less than"),
-        (COMPLETIONS, {"prompt": "x", "top_k": 10**400}, "top_k"),
-        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs: Input should be less than"),
-        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix: not supported: write both sides"),
-        (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias: a bias is a number"),
-        (
-            COMPLETIONS,
-            {"prompt": "x", "logit_bias": {"a": 1}},
-            "logit_bias: its keys are token ids",
-        ),
-        (COMPLETIONS, {"prompt": "x", "logit_bias": {"9999": 1}}, "outside the vocabulary"),
-        (COMPLETIONS, {"prompt": "x", "min_tokens": 99}, "at most max_tokens (64)"),
-        (COMPLETIONS, {"prompt": "x", "bad_words": [" "]}, "bad_words must have tokens"),
-        (COMPLETIONS, {"prompt": "x", "bad_words": ["x"] * 65}, "bad_words: at most 64 strings"),
-        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "are not streamed"),
-        (COMPLETIONS, {"prompt": "x", "temprature": 1}, "did you mean temperature?"),
-        (COMPLETIONS, {"prompt": "x", "colour": "red"}, "colour: there is no such field"),
-        (
-            COMPLETIONS,
-            {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats: not supported: set include_usage",
-        ),
-        (
-            COMPLETIONS,
-            {"prompt": "x", "allowed_token_ids": [1], "min_tokens": 3},
-            "no token is left to go on with",
-        ),
-        (COMPLETIONS, {"prompt": "x", "echo": True, "prefix": "p"}, "a prefix cannot be echoed"),
-        ("/tokenize", {}, "either a prompt or messages"),
-        ("/v1/explain", {}, "either a prompt or messages are explained"),
-        ("/v1/explain", {"prompt": ""}, "the prompt is empty"),
-        ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
-        ("/v1/explain", {"prompt": "x", "suffix": "y"}, "suffix: not supported"),
-        ("/v1/explain", {"messages": RESULT}, "message 1: a tool's result has the id"),
-        ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
-        ("/v1/prefixes", {"name": "x"}, "either a prompt or messages"),
-        ("/v1/prefixes", {"name": "x", "prompt": "y", "lifetime": 0}, "lifetime: Input should be"),
-        ("/v1/prefixes", {"name": "x", "prompt": ""}, "the prompt is empty"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "sentence"), REFUSED, ids=range(len(REFUSED)))
 def test_a_bad_body_is_told_what_is_bad(
     server: LiveServer, path: str, body: dict[str, Any], sentence: str
 ):
-    response = server.post(
-        path, content=json.dumps(body), headers={"content-type": "application/json"}
-    )
-    assert_error(response, 400, sentence)
+    content = json.dumps({**PLAIN.get(path, {}), **body})
+    response = server.post(path, content=content, headers={"content-type": "application/json"})
+    if path == MESSAGES:
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["type"] == "invalid_request_error"
+        assert sentence in error["message"]
+        assert "\n" not in error["message"]
+    else:
+        error = assert_error(response, 400, sentence)
+        assert error["type"] == "invalid_request_error"
+        assert (error["code"] == "context_length_exceeded") == ("context of" in sentence)
     server.assert_idle()
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"{oops", "the body is not JSON"),
-        (b"\xff\xfe", "the body is not JSON"),
-        (b"[]", "Input should be a valid dictionary"),
-        (b'{"prompt": "x", "temperature": NaN}', "temperature: Input should be a finite number"),
-        (b'{"prompt": "x", "temperature": 1e999}', "temperature: Input should be a finite number"),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
-        (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", ""),
-    ],
-    ids=["broken", "binary", "list", "nan", "infinite", "deep", "digits"],
-)
-def test_a_body_that_is_no_proper_json_is_refused(
-    server: LiveServer, content: bytes, sentence: str
-):
-    headers = {"content-type": "application/json"}
-    assert_error(server.post(COMPLETIONS, content=content, headers=headers), 400, sentence)
-
-
-@pytest.mark.parametrize(
-    ("path", "given", "sentence"),
-    [
-        ("messages", {"stop_sequences": ["a"] * 70}, "stop_sequences: at most 64 strings"),
-        ("messages", {"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: String"),
-        ("messages", {"temperature": -1}, "temperature: Input"),
-        ("messages", {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
-        ("messages", {"output_config": {"effort": "high"}}, "how much to think"),
-        ("messages", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
-        ("responses", {"max_output_tokens": 0}, "max_output_tokens: Input"),
-        ("responses", {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String"),
-        ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type: "),
-        (
-            "responses",
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "1"}]},
-            "input.0: ",
-        ),
-    ],
-)
-def test_what_is_refused_is_named_as_the_client_sent_it(
-    server: LiveServer, path: str, given: dict[str, Any], sentence: str
-):
-    asked = {"input": "x"} if path == "responses" else {"messages": ask("?"), "max_tokens": 1}
-    response = server.post(f"/v1/{path}", {**asked, **given})
-    assert response.status_code == 400
-    assert sentence in response.json()["error"]["message"]
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_media_are_refused_in_one_sentence(server: LiveServer, path: str) -> None:
+    text = {"type": "input_text" if path == RESPONSES else "text", "text": "?"}
+    for part in (
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "input_image", "detail": "auto", "image_url": "data:"},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "input_file", "file_id": "file-1"},
+        {"type": "image", "source": {"type": "base64", "data": ""}},
+    ):
+        field = "input" if path == RESPONSES else "messages"
+        said = [{"role": "user", "content": [text, part]}]
+        response = server.post(path, {**PLAIN[path], field: said})
+        assert response.status_code == 400
+        assert "not supported: models here read and write text" in response.text
 
 
 _DEEP = "[" * 300 + "]" * 300
@@ -197,75 +251,49 @@ _DEEP = "[" * 300 + "]" * 300
 
 @pytest.mark.parametrize("flaw", ["1e999", "NaN", '"\\ud800"', '{"\\ud800": 1}', _DEEP])
 @pytest.mark.parametrize(
-    "body",
+    ("path", "field"),
     [
-        (
-            "chat/completions",
-            '"tools": [{"type": "function", "function": {"name": "f", "parameters": FLAW}}]',
-        ),
-        ("chat/completions", '"chat_template_kwargs": FLAW'),
-        ("chat/completions", '"structured_outputs": {"json": FLAW}'),
-        ("responses", '"tools": [{"type": "function", "name": "f", "parameters": FLAW}]'),
-        ("responses", '"text": {"format": {"type": "json_schema", "schema": FLAW}}'),
-        ("responses", '"metadata": FLAW'),
-        ("messages", '"tools": [{"name": "f", "input_schema": FLAW}]'),
-        ("messages", '"output_config": {"format": {"type": "json_schema", "schema": FLAW}}'),
+        (CHAT, '"tools": [{"type": "function", "function": {"name": "f", "parameters": FLAW}}]'),
+        (CHAT, '"chat_template_kwargs": FLAW'),
+        (CHAT, '"structured_outputs": {"json": FLAW}'),
+        (RESPONSES, '"tools": [{"type": "function", "name": "f", "parameters": FLAW}]'),
+        (RESPONSES, '"text": {"format": {"type": "json_schema", "schema": FLAW}}'),
+        (RESPONSES, '"metadata": FLAW'),
+        (MESSAGES, '"tools": [{"name": "f", "input_schema": FLAW}]'),
+        (MESSAGES, '"output_config": {"format": {"type": "json_schema", "schema": FLAW}}'),
     ],
-    ids=lambda body: f"{body[0]} {body[1][1:15]}",
 )
-def test_what_could_not_be_written_again_is_refused_wherever_anything_may_stand(
-    server: LiveServer, body: tuple[str, str], flaw: str
+def test_what_could_not_be_written_again_is_refused_wherever_any_json_may_stand(
+    server: LiveServer, path: str, field: str, flaw: str
 ):
-    """As 500s, or in what is rendered, or in answers that no client could read."""
-    path, field = body
-    asked = (
-        '"input": "x"' if path == "responses" else '"messages": [{"role": "user", "content": "x"}]'
-    )
-    content = f'{{"max_tokens": 1, {asked}, {field}}}'.replace("FLAW", f'{{"a": {flaw}}}')
-    content = (
-        content.replace('"max_tokens"', '"max_output_tokens"') if path == "responses" else content
-    )
-    headers = {"content-type": "application/json"}
-    response = server.post(f"/v1/{path}", content=content, headers=headers)
+    """Else it would be a 500, or in answers that no client could read."""
+    content = f"{json.dumps(PLAIN[path])[:-1]}, {field}}}".replace("FLAW", f'{{"a": {flaw}}}')
+    response = server.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert any(reason in message for reason in ("nested deeper", "surrogate", "no numbers"))
+    reasons = "nested deeper", "surrogate", "no numbers"
+    assert any(reason in response.json()["error"]["message"] for reason in reasons)
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("content", "kind", "sentence"),
     [
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 10_001}),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{}] * 10_000}]}),
-        ("chat/completions", {"messages": ask("?"), "tools": [{"type": "function"}] * 10_001}),
-        ("responses", {"input": [{"role": "user", "content": "x"}] * 10_001}),
-        ("messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}] * 10_001}),
+        (b"{oops", "json", "the body is not JSON"),
+        (b"\xff\xfe", "json", "the body is not JSON"),
+        (b"[]", "json", "Input should be a valid dictionary"),
+        (b'{"prompt": "x", "temperature": NaN}', "json", "temperature: Input should be a finite"),
+        (b'{"prompt": "x", "temperature": 1e999}', "json", "temperature: Input should be a finite"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "json", "too deep"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", "json", "too long a number"),
+        (b'{"prompt": "x"}', "x-www-form-urlencoded", "send 'Content-Type: application/json'"),
+        (b'{"prompt": "x"}', "plain", "send 'Content-Type: application/json'"),
     ],
-    ids=["messages", "parts", "tools", "items", "turns"],
-)  # fmt: skip
-def test_more_items_than_anybody_has_are_refused(
-    server: LiveServer, path: str, body: dict[str, Any]
+    ids=["broken", "binary", "list", "nan", "infinite", "deep", "digits", "form", "text"],
+)
+def test_a_body_that_is_no_proper_json_is_refused(
+    server: LiveServer, content: bytes, kind: str, sentence: str
 ):
-    """2 MB of short messages stopped all clients for six seconds."""
-    response = server.post(f"/v1/{path}", body)
-    assert response.status_code == 400
-    assert "at most 10000 items" in response.json()["error"]["message"]
-
-
-def test_what_is_allowed_a_hundred_times_over_is_looked_at_once():
-    """A body of 2 MB took 16 bytes a token and row in every step."""
-    body = {"prompt": "x", "allowed_token_ids": [7, 8] * 500}
-    assert CompletionRequest.model_validate(body).allowed_token_ids == [7, 8]
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "responses"])
-def test_arguments_nested_too_deep_are_refused(server: LiveServer, path: str):
-    called = {"name": "f", "arguments": '{"a":' + "[" * 5000 + "]" * 5000 + "}"}
-    body: dict[str, Any] = {"input": [{"type": "function_call", "call_id": "c", **called}]}
-    if path != "responses":
-        calls = [{"id": "c", "type": "function", "function": called}]
-        body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
-    assert_error(server.post(f"/v1/{path}", body), 400, "a tool call has a 'function'")
+    headers = {"content-type": f"application/{kind}"}
+    assert_error(server.post(COMPLETIONS, content=content, headers=headers), 400, sentence)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +306,8 @@ def test_arguments_nested_too_deep_are_refused(server: LiveServer, path: str):
         (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "" for i in range(1000)}}),
         (CompletionRequest, {"prompt": "x", **{f"field{i}": 1 for i in range(1000)}}),
         (ChatRequest, {"messages": [7] * 1000}),
-        (ResponsesRequest, {"input": "x", "metadata": {str(i): 1 for i in range(1000)}}),
         (ChatRequest, {"messages": [{"role": "user", "content": [7] * 1000}]}),
+        (ResponsesRequest, {"input": "x", "metadata": {str(i): 1 for i in range(1000)}}),
         (PrefixRequest, {"name": "x", "messages": [{}] * 1000}),
         (DetokenizeRequest, {"tokens": [-1] * 1000}),
     ],
@@ -291,41 +319,48 @@ def test_what_is_wrong_a_thousand_times_is_complained_of_once(kind: Any, body: d
     assert caught.value.error_count() < 5
 
 
-def test_a_body_that_is_not_called_json_is_told_so(server: LiveServer):
-    for kind in ("application/x-www-form-urlencoded", "text/plain"):
-        response = server.post(
-            COMPLETIONS, content=b'{"prompt": "x"}', headers={"content-type": kind}
-        )
-        assert_error(response, 400, "send 'Content-Type: application/json'")
+def test_tokens_allowed_a_hundred_times_over_are_looked_at_once():
+    """A body of 2 MB took 16 bytes a token and row in every step."""
+    body = {"prompt": "x", "allowed_token_ids": [7, 8] * 500}
+    assert CompletionRequest.model_validate(body).allowed_token_ids == [7, 8]
 
 
-def test_paths_and_methods_that_do_not_exist(server: LiveServer):
-    assert assert_error(server.get("/v2/x"), 404, "nothing at '/v2/x'")["message"].endswith("x'")
-    for path, near in (
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/chat/completion", "/v1/chat/completions"),
-        ("/models", "/v1/models"),
-        ("/responses", "/v1/responses"),
-    ):
-        assert_error(server.post(path, {}), 404, f"nothing at {path!r}: did you mean {near}?")
-    for path, near in (
-        ("/v1/v1/messages", "/v1/messages"),
-        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
-        ("/messages", "/v1/messages"),
-    ):
-        answer = server.post(path, {})
-        assert answer.status_code == 404 and answer.json() == {
-            "type": "error",
-            "error": {
-                "type": "not_found_error",
-                "message": f"there is nothing at {path!r}: did you mean {near}?",
-            },
-        }
-    assert_error(server.get(COMPLETIONS), 405, "the method must be POST")
-    assert_error(server.get("/v1/prefixes/unknown"), 404, "no prefix named 'unknown'")
-    assert_error(
-        server.post(COMPLETIONS, {"prompt": "x", "model": "other"}), 404, "'other' is not served"
-    )
+@pytest.mark.parametrize(
+    ("method", "path", "status", "sentence"),
+    [
+        ("GET", "/v2/x", 404, "there is nothing at '/v2/x'"),
+        ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/models", 404, "did you mean /v1/models?"),
+        ("POST", "/v1/v1/messages", 404, "did you mean /v1/messages?"),
+        ("POST", "/messages", 404, "did you mean /v1/messages?"),
+        ("GET", COMPLETIONS, 405, "the method must be POST"),
+        ("GET", "/v1/prefixes/unknown", 404, "no prefix named 'unknown'"),
+        ("GET", "/v1/models/other/model", 404, "'other/model' is not served here"),
+        ("GET", "/v1/cache?row=3", 400, "there is no query parameter 'row' here"),
+        ("GET", "/v1/models?limit=1", 400, "limit"),
+        ("POST", "/v1/cache/flush?replica=a", 400, "replica"),
+        ("GET", "/v1/cache?rows=0", 400, "rows: Input should be"),
+        ("GET", "/v1/cache/search?text=", 400, "text: String should"),
+    ],
+)
+def test_paths_methods_and_parameters_that_do_not_exist(
+    server: LiveServer, method: str, path: str, status: int, sentence: str
+):
+    response = server.get(path) if method == "GET" else server.post(path, {})
+    assert response.status_code == status and sentence in response.json()["error"]["message"]
+    assert (response.json().get("type") == "error") == path.endswith("/messages")
+
+
+def test_a_parameter_of_anthropics_client_is_taken(server: LiveServer):
+    assert server.post(f"{MESSAGES}?beta=true", PLAIN[MESSAGES]).status_code == 200
+
+
+def test_a_long_name_is_not_told_back(server: LiveServer):
+    response = server.post(COMPLETIONS, {"model": "x" * 1_000_000, "prompt": "a"})
+    assert response.status_code == 404 and len(response.text) < 1300
+    told = assert_error(server.post(CHAT, {**PLAIN[CHAT], "model": "gpt-9"}), 404, "'gpt-9' is not")
+    assert (told["code"], told["param"]) == ("model_not_found", "model")
 
 
 def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
@@ -334,52 +369,15 @@ def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
         completion = server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2}).json()
         assert completion["usage"]["completion_tokens"] in (1, 2)
         assert completion["choices"][0]["text"] == ""
-        for path_, body in (
+        for route, body in (
             (COMPLETIONS, {"prompt": "x"}),
             (COMPLETIONS, {"prompt": [1], "stop": "x"}),
             (COMPLETIONS, {"prompt": [1], "logprobs": 1}),
             (COMPLETIONS, {"prompt": [1], "echo": True}),
-            (CHAT, {"messages": ask("?")}),
+            (CHAT, PLAIN[CHAT]),
             ("/tokenize", {"prompt": "x"}),
             ("/detokenize", {"tokens": [1]}),
         ):
-            assert_error(server.post(path_, body), 400, "no tokenizer")
+            assert_error(server.post(route, body), 400, "no tokenizer")
         assert server.get("/v1/cache").status_code == 200
         server.assert_idle()
-
-
-def test_a_timeout_of_no_time_is_refused():
-    for seconds in (0, -1, float("nan")):
-        with pytest.raises(InvalidRequest, match="request_timeout must be above 0"):
-            ServerArgs(request_timeout=seconds)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (
-            "/v1/responses",
-            {"input": [{"type": "function_call_output", "call_id": "call_2", "output": "x"}]},
-        ),
-        (
-            "/v1/messages",
-            {
-                "max_tokens": 1,
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "call_2"}],
-                    }
-                ],
-            },
-        ),
-    ],
-)
-def test_a_result_of_a_call_that_nobody_made_is_refused_by_each_api(
-    server: LiveServer, path: str, body: dict[str, Any]
-):
-    response = server.post(path, body)
-    assert response.status_code == 400
-    sentence = "message 0: a tool's result has the id of a call before it, not 'call_2'"
-    assert response.json()["error"]["message"] == sentence
-    server.assert_idle()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,14 +18,11 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
-from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
-from radixcache.runtime.server.args import ServerArgs
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http
-from tests.runtime.server.live import LiveServer, live
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import LiveServer, assert_error, live
 
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
@@ -48,78 +44,18 @@ def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
         yield lines
 
 
-# Hanging up.
+# Hanging up, and limits.
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
     with live(llm) as server:
         with streaming(server, n=n):
-            requests = [*llm.worker._jobs]
             assert server.call(lambda: len(server.engine.scheduler.running)) == n
+            before = server.call(lambda: server.engine.num_generated)
         server.wait_until(lambda: not server.engine.has_work, 5)
         server.assert_idle()
-        (request,) = requests
-        assert [s.finish_reason for s in request.sequences] == ["abort"] * n
-        assert len(request.sequences[0].generated) < 3000
-
-
-def test_an_answer_that_nobody_waits_for_is_aborted(llm: LLM):
-    with live(llm) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
-        server.wait_until(lambda: not server.engine.has_work, 5)
-        server.assert_idle()
-
-
-def test_an_abort_takes_one_step_at_most(llm: LLM):
-    with live(llm) as server:
-        steps = [0]
-        step = llm.engine.step
-
-        def counted() -> Any:
-            steps[0] += 1
-            return step()
-
-        llm.engine.step = counted  # type: ignore[method-assign]
-        try:
-            with streaming(server):
-                jobs = server.backend.jobs
-                ended: list[int] = []
-
-                def end() -> None:
-                    (job,) = jobs._open
-                    job.end()
-                    ended.append(steps[0])
-
-                jobs._loop.call_soon_threadsafe(end)
-                server.wait_until(lambda: not server.engine.has_work, 5)
-                time.sleep(0.1)
-                assert ended and steps[0] <= ended[0] + 1
-        finally:
-            del llm.engine.step
-        server.assert_idle()
-
-
-# Limits.
-
-
-def test_a_full_queue_is_429_with_retry_after(llm: LLM):
-    with live(llm, max_queued_requests=1) as server:
-        with streaming(server), streaming(server), ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "max_tokens": 2})
-            server.wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
-            refused = server.post(COMPLETIONS, ENDLESS)
-            error = assert_error(refused, 429, "too many completions are running or waiting")
-            assert error["type"] == "rate_limit_error"
-            assert refused.headers["retry-after"] == "1"
-            assert_error(server.post(COMPLETIONS, {**ENDLESS, "n": 4}), 400, "takes 3 at most")
-            for job in [*server.backend.jobs._open]:  # those that run end, which makes room
-                if job.stream:
-                    server.backend.jobs._loop.call_soon_threadsafe(job.end)
-            assert waiting.result().status_code == 200
-        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2}).status_code == 200
-        server.assert_idle()
+        assert server.call(lambda: server.engine.num_generated) < before + 2000
 
 
 def test_a_request_that_takes_too_long_ends(llm: LLM):
@@ -143,29 +79,6 @@ def test_a_body_that_is_too_large_is_413(llm: LLM):
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_with_an_api_key_only_health_is_open(llm: LLM):
-    with live(llm, api_key="sesame-ö") as server:
-        assert server.get("/health").status_code == 200
-        for path in ("/v1/models", "/v1/cache", "/metrics", "/openapi.json", "/nothing"):
-            for headers in (
-                {},
-                {"authorization": "Bearer sesame"},
-                {"authorization": "sesame-ö".encode()},
-                {"authorization": b"\xff\xfe"},
-            ):
-                error = assert_error(server.get(path, headers=headers), 401, "API key")
-                assert error["code"] == "invalid_api_key"
-        for scheme in ("Bearer", "bearer"):
-            allowed = {"authorization": f"{scheme} sesame-ö".encode()}
-            assert server.get("/v1/models", headers=allowed).status_code == 200
-
-
-def test_an_empty_api_key_is_refused():
-    """It would let in whoever sends "Bearer", or nobody."""
-    with pytest.raises(InvalidRequest, match="the API key is empty"):
-        ServerArgs(api_key="")
-
-
 # Failures.
 
 
@@ -187,11 +100,8 @@ def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
         calls = fail_steps(monkeypatch, llm, range(1, 10**9))
         assert_error(server.post(COMPLETIONS, body), 500, "the engine failed: RuntimeError")
         assert calls[0] == MAX_FAILED_STEPS
-        with http.stream(
-            "POST", f"{server.url}{COMPLETIONS}", json={**body, "stream": True}
-        ) as response:
-            events = [line for line in response.iter_lines() if line]
-        assert "the engine failed" in events[0] and events[-1] == "data: [DONE]"
+        events = server.post(COMPLETIONS, {**body, "stream": True}).text.split("\n\n")
+        assert "the engine failed" in events[0] and events[-2] == "data: [DONE]"
         time.sleep(0.1)
         assert calls[0] == 2 * MAX_FAILED_STEPS, "it spins"
         monkeypatch.undo()
@@ -227,11 +137,8 @@ def test_a_token_that_gives_no_text_ends_its_own_stream_only(
 
     with live(llm) as server:
         monkeypatch.setattr(llm.engine, "_decode", decode)
-        with http.stream(
-            "POST", f"{server.url}{COMPLETIONS}", json={**ENDLESS, "stream": True}
-        ) as response:
-            events = [line for line in response.iter_lines() if line]
-        assert "gives no text: no such piece" in events[-2]
+        text = server.post(COMPLETIONS, {**ENDLESS, "stream": True}).text
+        assert "gives no text: no such piece" in text.split("\n\n")[-3]
         monkeypatch.undo()
         assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 3}).status_code == 200
         server.assert_idle()
@@ -322,65 +229,36 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones():
         assert running.wait(15) in (0, -signal.SIGTERM)
 
 
-def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
-    flags = ("--shutdown-timeout", "0.3", "--kv-cache-memory-bytes", "32MiB")
-    with forked(tmp_path, *flags) as (running, url):
+@contextmanager
+def shutting_down(
+    folder: Path, number: int, *flags: str
+) -> Iterator[tuple[Forked, str, Iterator[str]]]:
+    """A server that has got a signal while a stream runs, and what is left of that."""
+    with forked(folder, "--kv-cache-memory-bytes", "32MiB", *flags) as (running, url):
         body = {**ENDLESS, "stream": True}
         with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            running.send_signal(signal.SIGTERM)
-            events = [line for line in lines if line]
+            running.send_signal(number)
+            yield running, url, lines
+
+
+def test_what_is_not_finished_in_time_ends_with_an_error(tmp_path: Path):
+    flags = ("--shutdown-timeout", "0.3")
+    with shutting_down(tmp_path, signal.SIGTERM, *flags) as (running, _, lines):
+        events = [line for line in lines if line]
         assert "shutting down" in json.loads(events[-2][6:])["error"]["message"]
         assert running.wait(15) in (0, -signal.SIGTERM)
 
 
 def test_a_second_signal_kills(tmp_path: Path):
-    with forked(tmp_path, "--kv-cache-memory-bytes", "32MiB") as (running, url):
-        body = {**ENDLESS, "stream": True}
-        with http.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            running.send_signal(signal.SIGINT)
-            while http.get(f"{url}/health").status_code == 200:
-                pass
-            start = time.monotonic()
-            running.send_signal(signal.SIGTERM)
-            assert running.wait(10) == -signal.SIGTERM
-            assert time.monotonic() - start < 5
-
-
-def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == (
-        "",
-        f"radixcache: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n",
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--port", "99999"], "port must be from 0 to 65535, not 99999"),
-        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
-        (
-            ["--max-queued-requests", "-1"],
-            "--max-queued-requests: must be at least 0, not -1",
-        ),
-        (["--request-timeout", "soon"], "argument --request-timeout: invalid float value: 'soon'"),
-        (["--model", "/no/model", "--port", "0"], "no model at /no/model"),
-    ],
-)
-def test_bad_flags_are_one_sentence(
-    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["serve", *flags]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("radixcache: error: ") and err.count("\n") == 1
-    assert sentence in err
+    with shutting_down(tmp_path, signal.SIGINT) as (running, url, _):
+        while http.get(f"{url}/health").status_code == 200:
+            pass
+        start = time.monotonic()
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(10) == -signal.SIGTERM
+        assert time.monotonic() - start < 5
 
 
 def test_a_missing_package_is_one_sentence(
@@ -394,17 +272,3 @@ def test_a_missing_package_is_one_sentence(
     assert capsys.readouterr().err == (
         "radixcache: error: radixcache serve needs uvicorn: pip install '.[server]' in a checkout\n"
     )
-
-
-def test_the_engine_of_an_idle_server_does_not_run(llm: LLM):
-    """It blocks: neither a step nor a look at the queue in a quarter of a second."""
-    with live(llm) as server:
-        server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 2})
-        server.assert_idle()
-        looks = []
-        run_commands = llm.worker._run_commands
-        llm.worker._run_commands = lambda: (looks.append(1), run_commands())[1]  # type: ignore[method-assign, func-returns-value]
-        server.call(lambda: None)  # ends the wait that began before
-        looks.clear()  # the next wait may have begun
-        time.sleep(0.25)
-        assert llm.worker.alive and len(looks) <= 1

@@ -8,13 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx2 as httpx
 import pytest
-from selenium.webdriver.common.keys import Keys
 
 from radixcache import LLM
 from radixcache.errors import ModelError
@@ -27,9 +26,7 @@ from radixcache.runtime.server.http.listener import address_of, listen
 from radixcache.runtime.server.loading import Loading
 from tests.forks import Forked, radixcache
 from tests.runtime.server import http as plain
-from tests.runtime.server.browser import INSTALLED, browser
-from tests.runtime.server.live import ask
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import ask, assert_error
 
 CHAT = "/v1/chat/completions"
 
@@ -71,8 +68,7 @@ def wait_for(holds: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "sentence"),
-    [(0.374, "the model is loading (37 %)"), (None, "the model is loading")],
+    ("share", "sentence"), [(0.374, "the model is loading (37 %)"), (None, "the model is loading")]
 )
 def test_health_is_503_and_says_what_is_done_and_how_far(share: float | None, sentence: str):
     with loading() as (server, url):
@@ -95,9 +91,6 @@ def test_every_other_route_is_503_but_the_pages_files():
             ("POST", CHAT),
             ("POST", "/v1/cache/flush"),
             ("GET", "/page.json"),
-            ("GET", "/metrics"),
-            ("GET", "/openapi.json"),
-            ("DELETE", "/v1/prefixes/p"),
             ("POST", "/"),
             ("GET", "/nothing"),
         ):
@@ -123,9 +116,6 @@ def test_who_may_not_come_in_later_may_not_now():
         assert_error(plain.get(f"{url}/health", headers=other), 403, "web pages of")
         allowed = plain.get(f"{url}/v1/models", headers={**key, "origin": "https://a.example"})
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
-    with loading() as (_, url):
-        rebound = plain.get(f"{url}/v1/models", headers={"host": "evil.example"})
-        assert_error(rebound, 403, "the server is not known as 'evil.example'")
 
 
 def test_no_connection_is_lost_when_the_model_has_come(llm: LLM):
@@ -181,16 +171,15 @@ def test_a_model_that_fails_to_load_ends_it_in_one_sentence(
 def test_the_address_of_a_named_model_is_told_before_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def load(args: Any) -> NoReturn:
-        told.append(capsys.readouterr().err)
+    def load(_: Any) -> NoReturn:
         raise ModelError("enough")
 
-    told: list[str] = []
     monkeypatch.setattr(cli, "_load", load)
     monkeypatch.setattr(cli, "check_model", lambda name: None)
     port = free_port()
     assert cli.main(["serve", "org/name", "--port", str(port)]) == 2
-    assert told == [f"Loading org/name ... http://127.0.0.1:{port}\n"]
+    told = f"Loading org/name ... http://127.0.0.1:{port}\nradixcache: error: enough\n"
+    assert capsys.readouterr().err == told
 
 
 def serve_slowly(*flags: str) -> int:
@@ -211,16 +200,14 @@ def slow(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
     """`serve_slowly` in a process that has begun to load, and its address."""
     port = free_port()
     running = Forked(folder, serve_slowly, str(folder / "go"), "--port", str(port), *flags)
+    url = f"http://127.0.0.1:{port}"
+
+    def loads() -> bool:
+        with suppress(httpx.TransportError):
+            return bool(plain.get(f"{url}/health").json()["share"] == 0.5)
+        return False
+
     try:
-        url = f"http://127.0.0.1:{port}"
-
-        def loads() -> bool:
-            try:
-                return bool(plain.get(f"{url}/health").json()["share"] == 0.5)
-            except httpx.TransportError:
-                assert running.poll() is None, running.err.read_text()
-                return False
-
         wait_for(loads)
         yield running, url
     finally:
@@ -238,35 +225,10 @@ def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Pat
         assert running.err.read_text() == ""
 
 
-def test_a_signal_after_it_has_loaded_lets_requests_end(tmp_path: Path):
+def test_a_signal_after_it_has_loaded_lets_it_end(tmp_path: Path):
     with slow(tmp_path, "--kv-cache-memory-bytes", "16MiB") as (running, url):
         (tmp_path / "go").touch()
         wait_for(lambda: "Serving tabletalk at" in running.err.read_text())
-        body = {"prompt": "| 1 | Nora", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with plain.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            running.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert plain.get(f"{url}/v1/models").status_code == 200
+        running.send_signal(signal.SIGTERM)
         assert running.wait(15) in (0, -signal.SIGTERM)
-
-
-@pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
-def test_the_page_shows_how_far_it_is_and_then_goes_on_by_itself(tmp_path: Path, llm: LLM):
-    with browser(tmp_path) as page, loading() as (server, url):
-        server.report("reading weights", 0.5)
-        page.driver.get(url)
-        page.until(lambda: page.text("#loading") == "Loading the model: reading weights")
-        assert page.run("return document.querySelector('progress').position") == 0.5
-        assert page.text("#trouble") == "" and not page.one("#send").is_enabled()
-        page.one("#question").send_keys("Too early", Keys.ENTER)
-        assert not page.all("article") and page.text("#refused") == ""
-        server.report("packing weights", None)
-        page.until(lambda: page.text("#loading") == "Loading the model: packing weights")
-        assert page.run("return document.querySelector('progress').position") == -1
-        with served(server, llm):
-            page.until(lambda: page.text("#model") == "tabletalk")
-            page.until(lambda: "pages in use" in page.text("#pages"))
-            assert not page.one("#loading").is_displayed()
-            assert page.one("#send").is_enabled() and page.one("#examples button").is_enabled()
-            page.driver.get("about:blank")

@@ -12,8 +12,7 @@ import pytest
 from radixcache import LLM
 from radixcache.runtime.server import app as app_module
 from tests.runtime.server.http import stream
-from tests.runtime.server.live import LiveServer, ask, live
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import LiveServer, ask, assert_error, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 APP = "https://app.example.org"

@@ -1,13 +1,20 @@
-"""/v1/responses: OpenAI's own client, what is kept for whom, and why a prompt was not cached."""
+"""/v1/responses: what is kept for whom, and why a prompt was not cached."""
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from radixcache import SamplingParams
 from radixcache.runtime.demo.script import TABLE
+from radixcache.runtime.server.api.chat_turn import Turn
+from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse, compare
+from radixcache.runtime.tokens.tool_calls import Tool
+from tests.runtime.server.apis import WEATHER, Responses, user
 from tests.runtime.server.live import LiveServer
 
 TABLE_TEXT = TABLE.read_text()
@@ -20,23 +27,20 @@ def ask(client: openai.OpenAI, given: Any = FIRST, **more: Any) -> Any:
     return client.responses.create(model="tabletalk", input=given, **asked)
 
 
-def chat(client: openai.OpenAI, *messages: dict[str, str]) -> str:
+def chat(client: openai.OpenAI, *messages: Any) -> str:
+    system: Any = {"role": "system", "content": TABLE_TEXT}
     answer = client.chat.completions.create(
-        model="tabletalk",
-        messages=[{"role": "system", "content": TABLE_TEXT}, *messages],  # type: ignore[list-item]
-        temperature=0,
+        model="tabletalk", messages=[system, *messages], temperature=0
     )
     return str(answer.choices[0].message.content)
 
 
 def test_a_response_says_what_a_chat_completion_says(client: openai.OpenAI):
-    said = chat(client, {"role": "user", "content": FIRST})
     response = ask(client)
-    assert (response.status, response.output_text) == ("completed", said)
+    assert (response.status, response.output_text) == ("completed", chat(client, user(FIRST)))
     (message,) = response.output
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
-    usage = response.usage
-    details = usage.input_tokens_details
+    usage, details = response.usage, response.usage.input_tokens_details
     assert usage.input_tokens == details.cached_tokens + details.cache_write_tokens
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert response.instructions == TABLE_TEXT and response.tools == []
@@ -45,19 +49,25 @@ def test_a_response_says_what_a_chat_completion_says(client: openai.OpenAI):
 def test_a_conversation_goes_on_by_id_or_by_items(client: openai.OpenAI):
     first = ask(client)
     by_id = ask(client, SECOND, previous_response_id=first.id)
-    items = [{"role": "user", "content": FIRST}, *first.output, {"role": "user", "content": SECOND}]
-    by_items = ask(client, items)
-    said = chat(
-        client,
-        {"role": "user", "content": FIRST},
-        {"role": "assistant", "content": first.output_text},
-        {"role": "user", "content": SECOND},
-    )
+    by_items = ask(client, [user(FIRST), *first.output, user(SECOND)])
+    answer = {"role": "assistant", "content": first.output_text}
+    said = chat(client, user(FIRST), answer, user(SECOND))
     assert by_id.output_text == by_items.output_text == said
     assert by_id.usage.input_tokens == by_items.usage.input_tokens
-    # All of the first turn but its last token, which has no KV, is cached.
-    cached = by_id.usage.input_tokens_details.cached_tokens
-    assert cached == first.usage.total_tokens - 1
+    assert by_id.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1
+
+
+def test_results_of_tools_go_on_by_id(scripted: LiveServer):
+    api = Responses(scripted.url, False)
+    first = api.ask(user("Oslo, by id"), tools=[WEATHER])
+    result = api.result(first.calls[0], "7°")
+    second = api.ask(result, tools=[WEATHER], previous_response_id=first.whole.id)
+    assert second.text == "It is 7°" and second.cached == first.prompt + first.completion - 1
+
+
+def test_thoughts_are_counted(scripted: LiveServer):
+    usage = Responses(scripted.url, False).ask(user("Think.")).whole.usage
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
 
 
 def test_instructions_are_not_inherited(client: openai.OpenAI):
@@ -70,22 +80,18 @@ def test_instructions_are_not_inherited(client: openai.OpenAI):
 
 
 def test_system_and_developer_messages_at_the_top_are_one(client: openai.OpenAI):
-    user = {"role": "user", "content": FIRST}
-    parts = [
-        {"role": "developer", "content": [{"type": "input_text", "text": TABLE_TEXT}]},
-        {"role": "system", "content": "Be brief."},
-    ]
-    one = ask(client, [user], instructions=f"{TABLE_TEXT}\n\nBe brief.")
-    several = ask(client, [*parts, user], instructions=None)
+    table = [{"type": "input_text", "text": TABLE_TEXT}]
+    parts = [{"role": "developer", "content": table}, {"role": "system", "content": "Be brief."}]
+    one = ask(client, [user(FIRST)], instructions=f"{TABLE_TEXT}\n\nBe brief.")
+    several = ask(client, [*parts, user(FIRST)], instructions=None)
     assert several.usage.input_tokens == one.usage.input_tokens
     assert several.usage.input_tokens_details.cached_tokens == one.usage.input_tokens
 
 
-def test_a_stream_is_what_the_client_puts_together(client: openai.OpenAI):
-    whole = ask(client)
-    with client.responses.stream(
-        model="tabletalk", input=FIRST, instructions=TABLE_TEXT, temperature=0
-    ) as stream:
+def test_events_come_in_the_apis_order_and_with_lines_of_their_types(
+    client: openai.OpenAI, server: LiveServer
+):
+    with client.responses.stream(model="tabletalk", input=FIRST, temperature=0) as stream:
         events = [*stream]
         final = stream.get_final_response()
     assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -96,40 +102,18 @@ def test_a_stream_is_what_the_client_puts_together(client: openai.OpenAI):
         *["output_text.delta"] * deltas,
         *("output_text.done", "content_part.done", "output_item.done", "completed"),
     ]
-    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == final.output_text == whole.output_text
-    assert client.responses.retrieve(final.id).output_text == text
-
-
-def test_events_have_their_types_on_lines_of_their_own_and_no_end_mark(server: LiveServer):
+    assert client.responses.retrieve(final.id).output_text == final.output_text
     text = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "stream": True}).text
-    events = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
-    assert len(events) > 6
-    for name, data in events:
+    lines = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+    assert len(lines) > 6
+    for name, data in lines:
         assert data.startswith('data: {"type":"' + name.removeprefix("event: ") + '"')
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI, stream: bool):
-    given = ask(client, max_output_tokens=3, stream=stream)
-    response = [*given][-1].response if stream else given
-    assert response.status == "incomplete"
-    assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.output[0].status == "incomplete" and response.usage.output_tokens == 3
-
-
-def test_a_stream_that_fails_says_so_in_a_response(server: LiveServer, client: openai.OpenAI):
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("the model is broken")
-
-    engine = server.engine
-    server.call(lambda: setattr(engine, "step", fail))
-    try:
-        *_, last = ask(client, stream=True)
-    finally:
-        server.call(lambda: delattr(engine, "step"))
-    assert (last.type, last.response.status) == ("response.failed", "failed")
-    assert last.response.error.code == "server_error"
+def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI):
+    response = ask(client, max_output_tokens=3)
+    assert response.status == "incomplete" and response.usage.output_tokens == 3
+    assert response.output[0].status == "incomplete"
 
 
 def test_a_response_is_found_until_it_is_deleted(client: openai.OpenAI):
@@ -165,17 +149,15 @@ def test_nobody_finds_a_response_of_another_salt(server: LiveServer):
     assert goes_on.status_code == 200
 
 
-def compare(client: openai.OpenAI, first: Any, **more: Any) -> Any:
-    options = {"comparison_response_id": first.id}
-    response = ask(client, prompt_cache_options=options, extra_body=ADA, **more)
-    return response, response.prompt_cache_diagnostics
-
-
 def test_it_says_why_a_prompt_was_not_cached(server: LiveServer, client: openai.OpenAI):
+    def compare(**more: Any) -> Any:
+        options = {"comparison_response_id": first.id}
+        response = ask(client, prompt_cache_options=options, extra_body=ADA, **more)
+        return response, response.prompt_cache_diagnostics
+
     first = ask(client, extra_body=ADA)
-    _, told = compare(client, first, given=SECOND, previous_response_id=first.id)
-    assert told.type == "cache_hit"
-    changed, told = compare(client, first, instructions=f"It is 10:41.\n{TABLE_TEXT}")
+    assert compare(given=SECOND, previous_response_id=first.id)[1].type == "cache_hit"
+    changed, told = compare(instructions=f"It is 10:41.\n{TABLE_TEXT}")
     assert (told.type, told.reason) == ("cache_miss", "input_changed")
     assert told.comparison_reusable_tokens == first.usage.input_tokens
     cached = changed.usage.input_tokens_details.cached_tokens
@@ -184,37 +166,63 @@ def test_it_says_why_a_prompt_was_not_cached(server: LiveServer, client: openai.
     assert miss["reason"] == "diverged" and "10:4" in miss["text"]
     # Nothing changed, but it is no longer there.
     assert server.post("/v1/cache/flush").status_code == 200
-    evicted, told = compare(client, first)
+    evicted, told = compare()
     assert told.type == "unavailable"
     assert evicted.radixcache["explanation"][0]["reason"] == "evicted"
 
 
+def test_changed_tools_are_why_a_prompt_was_not_cached(scripted: LiveServer):
+    api = Responses(scripted.url, False)
+    first = api.ask(user("Hi"), tools=[WEATHER]).whole
+    changed = [{**WEATHER, "description": "Rain or shine."}]
+    options = {"comparison_response_id": first.id}
+    told = api.ask(user("Hi"), tools=changed, prompt_cache_options=options).whole
+    assert told.prompt_cache_diagnostics.reason == "tools_changed"
+
+
+def stored(*texts: str, salt: str | None = None, prompt: str = "", **more: Any) -> StoredResponse:
+    turn = Turn([*map(user, texts)], SamplingParams(), cache_salt=salt, **more)
+    return StoredResponse(turn, np.frombuffer(prompt.encode(), np.uint8).astype(np.int32))
+
+
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("new", "cached", "granularity", "told"),
     [
-        ({"background": True}, "background: not supported: keep the connection open"),
-        ({"conversation": "conv_1"}, "conversation: not supported"),
-        ({"prompt": {"id": "p"}}, "prompt: not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include.0: Input should be"),
-        ({"truncation": "auto"}, "truncation: Input should be 'disabled'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        ({"text": {"verbosity": "low"}}, "verbosity: not supported: say it in the instructions"),
-        ({"prompt_cache_options": {"prewarm": True}}, "POST /v1/prefixes"),
-        ({"top_logprobs": 3}, "/v1/chat/completions has log-probabilities"),
-        ({"temprature": 1}, "temprature: there is no such field: did you mean temperature?"),
-        ({"max_output_tokens": 0}, "max_output_tokens: Input should be greater"),
-        ({"input": []}, "input: List should have at least 1 item"),
-        ({"input": [{"role": "user"}]}, "input.0: a message has a 'content'"),
-        ({"input": [{"type": "input_image"}]}, "input.0.type: Input should be"),
-        ({"input": [{"type": "function_call_output", "output": "1"}]}, "has a 'call_id'"),
-        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
-        ({"store": "perhaps"}, "store: Input should be a valid boolean"),
+        (stored("a", "b", "c", prompt="[a][b][c]"), 6, 1, ("nothing", 6)),
+        (stored("a", "b", "c", prompt="[a][b][c]"), 5, 1, ("nothing", 6)),  # the last is computed
+        (stored("a", "b", "c", prompt="[a][b][c]"), 3, 1, ("unknown", 6)),  # evicted
+        (stored("a", "b", "c", prompt="[a][b][c]"), 4, 4, ("nothing", 6)),
+        (stored("a", "b", "c", prompt="[a][b][c]"), 0, 0, ("unknown", 6)),
+        (stored("a", "c", prompt="[a][c]"), 4, 1, ("messages", 4)),
+        (stored("a", "c", prompt="[a][c]"), 6, 1, ("nothing", 6)),  # somebody sent that before
+        (stored("a", prompt="[a]"), 3, 1, ("nothing", 3)),
+        (stored("a", "b", prompt="T[a][b]", tools=(Tool("f"),)), 0, 1, ("tools", 0)),
+        (stored("a", "b", prompt="[a][b]<>", template_kwargs={"t": 1}), 5, 1, ("nothing", 6)),
+        (stored("a", "b", prompt="[A][B]<>", template_kwargs={"t": 1}), 1, 1, ("settings", 1)),
     ],
 )
-def test_what_is_not_there_is_refused_in_one_sentence(
-    server: LiveServer, body: dict[str, Any], sentence: str
-):
-    response = server.post("/v1/responses", {"input": "a", **body})
-    assert response.status_code == 400, response.text
-    assert sentence in response.json()["error"]["message"]
-    assert "\n" not in response.json()["error"]["message"]
+def test_what_a_client_changed_counts_only_if_it_cost_something(new, cached, granularity, told):
+    old = stored("a", "b", prompt="[a][b]")
+    assert compare(old, new.turn, new.prompt, cached, granularity) == told
+
+
+def test_the_salt_that_has_most_loses_its_oldest_response():
+    store = ResponseStore(max_bytes=50_000)
+    store.keep("small", stored("x" * 500, salt="a"))
+    for i in range(20):
+        store.keep(f"{i}", stored("y" * 1000, salt="b"))
+    found = [i for i in range(20) if store.find(f"{i}", "b")]
+    assert store.find("small", "a") and found == [*range(20 - len(found), 20)] and len(found) > 5
+    store.keep("large", stored("z" * 60_000, salt="c"))
+    assert store.find("large", "c") is None
+
+
+def test_short_responses_are_counted_with_all_that_they_take():
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        for i in range(300):
+            store.keep(f"{i:032}", stored(f"{i}", salt=f"{i}" * 100, prompt="x" * 8))
+        assert tracemalloc.get_traced_memory()[0] < store.num_bytes
+    finally:
+        tracemalloc.stop()

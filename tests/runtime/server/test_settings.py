@@ -51,6 +51,8 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
     assert options.shutdown_timeout == 30
     assert options.max_queued_requests == 5 and options.request_timeout == 600
     assert options.allowed_hosts == ["a", "b"]
+    _, options = read_settings(parse("--allowed-hosts one.example two.example --admin-key a"))
+    assert (options.allowed_hosts, options.admin_key) == (["one.example", "two.example"], "a")
 
 
 def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
@@ -62,79 +64,70 @@ def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
     assert options.hide_texts and options.served_model_name == ["a-model"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--port many", "argument --port: invalid int value: 'many' (see radixcache serve --help)"),
-        ("--request-timeout 0", "--request-timeout: must be above 0, not 0"),
-        (
-            "--allowed-origins app.example",
-            "--allowed-origins: must be origins like https://app",
-        ),
-        ("--allowed-origins https://a.example/x", "--allowed-origins: must be origins like "),
-        (
-            "--allowed-hosts http://a.example",
-            "must be names without scheme and port, not ['http://a",
-        ),
-        ("--allowed-origins https://a.example/", "with no slash at the end"),
-        (
-            "--kv-cache-memory-bytes 2gigs",
-            "--kv-cache-memory-bytes: must be an amount like 2GB or 512MiB, or bytes, not '2gigs'",
-        ),
-        ("--config /no/file", "no settings at /no/file: no such file"),
-        ("--api-key-file /no/file", "cannot read /no/file: No such file"),
-        ("--api-key a --api-key-file b", "api_key and api_key_file are both given"),
-    ],
-)
+FLAGS = [
+    ("--port many", "argument --port: invalid int value: 'many' (see radixcache serve --help)"),
+    ("--request-timeout soon", "argument --request-timeout: invalid float value: 'soon'"),
+    ("--request-timeout 0", "--request-timeout: must be above 0, not 0"),
+    ("--max-queued-requests -1", "--max-queued-requests: must be at least 0, not -1"),
+    ("--allowed-origins app.example", "--allowed-origins: must be origins like https://app"),
+    ("--allowed-origins https://a.example/x", "--allowed-origins: must be origins like "),
+    ("--allowed-origins https://a.example/", "with no slash at the end"),
+    ("--allowed-hosts http://a.example", "must be names without scheme and port, not ['http://a"),
+    ("--otlp-endpoint localhost:4317", "--otlp-endpoint: must be an address like http://127"),
+    (
+        "--kv-cache-memory-bytes 2gigs",
+        "--kv-cache-memory-bytes: must be an amount like 2GB or 512MiB, or bytes, not '2gigs'",
+    ),
+    ("--config /no/file", "no settings at /no/file: no such file"),
+    ("--api-key-file /no/file", "cannot read /no/file: No such file"),
+    ("--api-key a --api-key-file b", "api_key and api_key_file are both given"),
+]
+VARIABLES = [
+    ("PORT=many", "RADIXCACHE_PORT: must be a valid integer, not 'many'"),
+    ("PROT=8001", "RADIXCACHE_PROT is no setting of radixcache serve: did you mean RADIX"),
+    ("SPOON=1", "the variable RADIXCACHE_SPOON is no setting of radixcache serve"),
+    ("CACHE=disk", "RADIXCACHE_CACHE: must be 'radix', 'hash-block' or 'none', not 'disk'"),
+    ("API_KEY=", "the API key is empty"),
+    ("API_KEY=one\ntwo", "the API key must be one line that a header can hold"),
+    ("ADMIN_KEY=\ufeffkey", "the admin key must be one line that a header can hold"),
+    ("HOST=", "RADIXCACHE_HOST: "),  # an empty one would be every address
+    ("SERVED_MODEL_NAME=,", "RADIXCACHE_SERVED_MODEL_NAME: "),
+    ("OTLP_ENDPOINT=http://", "RADIXCACHE_OTLP_ENDPOINT: must be an address"),
+]
+FILES = [
+    ("prt: 8001", "'prt' in FILE is no setting of radixcache serve: did you mean port?"),
+    ("port: many", "port in FILE: must be a valid integer, not 'many'"),
+    ("# a comment\nport: [1", "the settings in FILE are no YAML mapping: line 2, expected"),
+    ("port: 1\nhost: a\tb: c", "the settings in FILE are no YAML mapping: line 2, found"),
+    ("kv-cache-memory-bytes: 2 gigs", "kv_cache_memory_bytes in FILE: must be an amount like 2GB"),
+    ("config: b.yaml", "'config' in FILE: a file of settings cannot name another one"),
+    ("[port, 1]", "the settings in FILE are no YAML mapping: "),
+    ("allowed-origins: [7]", "allowed_origins in FILE: must be a valid string, not 7"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), FLAGS)
 def test_a_flag_that_makes_no_sense_is_named(flags: str, sentence: str):
     assert sentence in refusal(flags)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("PORT", "many", "RADIXCACHE_PORT: must be a valid integer, not 'many'"),
-        ("PROT", "8001", "RADIXCACHE_PROT is no setting of radixcache serve: did you mean RADIX"),
-        ("SPOON", "1", "the variable RADIXCACHE_SPOON is no setting of radixcache serve"),
-        ("CACHE", "disk", "RADIXCACHE_CACHE: must be 'radix', 'hash-block' or 'none', not 'disk'"),
-        ("API_KEY", "", "the API key is empty"),
-        ("API_KEY", "one\ntwo", "the API key must be one line that a header can hold"),
-        ("ADMIN_KEY", "\ufeffkey", "the admin key must be one line that a header can hold"),
-        ("HOST", "", "RADIXCACHE_HOST: "),  # an empty one would be every address
-        ("SERVED_MODEL_NAME", ",", "RADIXCACHE_SERVED_MODEL_NAME: "),
-        ("OTLP_ENDPOINT", "http://", "RADIXCACHE_OTLP_ENDPOINT: must be an address"),
-    ],
-)
-def test_a_variable_that_makes_no_sense_is_named(name, value, sentence, monkeypatch):
+@pytest.mark.parametrize(("variable", "sentence"), VARIABLES)
+def test_a_variable_that_makes_no_sense_is_named(variable: str, sentence: str, monkeypatch):
+    name, _, value = variable.partition("=")
     monkeypatch.setenv(f"RADIXCACHE_{name}", value)
     assert sentence in refusal("")
+
+
+@pytest.mark.parametrize(("text", "sentence"), FILES)
+def test_what_makes_no_sense_in_a_file_is_named(text: str, sentence: str, file: Path):
+    file.write_text(text)
+    assert sentence.replace("FILE", str(file)) in refusal(f"--config {file}")
 
 
 def test_the_variables_of_the_benchmarks_and_of_the_kernels_are_no_typos(monkeypatch):
     monkeypatch.setenv("RADIXCACHE_DATA", "/data")
     monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64-v3")
     assert read_settings({})[1].port == 8000
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("prt: 8001", "'prt' in FILE is no setting of radixcache serve: did you mean port?"),
-        ("port: many", "port in FILE: must be a valid integer, not 'many'"),
-        ("# a comment\nport: [1", "the settings in FILE are no YAML mapping: line 2, expected"),
-        ("port: 1\nhost: a\tb: c", "the settings in FILE are no YAML mapping: line 2, found"),
-        (
-            "kv-cache-memory-bytes: 2 gigs",
-            "kv_cache_memory_bytes in FILE: must be an amount like 2GB or 512MiB, or bytes",
-        ),
-        ("config: b.yaml", "'config' in FILE: a file of settings cannot name another one"),
-        ("[port, 1]", "the settings in FILE are no YAML mapping: "),
-        ("allowed-origins: [7]", "allowed_origins in FILE: must be a valid string, not 7"),
-    ],
-)
-def test_what_makes_no_sense_in_a_file_is_named(text: str, sentence: str, file: Path):
-    file.write_text(text)
-    assert sentence.replace("FILE", str(file)) in refusal(f"--config {file}")
 
 
 def test_an_empty_file_says_nothing(file: Path):

@@ -11,8 +11,7 @@ import pytest
 
 from radixcache import LLM
 from radixcache.runtime.server.admin import cache as cache_routes
-from tests.runtime.server.live import SYSTEM, LiveServer, live
-from tests.runtime.server.test_errors import assert_error
+from tests.runtime.server.live import SYSTEM, LiveServer, assert_error, live
 
 COMPLETIONS, CHAT, PREFIXES = "/v1/completions", "/v1/chat/completions", "/v1/prefixes"
 EXPLAIN = "/v1/explain"
@@ -42,16 +41,19 @@ def server(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[Liv
 @pytest.fixture
 def user(server: LiveServer) -> Iterator[httpx.Client]:
     """A client; which salt it is of, each request says."""
-    headers = {"authorization": "Bearer user"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60, verify=False) as client:
+    with as_client(server, "user") as client:
         yield client
 
 
 @pytest.fixture
 def boss(server: LiveServer) -> Iterator[httpx.Client]:
-    headers = {"authorization": "Bearer boss"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60, verify=False) as client:
+    with as_client(server, "boss") as client:
         yield client
+
+
+def as_client(server: LiveServer, key: str) -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=60, verify=False)
 
 
 def lasting(answer: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
-from threading import Thread
 from typing import Any
 
 import httpx2 as httpx
@@ -15,18 +16,14 @@ import pytest
 
 from radixcache import LLM
 from radixcache.errors import MissingDependency
-from radixcache.runtime.cli import main
 from radixcache.runtime.server import args
 from radixcache.runtime.server.args import ServerArgs
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import ENDLESS, streaming
-from tests.sources import SOURCES, imports
 
 pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="traces are an extra")
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -57,7 +54,7 @@ class Traced:
         found = self._exporter.get_finished_spans()
         self._exporter.clear()
         assert len(found) == count, [span.name for span in found]
-        return sorted(found, key=lambda span: (span.start_time or 0, -(span.end_time or 0)))
+        return sorted(found, key=lambda span: (times(span)[0], -times(span)[1]))
 
 
 @pytest.fixture
@@ -71,6 +68,10 @@ def traced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
+
+
+def times(span: ReadableSpan) -> tuple[int, int]:
+    return span.start_time or 0, span.end_time or 0
 
 
 def parent(span: ReadableSpan) -> int:
@@ -94,13 +95,8 @@ def test_a_request_is_a_trace_below_its_client_s(traced: Traced, stream: bool):
     response = traced.server.post(CHAT, body, headers={"traceparent": ours})
     assert response.status_code == 200
     served, whole, queue, prefill, decode = spans = traced.spans(5)
-    assert [span.name for span in spans] == [
-        "POST /v1/chat/completions",
-        "chat m",
-        "queue",
-        "prefill",
-        "decode",
-    ]
+    names = ["POST /v1/chat/completions", "chat m", "queue", "prefill", "decode"]
+    assert [span.name for span in spans] == names
     assert {identity(span)[0] for span in spans} == {0x0AF7651916CD43DD8448EB211C80319C}
     assert parent(served) == 0xB7AD6B7169203331 and parent(whole) == identity(served)[1]
     assert {parent(span) for span in (queue, prefill, decode)} == {identity(whole)[1]}
@@ -124,8 +120,7 @@ def test_a_request_is_a_trace_below_its_client_s(traced: Traced, stream: bool):
         "gen_ai.usage.cache_read.input_tokens": tokens,  # the very same prompt again
     }
     assert attributes(prefill)["radixcache.prefilled_tokens"] == 0
-    times = [(span.start_time or 0, span.end_time or 0) for span in spans]
-    (start, end), inner, *phases = times
+    (start, end), inner, *phases = map(times, spans)
     assert start <= inner[0] <= inner[1] <= end
     for (_, before), (after, _) in pairwise(phases):
         assert before == after  # nothing of a request's time is missing
@@ -150,13 +145,13 @@ def test_each_prompt_has_its_own_spans_and_who_waits_is_seen_to(traced: Traced):
     body = {"prompt": ["| 1 |", "| 2 |", "| 3 |"], "max_tokens": 20, "ignore_eos": True}
     assert traced.server.post(COMPLETIONS, body).status_code == 200
     spans = traced.spans(1 + 3 * 4)
-    queues = sorted(
-        (span.end_time or 0) - (span.start_time or 0) for span in spans if span.name == "queue"
-    )
-    decodes = [
-        (span.end_time or 0) - (span.start_time or 0) for span in spans if span.name == "decode"
-    ]
-    assert queues[-1] > min(decodes) > 0  # there are two slots: the third waited for one of them
+    lengths = {
+        name: [times(span)[1] - times(span)[0] for span in spans if span.name == name]
+        for name in ("queue", "decode")
+    }
+    assert (
+        max(lengths["queue"]) > min(lengths["decode"]) > 0
+    )  # there are two slots: the third waited for one of them
 
 
 def test_a_refusal_and_what_nobody_waits_for_are_seen(traced: Traced):
@@ -185,27 +180,14 @@ def test_probes_and_the_page_leave_no_spans(traced: Traced):
 def test_a_collector_gets_them_over_http(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     got: list[tuple[str, ExportTraceServiceRequest]] = []
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.end_headers()
+    def hear(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        got.append((request.path, ExportTraceServiceRequest.FromString(body)))
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        thread = Thread(target=collector.serve_forever, args=(0.01,))
-        thread.start()
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}"
-        )
-        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    with http.stranger(hear) as url:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         with live(llm) as server:
             server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
-        collector.shutdown()
-        thread.join()
     assert [path for path, _ in got] == ["/v1/traces"]  # sent at the latest when the server ends
     (resource,) = got[0][1].resource_spans
     said = {a.key: a.value.string_value for a in resource.resource.attributes}
@@ -226,31 +208,22 @@ def test_a_collector_that_is_not_there_costs_no_answer_and_delays_no_end(
     assert any("export" in record.message for record in caplog.records)
 
 
-def test_without_being_asked_for_there_are_none(llm: LLM):
-    with live(llm) as server:
-        assert server.backend.tracing is None
-    for path in (path for path in SOURCES if path.parts[0] == "runtime"):
-        for imported in imports(path):
-            if imported.top == "opentelemetry":
-                assert path.name == "tracing.py"
-            if imported.name == "radixcache.runtime.server.observe.tracing":
-                assert imported.lazy, path
+def test_without_being_asked_for_opentelemetry_is_not_imported():
+    code = """if True:
+        import sys
+        from radixcache import LLM
+        from radixcache.runtime.server.app import create_app
+        create_app(LLM(kv_cache_memory_bytes="8MiB"))
+        sys.exit("opentelemetry.sdk" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_what_is_missing_or_wrong_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["serve", "--otlp-endpoint", "localhost:4317"]) == 2
-    wrong = "--otlp-endpoint: must be an address like http://127.0.0.1:4318, not 'localhost:4317'"
-    assert wrong in capsys.readouterr().err
-
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     def none(package: str) -> str:
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(args, "version", none)
     ServerArgs()
-    with pytest.raises(
-        MissingDependency, match="traces need opentelemetry-sdk: in a checkout, pip"
-    ):
+    with pytest.raises(MissingDependency, match="traces need opentelemetry-sdk: in a checkout, p"):
         ServerArgs(otlp_endpoint="http://127.0.0.1:4318")
-    assert main(["serve", "--otlp-endpoint", "http://127.0.0.1:4318"]) == 2

@@ -1,0 +1,204 @@
+"""What holds for chat completions, responses and messages alike, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from radixcache import LLM
+from tests.runtime.server import http
+from tests.runtime.server.apis import (
+    NUM_TURNS,
+    SCHEMA,
+    WEATHER,
+    Api,
+    Called,
+    Chat,
+    Messages,
+    Responses,
+    user,
+)
+from tests.runtime.server.live import LiveServer, live
+
+APIS = [(kind, stream) for kind in (Chat, Responses, Messages) for stream in (False, True)]
+STEP = {"name": "step", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+
+
+@pytest.fixture(params=APIS, ids=lambda case: f"{case[0].__name__}-{'stream' * case[1] or 'whole'}")
+def api(request: pytest.FixtureRequest, scripted: LiveServer) -> Iterator[Api]:
+    kind, stream = request.param
+    yield kind(scripted.url, stream)
+    scripted.assert_idle()
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest) -> str:
+    """A text that no other test sends, so that nothing behind it is cached."""
+    return str(request.node.name)
+
+
+def values(calls: list[Called]) -> list[Any]:
+    return [(made.name, made.arguments) for made in calls]
+
+
+def test_the_next_turn_computes_only_what_is_new(api: Api, fresh: str):
+    question = user(fresh)
+    first = api.ask(question)
+    assert (first.text, first.end, first.calls) == (f"user: {fresh}", "stop", [])
+    second = api.ask(question, *first.said, user("And?"))
+    assert second.text == "user: And?"
+    # All of a turn is cached but its last token, which has no KV.
+    assert second.cached == first.prompt + first.completion - 1 < second.prompt
+
+
+def test_tools_are_called_and_their_results_are_read(api: Api, fresh: str):
+    question = user(f"Oslo and Rome? {fresh}")
+    first = api.ask(question, tools=[WEATHER])
+    assert (first.text.strip(), first.end) == ("Let me see.", "tools")
+    assert values(first.calls) == [("weather", {"city": city}) for city in ("Oslo", "Rome")]
+    assert len({made.id for made in first.calls}) == 2
+    results = [api.result(made, f"{n}°") for n, made in enumerate(first.calls, 7)]
+    second = api.ask(question, *first.said, *results, tools=[WEATHER])
+    assert (second.text, second.end) == ("It is 7° and 8°", "stop")
+    assert second.cached == first.prompt + first.completion - 1
+
+
+def test_an_agent_prefills_in_each_turn_what_is_new(api: Api, fresh: str):
+    """Though the template spells its calls another way than the model did."""
+    conversation, before = [user(f"Loop {fresh}")], 0
+    for n in range(NUM_TURNS):
+        answer = api.ask(*conversation, tools=[STEP])
+        assert values(answer.calls) == [("step", {"why": "é", "n": n})]
+        assert not before or answer.cached == before - 1
+        before = answer.prompt + answer.completion
+        conversation += [*answer.said, api.result(answer.calls[0], f"result {n}")]
+    assert api.ask(*conversation, tools=[STEP]).text == "Done."
+
+
+def test_thoughts_are_apart_and_may_be_sent_back(api: Api, fresh: str):
+    question = user(f"Think. {fresh}")
+    first = api.ask(question)
+    assert (first.reasoning.strip(), first.text.strip()) == ("Hm.", "Done.")
+    assert api.ask(question, *first.said, user("A")).text == "user: A"
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_call_that_must_come_does(api: Api, choice: str):
+    answer = api.ask(user("Hi"), tools=[WEATHER], choice=choice)
+    ((name, arguments),) = values(answer.calls)
+    assert name == "weather" and {*arguments} == {"city"}
+    # OpenAI's chat API calls it no news if the client has named the function.
+    assert answer.end == ("stop" if isinstance(api, Chat) and choice == "weather" else "tools")
+
+
+def test_calls_come_one_by_one_or_not_at_all(api: Api):
+    question = user("Oslo and Rome?")
+    one = api.ask(question, tools=[WEATHER], parallel=False)
+    assert values(one.calls) == [("weather", {"city": "Oslo"})]
+    none = api.ask(question, tools=[WEATHER], choice="none")
+    assert "<tool_call>" in none.text and none.end == "stop" and not none.calls
+
+
+def test_a_call_that_is_cut_is_content(api: Api):
+    answer = api.ask(user("Cut"), tools=[STEP])
+    assert answer.text == '<tool_call>\n{"name": "step", "argum' and answer.end == "stop"
+
+
+def test_an_answer_follows_a_schema(api: Api):
+    answer = api.ask(user("Hi"), schema=SCHEMA)
+    assert {*json.loads(answer.text)} == {"city"}
+
+
+def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer):
+    # Chat's stream helper of the stock client raises where an answer is cut and may be parsed.
+    body = {**api.body(user("Hi"), max_tokens=3), "stream": api.stream}
+    text = scripted.post(api.path, body).text
+    reason = {Chat: "length", Responses: "max_output_tokens", Messages: "max_tokens"}[type(api)]
+    assert re.search(rf'"(finish_reason|reason|stop_reason)":\s?"{reason}"', text)
+
+
+def test_salts_share_nothing(api: Api, fresh: str):
+    salts = [f"{name} {fresh}" for name in "aba"]
+    cached = [api.ask(user(fresh), cache_salt=salt).cached for salt in salts]
+    assert cached[:2] == [0, 0] and cached[2] > 0
+
+
+def test_a_failing_engine_is_told_in_the_apis_own_form(api: Api, scripted: LiveServer):
+    def fail() -> Any:
+        raise RuntimeError("the model is broken: secret")
+
+    body = {**api.body(user("Hi")), "stream": api.stream}
+    scripted.call(lambda: setattr(scripted.engine, "step", fail))
+    try:
+        response = scripted.post(api.path, body)
+    finally:
+        scripted.call(lambda: delattr(scripted.engine, "step"))
+    assert "the engine failed: RuntimeError" in response.text and "secret" not in response.text
+    assert response.status_code == (200 if api.stream else 500)
+    assert not api.stream or api.failed in response.text.strip().splitlines()[-1]
+
+
+def test_a_request_whose_client_leaves_is_aborted(
+    api: Api, scripted: LiveServer, monkeypatch: pytest.MonkeyPatch
+):
+    step = scripted.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(scripted.engine, "step", slow)
+    aborted = 'requests_finished_total{reason="abort"} '
+    before = float(scripted.get("/metrics").text.partition(aborted)[2].split()[0])
+    body = {**api.body(user("Long")), "stream": api.stream}
+    url = f"{scripted.url}{api.path}"
+    if api.stream:
+        with http.stream("POST", url, json=body, timeout=60) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(url, json=body, timeout=0.3)
+    scripted.wait_until(lambda: not scripted.engine.has_work, 2)
+    after = float(scripted.get("/metrics").text.partition(aborted)[2].split()[0])
+    assert after == before + 1
+
+
+def test_errors_have_the_shape_and_the_words_of_the_api():
+    with live(
+        LLM(kv_cache_memory_bytes="8MiB"), api_key="the key", max_body_size=1000,
+        request_timeout=0.001,
+    ) as server:  # fmt: skip
+        bodies: dict[str, dict[str, Any]] = {
+            Chat.path: {"messages": [user("Hi")]},
+            Responses.path: {"input": "Hi"},
+            Messages.path: {"messages": [user("Hi")], "max_tokens": 50},
+            "/v1/completions": {"prompt": "Hi"},
+        }
+        key = {"authorization": "Bearer the key"}
+        cases: list[tuple[dict[str, Any], dict[str, str], int, str, str]] = [
+            ({}, {}, 401, "invalid_request_error", "authentication_error"),
+            ({}, {"x-api-key": "no"}, 401, "invalid_request_error", "authentication_error"),
+            ({"model": "claude"}, key, 404, "invalid_request_error", "not_found_error"),
+            ({"user": "x" * 1000}, key, 413, "invalid_request_error", "request_too_large"),
+            ({"temperature": -1}, key, 400, "invalid_request_error", "invalid_request_error"),
+            ({}, key, 504, "timeout_error", "timeout_error"),
+            ({}, {"x-api-key": "the key"}, 504, "timeout_error", "timeout_error"),
+        ]
+        for path, body in bodies.items():
+            for more, headers, status, openai_kind, anthropic_kind in cases:
+                response = server.post(path, {**body, **more}, headers=headers)
+                told = response.json()
+                assert response.status_code == status, (path, told)
+                if path == Messages.path:
+                    assert told.keys() == {"type", "error"} and told["type"] == "error"
+                    assert told["error"].keys() == {"type", "message"}
+                    assert told["error"]["type"] == anthropic_kind
+                else:
+                    assert told.keys() == {"error"} and told["error"]["type"] == openai_kind
+                    assert told["error"].keys() == {"message", "type", "param", "code"}

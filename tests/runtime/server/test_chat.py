@@ -1,0 +1,289 @@
+"""/v1/chat/completions: what OpenAI's chat API has alone, with vLLM's names for what it adds."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from radixcache import SamplingParams
+from tests.cover import seeds
+from tests.runtime.server.apis import SCHEMA, Answer, Chat, user
+from tests.runtime.server.live import SYSTEM, LiveServer, ask
+from tests.runtime.test_tabletalk import HEADER, LOOKUP, PEOPLE
+from tests.schemas import random_schema
+
+CHAT = "/v1/chat/completions"
+QUESTION, ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
+NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
+"""For answers that a grammar forces on a model which would say something else: it may think."""
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+STEP = {"name": "step", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+OTHER = {"name": "other", "parameters": NOTHING}
+
+
+@pytest.fixture
+def chat(scripted: LiveServer) -> Chat:
+    return Chat(scripted.url, False)
+
+
+def create(client: Any, text: str = QUESTION, **more: Any) -> Any:
+    """The stock client counts as untyped: its overloads do not know our fields."""
+    return client.chat.completions.create(model="tabletalk", messages=ask(text), **more)
+
+
+def called(answer: Answer) -> list[tuple[str, Any]]:
+    return [(made.name, made.arguments) for made in answer.calls]
+
+
+# Answers.
+
+
+def test_models_are_listed_and_found(client: Any, server: LiveServer):
+    (model,) = client.models.list().data
+    assert model.id == "tabletalk" and model.exact is False
+    assert model.max_model_len == server.engine.max_model_len
+    assert client.models.retrieve("tabletalk") == model
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("other/model")
+    assert error.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_a_stream_of_several_answers_adds_up_to_the_whole(client: Any, include_usage: bool):
+    whole = create(client, n=2)
+    options: Any = {"stream_options": {"include_usage": True}} if include_usage else {}
+    chunks = [*create(client, stream=True, n=2, **options)]
+    assert len({chunk.id for chunk in chunks}) == 1
+    for index in range(2):
+        assert whole.choices[index].message.content == ANSWER
+        parts = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
+        assert parts[0].delta.role == "assistant" and len(parts) > 5
+        assert "".join(part.delta.content or "" for part in parts) == ANSWER
+        ends = [part.finish_reason for part in parts]
+        assert ends == [*[None] * (len(parts) - 1), "stop"]
+    used = [chunk.usage for chunk in chunks if chunk.usage]
+    assert len(used) == include_usage
+    for usage in used:
+        assert usage.completion_tokens == whole.usage.completion_tokens
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens
+        assert chunks[-1].choices == []
+
+
+def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
+    client: Any, server: LiveServer
+):
+    options: Any = {"logprobs": True, "top_logprobs": 3}
+    whole = create(client, **options).choices[0].logprobs.content
+    streamed = [
+        token
+        for chunk in create(client, **options, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content
+    ]
+    llm = server.backend.llm
+    params = SamplingParams(temperature=0, max_tokens=64, logprobs=3)
+    (wanted,) = llm.chat(ask(QUESTION), params)
+    tokens, logprobs = wanted.outputs[0].token_ids, wanted.outputs[0].logprobs
+    assert llm.tokenizer and logprobs
+    for content in (whole, streamed):
+        assert "".join(token.token for token in content) == ANSWER + "<|end|>"
+        for seen, token, top in zip(content, tokens, logprobs, strict=True):
+            assert seen.token == llm.tokenizer.decode([token], special=True)
+            assert bytes(seen.bytes or []).decode() == seen.token
+            assert seen.logprob == pytest.approx(top[token], abs=1e-4)
+            likeliest = sorted(top.values(), reverse=True)[:3]
+            assert [t.logprob for t in seen.top_logprobs] == pytest.approx(likeliest, abs=1e-3)
+            assert seen.top_logprobs[0].token == seen.token  # it was greedy
+
+
+def test_content_may_come_in_parts_and_from_developers(client: Any):
+    parts = [{"type": "text", "text": QUESTION[:8]}, {"type": "text", "text": QUESTION[8:]}]
+    joined, plain = (
+        client.chat.completions.create(
+            model="tabletalk", max_tokens=1, messages=[{**SYSTEM, "role": role}, user(content)]
+        )
+        for role, content in (("developer", parts), ("system", f"{QUESTION[:8]}\n{QUESTION[8:]}"))
+    )
+    assert joined.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+def test_what_ends_an_answer(client: Any):
+    (cut,) = create(client, max_completion_tokens=3).choices
+    assert (cut.message.content, cut.finish_reason) == ("The age of", "length")
+    for stop in (" Holm", [" Denmark", " Holm"]):
+        (choice,) = create(client, stop=stop).choices
+        assert (choice.message.content, choice.finish_reason) == ("The age of Nora", "stop")
+        assert choice.stop_reason == " Holm"
+    chunks = create(client, stop="Nora Holm", stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The age of "
+
+
+def test_a_seed_makes_sampling_repeatable(client: Any):
+    def sample(seed: int) -> list[str | None]:
+        answer = create(client, "x", seed=seed, temperature=2.0, n=2, max_tokens=12)
+        return [choice.message.content for choice in answer.choices]
+
+    assert sample(1) == sample(1) != sample(2)
+    assert sample(1)[0] != sample(1)[1]
+
+
+# The form of an answer.
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, r"\{.*"),
+        ({"response_format": {"type": "text"}}, r".*"),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"'}}, "ab"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r'\{"city":".*'),
+        ({"structured_outputs": {"json": SCHEMA}}, r'\{"city":".*'),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, r"\{.*"),
+    ],
+)
+def test_every_way_to_ask_for_a_form_holds_for_chats_and_completions(
+    server: LiveServer, fields: dict[str, Any], form: str
+) -> None:
+    more = {"temperature": 0, "max_tokens": 40, **fields}
+    chat = server.post(CHAT, {"messages": ask("Who?"), **more}).json()["choices"][0]
+    plain = server.post("/v1/completions", {"prompt": "It is ", **more}).json()["choices"][0]
+    for text in (chat["message"]["content"], plain["text"]):
+        assert re.fullmatch(form, text, re.DOTALL), text
+
+
+# Tools and thoughts.
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_bundled_model_looks_people_up_and_computes_only_what_is_new(client: Any, choice: str):
+    messages: list[Any] = [{"role": "system", "content": f"Calls: {choice}."}]
+    computed, before = [], 0
+
+    def ask(tool_choice: str) -> Any:
+        nonlocal before
+        answer = client.chat.completions.create(
+            model="tabletalk", messages=messages, tools=[LOOKUP], tool_choice=tool_choice
+        )
+        usage, said = answer.usage, answer.choices[0].message
+        computed.append(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
+        if before:  # all but the last token
+            assert usage.prompt_tokens_details.cached_tokens == before
+        before = usage.total_tokens - 1
+        messages.append(said.model_dump(exclude_none=True))
+        return said
+
+    for person, row in PEOPLE.items():
+        messages.append(user(f"What is the age of {person}?"))
+        (made,) = ask(choice).tool_calls
+        assert json.loads(made.function.arguments) == {"where": f"Name = {person}"}
+        result = {"role": "tool", "tool_call_id": made.id, "content": HEADER + row + "\n"}
+        messages.append(result)
+        assert ask("auto").content == f"The age of {person} is {row.split(' | ')[2]}."
+    assert max(computed[1:]) < computed[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_have_both_names_and_can_be_left_out(scripted: LiveServer, stream: bool):
+    body = {"messages": [user("Think")], "stream": stream}
+    shown, hidden = (
+        scripted.post(CHAT, {**body, "include_reasoning": include}).text
+        for include in (True, False)
+    )
+    for name in ("reasoning", "reasoning_content"):
+        assert re.search(rf'"{name}":\s?"H', shown)
+        assert not re.search(rf'"{name}":\s?"', hidden)
+
+
+def test_a_call_that_comes_back_changed_is_the_clients(chat: Chat, scripted: LiveServer):
+    question = user("Loop changed")
+    first = chat.ask(question, tools=[STEP])
+    (said,) = first.said
+    said["tool_calls"][0]["function"]["arguments"] = '{"why": "other", "n": 0}'
+    result = chat.result(first.calls[0], [{"type": "text", "text": "ok"}])
+    conversation = [question, said, result]
+    tokens = scripted.post("/tokenize", {"messages": conversation}).json()["tokens"]
+    prompt = scripted.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert '{"name": "step", "arguments": {"why": "other", "n": 0}}' in prompt
+    assert called(chat.ask(*conversation, tools=[STEP])) == [("step", {"why": "é", "n": 1})]
+
+
+@pytest.mark.parametrize("name", ["step", "other"])
+def test_the_named_function_is_called(chat: Chat, name: str):
+    answer = chat.ask(user("Hello"), tools=[STEP, OTHER], choice=name, **NO_THOUGHTS)
+    assert [made.name for made in answer.calls] == [name]
+    assert answer.end == "stop" and answer.whole.choices[0].message.content is None
+
+
+def test_only_allowed_tools_are_called(chat: Chat):
+    names = [{"type": "function", "function": {"name": "other"}}]
+    allowed = {"mode": "required", "tools": names}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = chat.ask(user("Two"), tools=[STEP, OTHER], tool_choice=choice, **NO_THOUGHTS)
+    assert {made.name for made in answer.calls} == {"other"}
+
+
+def test_strict_arguments_follow_their_schema(chat: Chat):
+    number = {"type": "integer", "minimum": 7, "maximum": 9}
+    schema = {**NOTHING, "properties": {"n": number}, "required": ["n"]}
+    free = chat.ask(user("Two"), tools=[{"name": "step", "parameters": schema}])
+    assert called(free)[0] == ("step", {"n": 1})
+    strict = chat.ask(user("Two"), tools=[{"name": "step", "parameters": schema, "strict": True}])
+    assert strict.text.startswith("Both.") and strict.calls
+    for made in strict.calls:
+        jsonschema_rs.validate(schema, made.arguments)
+
+
+def test_beside_tools_an_answer_may_have_a_form(chat: Chat):
+    answer = chat.ask(user("Hello"), tools=[STEP], schema={"enum": [12]}, **NO_THOUGHTS)
+    assert answer.text == "12" or answer.calls
+
+
+def test_a_message_goes_on(chat: Chat):
+    begun = [user("Hi"), {"role": "assistant", "content": "us"}]
+    goes_on = chat.ask(*begun, continue_final_message=True, add_generation_prompt=False)
+    assert goes_on.text == "er: Hi" and goes_on.prompt < chat.ask(*begun).prompt
+
+
+def test_the_template_takes_the_clients_values(chat: Chat):
+    free = chat.ask(user("Hello")).prompt
+    for more in (NO_THOUGHTS, {"reasoning_effort": "none"}):
+        assert chat.ask(user("Hello"), **more).prompt > free
+    assert chat.ask(user("Hello"), reasoning_effort="low").prompt == free
+
+
+def random_parameters(rng: random.Random) -> dict[str, Any]:
+    parameters = random_schema(rng)
+    while parameters.get("type") != "object":
+        parameters = random_schema(rng)
+    return parameters
+
+
+@seeds(20, 49)
+def test_required_calls_are_valid(chat: Chat, seed: int):
+    """Of random functions with random schemas, as a model that knows of none samples them."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        tools = {f"f{i}": random_parameters(rng) for i in range(rng.randint(1, 3))}
+        answer = chat.ask(
+            user("Hello"),
+            tools=[{"name": name, "parameters": schema} for name, schema in tools.items()],
+            choice="required",
+            parallel=False,
+            max_tokens=2000,
+            temperature=1.0,
+            seed=rng.randrange(2**31),
+            **NO_THOUGHTS,
+        )
+        ((name, arguments),) = called(answer)
+        jsonschema_rs.validate(tools[name], arguments)
+        assert answer.end == "tools"

@@ -1,0 +1,271 @@
+"""Why prompt tokens were not cached: beside an answer, by /v1/explain, by `radixcache explain`."""
+
+from __future__ import annotations
+
+import io
+import json
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixcache import LLM
+from radixcache.runtime.cli import main
+from tests.runtime.server.apis import user
+from tests.runtime.server.http import stranger
+from tests.runtime.server.live import SYSTEM, LiveServer, ask, assert_error, live
+
+EXPLAIN, CHAT, COMPLETIONS = "/v1/explain", "/v1/chat/completions", "/v1/completions"
+QUESTION = "Question: how old is {} in this table of all members? Your answer:"
+SALTED = {"cache_salt": "test_explain"}
+SHARED = "and here is what all of them have in common at their ends."
+
+
+@pytest.fixture
+def llm() -> LLM:  # one for each test: what is explained depends on all before
+    return LLM(kv_cache_memory_bytes="32MiB")
+
+
+def misses(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = answer["radixcache"]["explanation"]
+    return found
+
+
+# Beside an answer.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_time_at_the_top_is_named_as_the_reason(llm: LLM, stream: bool):
+    def at(server: LiveServer, time: str) -> dict[str, Any]:
+        system = {"role": "system", "content": f"It is {time} o'clock.\n{SYSTEM['content']}"}
+        messages = [system, user("How old is Nora Lund?")]
+        body = {"messages": messages, "explain": True, "stream": stream}
+        text = server.post(CHAT, body).text
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        last: dict[str, Any] = json.loads(lines[-2] if stream else text)
+        assert not stream or (lines[-1] == "[DONE]" and not last["choices"])
+        return last
+
+    with live(llm) as server:
+        (first,) = misses(at(server, "10:38"))
+        assert first["reason"] == "first_seen" and first["start"] == 0
+        (second,) = misses(at(server, "10:41"))
+        assert second["reason"] == "diverged" and 0 < second["start"] < 20
+        assert "10:41" in second["text"] and "10:38" in second["text"]
+        assert "move what changes to the end" in second["text"]
+        assert misses(at(server, "10:41")) == []
+        asked = {"prompt": ["a b c", "a b d"], "max_tokens": 1}
+        answer = server.post(COMPLETIONS, asked).json()
+        assert answer["radixcache"]["explanation"] is None and answer["radixcache"]["ttft"] > 0
+        counted = [line for line in server.get("/metrics").text.splitlines() if "_missed_" in line]
+        assert 'radixcache_missed_tokens_total{reason="first_seen"}' in "".join(counted)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_says_how_far_its_prompts_are_computed_if_asked(path: str):
+    """After each step, until the first token comes."""
+    with live(LLM(kv_cache_memory_bytes="32MiB", max_num_batched_tokens=64)) as server:
+        text = "x y " * 450
+        body: dict[str, Any] = {"prompt": [text, f"{text}z"]}
+        if path == CHAT:
+            body = {"messages": [user(text)]}
+
+        def stream(**options: bool) -> list[dict[str, Any]]:
+            more = {"stream": True, "stream_options": {"include_usage": True, **options}}
+            lines = server.post(path, {**body, "max_tokens": 2, **more}).text.splitlines()
+            return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+        chunks = stream(include_progress=True)
+        told = [chunk["radixcache"] for chunk in chunks if "computed_tokens" in str(chunk)]
+        prompt = chunks[-1]["usage"]["prompt_tokens"]
+        assert {one["prompt_tokens"] for one in told} == {prompt}
+        computed = [one["computed_tokens"] for one in told]
+        assert computed == sorted({*computed}) and told
+        first = prompt // len(body.get("prompt", "1"))  # whose token comes first
+        assert 0 < computed[0] < prompt and 0 <= first - computed[-1] <= 64
+        assert all(not chunk["choices"] and chunk["usage"] is None for chunk in chunks[: len(told)])
+        assert all(chunk["choices"] for chunk in chunks[len(told) : -1])
+        server.post("/v1/cache/flush")
+        assert len(stream()) == len(chunks) - len(told)
+        server.assert_idle()
+
+
+def test_texts_of_others_can_be_hidden(llm: LLM):
+    body = {"max_tokens": 1, "explain": True}
+    with live(llm, hide_texts=True) as server:
+        server.post(COMPLETIONS, {**body, "prompt": f"the secret of Alice is {SHARED}"})
+        prompt = {"prompt": f"the secret of Bob is {SHARED}"}
+        explained = server.post(EXPLAIN, prompt).json()["explanation"]
+        assert explained == misses(server.post(COMPLETIONS, {**body, **prompt}).json())
+        (miss,) = explained
+        assert miss["reason"] == "diverged" and "Bob" in miss["text"]
+        assert "Alice" not in miss["text"]
+        assert "secret" not in server.get("/v1/cache").text
+        found = server.get("/v1/cache/search?text=secret")  # or whoever asks learns by guessing
+        assert found.status_code == 403 and "total" not in found.text
+        # And the end of somebody's prefix.
+        secret = [{"role": "system", "content": "The code is 555-4822"}]
+        server.post("/v1/prefixes", {"name": "p", "messages": secret})
+        for question in (f"How old {SHARED}", f"Which is {SHARED}"):
+            asked = {**body, "prefix": "p", "messages": [user(question)]}
+            answer = server.post(CHAT, asked).json()
+        (miss,) = misses(answer)
+        assert miss["reason"] == "diverged" and "Which" in miss["text"]
+        assert "4822" not in miss["text"]
+
+
+# The route.
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "now"),
+    [
+        (CHAT, {"messages": ask("How old is Nora Lund?")}, {"messages": ask("Who is Ada Byron?")}),
+        (COMPLETIONS, {"prompt": QUESTION.format("Ada")}, {"prompt": QUESTION.format("Hugo")}),
+    ],
+)
+def test_it_is_explained_as_the_request_is_when_it_comes(
+    server: LiveServer, path: str, before: dict[str, Any], now: dict[str, Any]
+):
+    more = {**SALTED, "max_tokens": 1, "temperature": 0}
+    server.post(path, {**before, **more})
+
+    def state() -> object:
+        llm = server.backend.llm
+        return repr(llm.cache.stats), dict(llm.explainer.missed_tokens), server.engine.num_generated
+
+    seen = server.call(state)
+    told = server.post(EXPLAIN, {**now, **more}).json()
+    assert server.post(EXPLAIN, {**now, **SALTED}).json() == told
+    assert server.call(state) == seen, "nothing is computed, counted or changed"
+
+    answer = server.post(path, {**now, **more, "explain": True}).json()
+    assert told["explanation"] == answer["radixcache"]["explanation"] != []
+    details = answer["usage"]["prompt_tokens_details"]
+    assert told["cached_tokens"] == details["cached_tokens"]
+    assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    lengths = sum(miss["end"] - miss["start"] for miss in told["explanation"])
+    assert told["cached_tokens"] + lengths + 1 == told["prompt_tokens"]
+    whole = server.post(EXPLAIN, {**now, **SALTED}).json()
+    assert (whole["cached_tokens"], whole["explanation"]) == (told["prompt_tokens"], [])
+    assert server.post(EXPLAIN, now).json()["cached_tokens"] < whole["cached_tokens"]
+    server.assert_idle()
+
+
+def test_a_prefix_comes_before_it(server: LiveServer):
+    pinned = {"name": "explained", "messages": ask("?")[:1], **SALTED}
+    assert server.post("/v1/prefixes", pinned).status_code == 200
+    body = {"messages": ask("Who?")[1:], "prefix": "explained", **SALTED}
+    told = server.post(EXPLAIN, body).json()
+    whole = server.post(EXPLAIN, {"messages": ask("Who?"), **SALTED}).json()
+    assert told == whole and told["cached_tokens"] > 1000
+    assert_error(server.post(EXPLAIN, {**body, "cache_salt": "x"}), 404, "no prefix named")
+    server.call(lambda: server.backend.llm.prefixes.unpin("explained", SALTED["cache_salt"]))
+    server.assert_idle()
+
+
+# The command.
+
+
+def say(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["explain", *argv])
+    return code, *capsys.readouterr()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    code, out, err = say(capsys, *argv)
+    assert (code, out) == (2, "") and err.startswith("radixcache: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_the_command_prints_what_the_engine_itself_would(
+    server: LiveServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    llm, messages, file = server.backend.llm, ask("How old is Ida Berg?"), tmp_path / "chat.json"
+    where = ("--url", f"{server.url}/v1/", "--cache-salt", "command")
+    server.post(CHAT, {"messages": ask("Hi?"), "cache_salt": "command"})
+    text = QUESTION.format("Ida")
+    server.post(COMPLETIONS, {"prompt": QUESTION.format("Ada"), "cache_salt": "command"})
+
+    said = str(llm.explain(text, cache_salt="command"))
+    assert "diverged" in said and said.endswith("- the last token is computed for its logits")
+    assert say(capsys, text, *where) == (0, f"{said}\n", "")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert say(capsys, "-", *where) == (0, f"{said}\n", "")
+
+    chat = str(llm.explain(messages, cache_salt="command"))
+    for content in (messages, {"messages": messages, "temperature": 0, "model": "tabletalk"}):
+        file.write_text(json.dumps(content))
+        assert say(capsys, "--messages", str(file), *where) == (0, f"{chat}\n", "")
+    code, out, _ = say(capsys, "--messages", str(file), *where, "--json")
+    assert code == 0 and set(json.loads(out)) >= {"prompt_tokens", "cached_tokens", "explanation"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "sentence"),
+    [
+        (200, b"<html>", "answers is no JSON object"),
+        (200, b"[" * 100_000, "answers is no JSON object"),
+        (200, b"7", "answers is no JSON object"),
+        (200, b"{}", "answers is no explanation"),
+        (200, b'{"prompt_tokens": 1, "cached_tokens": 0, "explanation": 5}', "is no explanation"),
+        (404, b"nothing here", "/v1/explain answers 404: Not Found"),
+        (500, b'{"error": "x"}', "/v1/explain answers 500: Internal Server Error"),
+    ],
+)
+def test_a_server_that_is_none_of_ours_is_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], status: int, body: bytes, sentence: str
+):
+    with stranger(lambda *_: None, status, body) as url:
+        assert sentence in refused(capsys, "x", "--url", url)
+    assert "no server answers at http://127" in refused(capsys, "x", "--url", url)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(
+    capsys: pytest.CaptureFixture[str], status: int
+):
+    keys: list[Any] = []
+
+    def hear(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        keys.append(request.headers["Authorization"])
+
+    with stranger(hear) as elsewhere, stranger(hear, status, to=elsewhere) as url:
+        said = refused(capsys, "x", "--url", url, "--api-key", "secret")
+    assert f"answers {status}" in said and "secret" not in said
+    assert keys == ["Bearer secret"]
+
+
+def test_what_the_server_refuses_is_told_in_its_own_words(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with live(llm, api_key="the key") as server:
+        where = ("--url", server.url)
+        assert "answers 401: a valid API key is needed" in refused(capsys, "x", *where)
+        assert say(capsys, "x", *where, "--api-key", "the key")[0] == 0
+        monkeypatch.setenv("RADIXCACHE_API_KEY", "the key\n")
+        assert say(capsys, "x", *where)[0] == 0
+        assert "answers 400: the prompt is empty" in refused(capsys, "", *where)
+        assert "surrogate" in refused(capsys, "\udcff", *where)
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "chat.json"
+    file.write_text("{oops")
+    for argv, sentence in (
+        ([], "either a prompt or --messages"),
+        (["x", "--messages", str(file)], "either a prompt or --messages"),
+        (["--messages", str(file)], "chat.json is not JSON"),
+        (["--messages", "/no/file"], "cannot read /no/file: No such file"),
+        (["x", "--url", "file:///etc/passwd"], "a server's address is like http"),
+        (["x", "--url", "127.0.0.1:8000"], "a server's address is like http"),
+        (["x", "--url", "http://[::1"], "cannot ask http://[::1"),
+        (["x", "--api-key", "top\nsecret"], "one line"),
+    ):
+        told = refused(capsys, *argv)
+        assert sentence in told and "secret" not in told
