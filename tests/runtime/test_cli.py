@@ -15,7 +15,7 @@ import torch
 
 import radixcache
 from radixcache.kernels.native.library import problem
-from radixcache.runtime import cli
+from radixcache.runtime import commands
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.model import exact
@@ -165,7 +165,7 @@ def test_memory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
     def take(name: str) -> str:
         raise MemoryError("Unable to allocate 8 EiB")
 
-    monkeypatch.setattr(cli, "_read", take)
+    monkeypatch.setattr(commands, "_read", take)
     assert main(["generate", "-"]) == 2
     assert capsys.readouterr().err == "radixcache: error: out of memory: Unable to allocate 8 EiB\n"
 
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch):
     def interrupt(name: str) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_read", interrupt)
+    monkeypatch.setattr(commands, "_read", interrupt)
     assert main(["generate", "-"]) == 130
 
 
@@ -210,8 +210,7 @@ from radixcache.kernels.native.library import problem
 from radixcache.runtime import cli
 def generate(args):
     print("x" * 100_000)
-generate.__name__ = "_generate"
-cli._generate = generate
+cli.generate = generate
 sys.exit(cli.main(["generate", "-"]))
 """
     reader, writer = os.pipe()
@@ -319,7 +318,7 @@ class Interrupted:
 
 def test_ctrl_c_aborts_only_the_answer():
     notes: list[str] = []
-    cli._answer(Interrupted(), "Who?", SamplingParams(), notes.append)  # type: ignore[arg-type]
+    commands._answer(Interrupted(), "Who?", SamplingParams(), notes.append)  # type: ignore[arg-type]
     assert notes == ["aborted: the conversation is as it was before the question"]
 
 
@@ -332,5 +331,5 @@ def test_threads_sleep_on_a_busy_machine_only(
 ):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    cli._share_cores()
+    commands._share_cores()
     assert os.environ.get("GOMP_SPINCOUNT") == spins

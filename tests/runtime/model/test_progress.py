@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from radixcache import LLM
-from radixcache.runtime import cli
+from radixcache.runtime import commands
 from radixcache.runtime.model.load import load_stock
 from radixcache.runtime.model.progress import report, track, watch
 from tests.models import tiny_model
@@ -63,7 +63,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, seconds: float) 
     monkeypatch.setenv("COLUMNS", "70")
     monkeypatch.setenv("LINES", "24")
     monkeypatch.setattr(sys, "stderr", screen)
-    with cli._show_progress():
+    with commands._show_progress():
         report("importing torch", 0.0)
         time.sleep(seconds)
         report("reading weights", 0.5)
@@ -98,7 +98,7 @@ def test_bars_of_others_are_off_but_for_downloads_on_a_terminal(
     enable_progress_bars()
     try:
         monkeypatch.setattr(sys, "stderr", Terminal())
-        cli._silence(argparse.Namespace(model=model))
+        commands._silence(argparse.Namespace(model=model))
         assert not logging.is_progress_bar_enabled()
         assert are_progress_bars_disabled() is not hub
     finally:

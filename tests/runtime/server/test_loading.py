@@ -17,7 +17,7 @@ import pytest
 
 from radixcache import LLM
 from radixcache.errors import ModelError
-from radixcache.runtime import cli
+from radixcache.runtime import cli, commands
 from radixcache.runtime.model import progress
 from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.args import ServerArgs
@@ -161,7 +161,7 @@ def test_a_model_that_fails_to_load_ends_it_in_one_sentence(
         assert plain.get(f"{url}/health").json()["share"] == 0.5
         raise ModelError("no luck")
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(commands, "_load", load)
     assert cli.main(["serve", "--port", url.rpartition(":")[2]]) == 2
     assert capsys.readouterr() == ("", "radixcache: error: no luck\n")
     with pytest.raises(httpx.ConnectError):
@@ -174,8 +174,8 @@ def test_the_address_of_a_named_model_is_told_before_it_is_loaded(
     def load(_: Any) -> NoReturn:
         raise ModelError("enough")
 
-    monkeypatch.setattr(cli, "_load", load)
-    monkeypatch.setattr(cli, "check_model", lambda name: None)
+    monkeypatch.setattr(commands, "_load", load)
+    monkeypatch.setattr(commands, "check_model", lambda name: None)
     port = free_port()
     assert cli.main(["serve", "org/name", "--port", str(port)]) == 2
     told = f"Loading org/name ... http://127.0.0.1:{port}\nradixcache: error: enough\n"
@@ -184,14 +184,14 @@ def test_the_address_of_a_named_model_is_told_before_it_is_loaded(
 
 def serve_slowly(*flags: str) -> int:
     """`radixcache serve` with a model that has loaded its half when there is a file `go`."""
-    load = cli._load
+    load = commands._load
 
     def wait(args: Any) -> LLM:
         progress.report("reading weights", 0.5)
         wait_for(Path(flags[0]).exists)
         return load(args)
 
-    cli._load = wait
+    commands._load = wait
     return radixcache("serve", *flags[1:])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime import cli
+from radixcache.runtime import cli, commands
 from radixcache.runtime.server.settings import SETTINGS, read_settings
 
 
@@ -22,7 +22,9 @@ def file(tmp_path: Path) -> Path:
 
 def parse(flags: str) -> dict[str, Any]:
     """The flags as the command gives them to `read_settings`."""
-    return cli._given(cli._parser().parse_args(["serve", *flags.split()]), ("config", *SETTINGS))
+    return commands._given(
+        cli._parser().parse_args(["serve", *flags.split()]), ("config", *SETTINGS)
+    )
 
 
 def refusal(flags: str) -> str:

@@ -1,0 +1,396 @@
+"""What the commands of the command line do, each with the flags that `cli.py` has parsed.
+
+torch and transformers take seconds to import, so nothing here imports them before a command needs
+a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Any
+
+from radixcache import __version__
+from radixcache.errors import InvalidRequest, MissingDependency
+from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.files import check_model
+from radixcache.runtime.flags import settings_of
+from radixcache.runtime.model import progress
+from radixcache.runtime.sampling.params import SamplingArgs, SamplingParams
+from radixcache.runtime.server.http.listener import address_of, listen
+
+if TYPE_CHECKING:
+    from radixcache import LLM, Chat, RequestOutput
+    from radixcache.runtime.engine.input_processor import Prompt
+
+Note = Callable[[str], None]
+
+_SAMPLING = (*(one.name for one in settings_of(SamplingArgs)), "seed", "stop", "n")
+_CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit or /quit leaves"
+
+
+def demo(args: argparse.Namespace) -> int:
+    check_model(args.model)
+    _share_cores()
+    from radixcache.runtime.demo import play
+
+    _silence(args)
+    return play.run(_given(args, _names(EngineArgs)), args.json)
+
+
+def chat(args: argparse.Namespace) -> int:
+    given = _given(args, _SAMPLING)
+    SamplingParams(**given)  # refuses bad values before the model is loaded
+    system = args.system if args.system_file is None else _read(args.system_file)
+    _take_model(args)
+    llm = _load(args)
+    from radixcache import Chat
+    from radixcache.runtime.demo.script import TABLE
+
+    note = _make_note()
+    if system is None and args.model is None:
+        system = TABLE.read_text()
+        note("The bundled model answers questions about tables only. You can ask about this one:")
+        note(system)
+    params = replace(llm.default_params, **{"max_tokens": 512, **given})
+    for said in (*llm.notes, f"answers by {params.describe()}"):
+        note(said)
+    note(f"{_CHAT_COMMANDS}; Ctrl-C aborts an answer.")
+    start = Chat(llm, system)
+    chat = start.fork()
+    while (line := _ask_user()) not in (None, "/exit", "/quit"):
+        if line == "/reset":
+            chat = start.fork()
+        elif line == "/stats":
+            note(_describe_cache(llm))
+        elif line.startswith("/"):
+            note(_CHAT_COMMANDS)
+        elif line:
+            _answer(chat, line, params, note)
+    return 0
+
+
+def _answer(chat: Chat, text: str, params: SamplingParams, note: Note) -> None:
+    """Print the answer as it comes, and a note on what it took."""
+    output = None
+    try:
+        with closing(chat.stream(text, params)) as stream:
+            for output in stream:
+                print(output.outputs[0].new_text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        note("aborted: the conversation is as it was before the question")
+    except InvalidRequest as error:
+        note(f"{error} (/reset starts anew)")
+    else:
+        print(flush=True)
+        if output is not None:
+            note(_describe(output))
+
+
+def _ask_user() -> str | None:
+    """The next line of input, None at its end."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (gives `input` a history and an editable line)
+    try:
+        return input("> " if interactive else "").strip()
+    except UnicodeDecodeError:
+        raise InvalidRequest("cannot read -: it is not UTF-8 text") from None
+    except EOFError:
+        if interactive:
+            print()
+        return None
+
+
+def generate(args: argparse.Namespace) -> int:
+    given = _given(args, _SAMPLING)
+    SamplingParams(**given)  # refuses bad values before the model is loaded
+    prompts = _prompts(args)
+    llm = _load(args)
+    params = replace(llm.default_params, **given)
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    note = _make_note()
+    note(llm.engine.model.placement)
+    for output in outputs:
+        if args.json:
+            print(json.dumps(asdict(output)))
+        else:
+            print(*(completion.text for completion in output.outputs), sep="\n")
+        note(_describe(output))
+    return 1 if any(output.error for output in outputs) else 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the event loop always wants a core
+    for package in ("pydantic_settings", "fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise MissingDependency(
+                f"radixcache serve needs {package}: pip install '.[server]' in a checkout"
+            )
+    from radixcache.runtime.server.settings import SETTINGS, read_settings
+
+    _take_model(args)
+    engine, server = read_settings(_given(args, ("config", *SETTINGS)))
+    # What is wrong with the port or the model is told before torch is imported, or a model loaded.
+    with listen(server.host, server.port) as listener:
+        check_model(engine.model)
+        if server.replicas is not None and find_spec("ray") is None:
+            raise MissingDependency("--replicas needs ray: pip install '.[ray]' in a checkout")
+        if server.replicas is not None and engine.kv_events_config is not None:
+            raise InvalidRequest("--kv-events-config is for one server, not yet for --replicas")
+        if engine.model is not None:
+            where = "" if server.replicas is not None else f" {address_of(listener)}"
+            print(f"Loading {engine.model} ...{where}", file=sys.stderr, flush=True)
+        if server.replicas is not None:
+            from radixcache.runtime.router import deploy
+
+            deploy.run(engine, server, listener)
+            return 0
+        from radixcache.runtime.server.loading import Loading
+
+        with Loading(server, listener) as loading:
+            with progress.watch(loading.report):
+                llm = _load(engine)
+            from radixcache.runtime.server.app import create_app
+
+            loading.serve(create_app(llm, server))
+    return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Ask a running server; takes neither torch nor a model."""
+    from radixcache.runtime.engine.explain import summarise
+    from radixcache.runtime.server.http import client
+
+    body = _meant(args)
+    if args.cache_salt is not None:
+        body["cache_salt"] = args.cache_salt
+    key = (args.api_key or os.environ.get("RADIXCACHE_API_KEY", "")).strip()
+    answer = client.post(args.url, "/v1/explain", body, key)
+    try:
+        sentences = [miss["text"] for miss in answer["explanation"]]
+        text = summarise(answer["prompt_tokens"], answer["cached_tokens"], sentences)
+    except (LookupError, TypeError, ValueError):
+        raise InvalidRequest(f"what {args.url} answers is no explanation") from None
+    print(json.dumps(answer) if args.json else text)
+    return 0
+
+
+def _meant(args: argparse.Namespace) -> dict[str, Any]:
+    """The prompt or the messages that are to be explained."""
+    if (args.PROMPT is None) == (args.messages is None):
+        raise InvalidRequest("either a prompt or --messages FILE is explained")
+    if args.PROMPT is not None:
+        return {"prompt": _read("-") if args.PROMPT == "-" else args.PROMPT}
+    text = _read(args.messages)
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{args.messages} is not JSON") from None
+    return {**messages} if isinstance(messages, dict) else {"messages": messages}
+
+
+def info(_: argparse.Namespace) -> int:
+    """What runs here, and why what does not."""
+    import torch
+    import transformers
+
+    from radixcache.kernels.native.library import problem as native_problem
+    from radixcache.runtime.model import exact
+    from radixcache.runtime.model.load import driver_problem, nvidia_driver
+
+    problem, threads, driver = native_problem(), torch.get_num_threads(), nvidia_driver()
+    gpu = [("GPU", "none")]
+    if torch.cuda.is_available():
+        gpu = [
+            ("GPU", f"{torch.cuda.get_device_name()}, driver {driver or 'unknown'}"),
+            ("CUDA of torch", torch.version.cuda or "ROCm"),
+            ("FlashInfer", _version_of("flashinfer-python") or "not installed: '.[cuda]'"),
+            ("Triton", _version_of("triton") or "not installed"),
+            ("nvcc", which("nvcc") or "none: what FlashInfer has not built cannot be compiled"),
+        ]
+    elif driver is not None:
+        gpu = [("GPU", driver_problem(driver))]
+    for name, text in (
+        ("radixcache", __version__),
+        ("python", sys.version.partition(" ")[0]),
+        ("torch", f"{torch.__version__}, {threads} thread{'s' * (threads != 1)}"),
+        ("transformers", transformers.__version__),
+        *gpu,
+        ("native kernels", "yes" if problem is None else f"no, models run slower: {problem}"),
+        ("exact mode", exact.describe()),
+    ):
+        print(f"{name:15} {text}")
+    return 0
+
+
+def _version_of(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    """What is to be completed, from the one source that was named."""
+    if args.prompt is not None:
+        sources = {"--prompt": args.prompt}
+    elif args.PROMPT not in (None, "-"):
+        sources = {"the prompt": args.PROMPT}
+    else:
+        sources = {name: _read(name) for name in args.prompt_file or ["-"]}
+    if not args.jsonl:
+        return list(sources.values())
+    return [prompt for name, text in sources.items() for prompt in _parse_jsonl(name, text)]
+
+
+def _parse_jsonl(name: str, text: str) -> list[Prompt]:
+    return [
+        _parse_record(f"{name}:{number}", line)
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+
+
+def _parse_record(where: str, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"{where}: not JSON: {error.msg}") from None
+    except (RecursionError, ValueError):  # of numbers with thousands of digits
+        raise InvalidRequest(f"{where}: JSON that is too deep, or has too long a number") from None
+    match record:
+        case {"prompt": str(text), **rest} if not rest:
+            return text
+        case {"prompt_token_ids": [*ids], **rest} if not rest and all(type(i) is int for i in ids):
+            return {"prompt_token_ids": ids}
+    raise InvalidRequest(
+        f'{where}: not a prompt: say {{"prompt": "..."}} or {{"prompt_token_ids": [1, 2]}}'
+    )
+
+
+# What the commands share.
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """The model may be named by its place."""
+    if args.MODEL is not None and args.model is not None:
+        raise InvalidRequest(f"two models are given: {args.MODEL} and --model {args.model}")
+    args.model = args.model if args.MODEL is None else args.MODEL
+
+
+def _load(args: argparse.Namespace | EngineArgs) -> LLM:
+    check_model(args.model)
+    _share_cores()
+    with _show_progress():
+        progress.report("importing torch", 0.0)
+        from radixcache import LLM
+
+        _silence(args)
+        return LLM(**_given(args, _names(EngineArgs)))
+
+
+@contextmanager
+def _show_progress() -> Iterator[None]:
+    """A bar on a terminal, if loading takes more than a second; it does not stay."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=1, leave=False, disable=None, delay=1, mininterval=0, miniters=0)
+
+    def show(stage: str, share: float | None) -> None:
+        bar.bar_format = "{desc} ..." if share is None else "{desc} {percentage:3.0f} % {bar}"
+        bar.set_description_str(stage, refresh=False)
+        bar.update((bar.n if share is None else share) - bar.n)
+
+    with bar, progress.watch(show):
+        yield
+
+
+def _silence(args: argparse.Namespace | EngineArgs) -> None:
+    """No bars of transformers', beside ours; of downloads, and warnings, where they are seen."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    seen = args.model is not None and sys.stderr.isatty()
+    fetching = seen and not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's, too
+    if fetching:
+        enable_progress_bars()
+    if not seen:
+        logging.set_verbosity_error()
+
+
+def _share_cores() -> None:
+    """Let torch's threads sleep rather than spin if the machine has other work to do.
+
+    libgomp's threads busy-wait for each other for milliseconds. While another process holds one of
+    the cores, every operation then takes up to 25 times as long. 1000 is what libgomp itself takes
+    once it knows that cores are shared; on an idle machine it costs a tenth of the decoding speed.
+    """
+    if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in settings_of(kind))
+
+
+def _given(args: argparse.Namespace | EngineArgs, names: tuple[str, ...]) -> dict[str, Any]:
+    """The flags that were given; the others keep the defaults of what they are passed to."""
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def _read(name: str) -> str:
+    """The text of a file, or of standard input for "-"."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"cannot read {name}: it is not UTF-8 text") from None
+
+
+def _make_note() -> Note:
+    """Prints remarks on standard error, dim on a terminal, so that standard output stays clean."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    return lambda text: console.print(text, style="dim")
+
+
+def _describe(output: RequestOutput) -> str:
+    """What a request took, in one line."""
+    metrics = output.metrics
+    if output.error is not None:
+        return f"failed: {output.error}"
+    ttft = "" if metrics.ttft is None else f", TTFT {1000 * metrics.ttft:,.0f} ms"
+    rate = metrics.tokens_per_second
+    speed = "" if rate is None else f", {rate:,.0f} tokens/s"
+    loops = [completion.repetition for completion in output.outputs if completion.repetition]
+    again = f"; it repeats its last {loops[0]} tokens (try --repetition-penalty)" if loops else ""
+    cut = any(completion.finish_reason == "length" for completion in output.outputs)
+    return (
+        f"prompt {len(output.prompt_token_ids):,} tokens, {output.num_cached_tokens:,} cached, "
+        f"{metrics.prefilled_tokens:,} prefilled{ttft}{speed}"
+        + ("; cut at --max-tokens" if cut and not loops else "")
+        + again
+    )
+
+
+def _describe_cache(llm: LLM) -> str:
+    stats, pool = llm.cache.stats, llm.cache.pool
+    return (
+        f"{stats.requests:,} requests; {stats.hit_tokens:,} of {stats.query_tokens:,} prompt "
+        f"tokens cached ({stats.hit_rate:.1%}); {stats.evicted_tokens:,} tokens evicted; "
+        f"{pool.num_pages - pool.num_free:,} of {pool.num_pages:,} pages in use"
+    )
