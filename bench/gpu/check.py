@@ -43,6 +43,7 @@ SECTIONS = {
     "environment": Section(1, 70),
     "equality": Section(1, 85),
     "speed": Section(1, 200),
+    "triton": Section(1, 60),
     "correctness": Section(2, 90),
     "llm": Section(2, 100),
     "cascade": Section(2, 95),

@@ -30,6 +30,7 @@ class Place:
         out: the folder of the results.
         kernels: FlashInfer, or the stand-in, and the module that holds `FlashInferBackend`; None
             where only plain torch runs.
+        triton: makes the backend in Triton; None where there is none.
         ceilings: what the device reaches at best: "bytes/s", "flop/s".
     """
 
@@ -38,6 +39,7 @@ class Place:
     sizes: Sizes
     out: Path
     kernels: tuple[ModuleType, ModuleType] | None
+    triton: Callable[..., AttentionBackend] | None = None
     ceilings: dict[str, float] = field(default_factory=dict)
 
     def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
@@ -91,7 +93,10 @@ def gpu_place(out: Path, with_flashinfer: bool) -> Place:
             kernels = load_flashinfer()
     else:
         sys.modules["flashinfer"] = None  # type: ignore[assignment]  # so nobody can import it
-    return Place(device, torch.bfloat16, FULL, out, kernels)
+    triton = None
+    with suppress(ImportError):
+        triton = importlib.import_module("radixcache.kernels.triton_backend").TritonBackend
+    return Place(device, torch.bfloat16, FULL, out, kernels, triton)
 
 
 def load_flashinfer() -> tuple[ModuleType, ModuleType]:

@@ -1,4 +1,4 @@
-"""`make pictures`: the pictures of the docs, taken anew. Nothing of this is installed."""
+"""`python -m docs.pictures`: the pictures of the docs, taken anew. Nothing of this is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMES = ("page", "film", "report", "gallery")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make pictures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m docs.pictures", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (all)")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()

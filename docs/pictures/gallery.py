@@ -25,9 +25,9 @@ BEGINNING = """\
 What is hit of the prompt tokens of six public workloads, over the memory for KV in shares of the
 workload's distinct tokens. `hash-16` is vLLM's scheme with blocks of 16 tokens, `radix-1` and
 `radix-16` are ours with pages of 1 and of 16; a sentence takes the better of the two. Without a
-model: every figure is a count. `make pictures ARGS=gallery` measures and draws this page anew; it
-needs the data, in `../shared/data` or in the folder `RADIXCACHE_DATA`. What a workload is made of
-stands in [public_data.py](../bench/workloads/public_data.py), what the figures mean in
+model: every figure is a count. `python -m docs.pictures gallery` measures and draws this page
+anew; it needs the data, in `../shared/data` or in the folder `RADIXCACHE_DATA`. What a workload is
+made of stands in [public_data.py](../bench/workloads/public_data.py), what the figures mean in
 [benchmarks.md](benchmarks.md).
 """
 CHAPTER = """

@@ -1,6 +1,6 @@
 """Any sequence of calls on any cache keeps the contract of `PrefixCache`, and every byte of KV.
 
-Hypothesis plays a scheduler, whose steps may fail. `make stress` is the same with more examples.
+Hypothesis plays a scheduler, whose steps may fail. `make test-exhaustive` draws more examples.
 """
 
 from __future__ import annotations

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.sizes import SMALL
+from radixcache.bench.gpu.triton import WIDE
 from radixcache.kernels import cascade
+from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.model import cuda_graphs
@@ -36,7 +40,13 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             patch.object(cuda_graphs, "batch_sizes", _three_sizes),
             patch.object(Worker, "_run", _pretending(gpu.device)),
         ):
-            yield Place(CUDA, torch.float32, SMALL, out, (gpu.flashinfer, gpu.backend))
+            make = gpu.backend.FlashInferBackend
+
+            def stand_for_triton(*args: Any) -> AttentionBackend:  # which takes any head
+                return TorchBackend(CUDA) if args[2] == [WIDE] else make(*args)
+
+            kernels = gpu.flashinfer, gpu.backend
+            yield Place(CUDA, torch.float32, SMALL, out, kernels, stand_for_triton)
     finally:
         torch.set_num_threads(threads)
         if freezes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -266,18 +268,26 @@ def test_the_script_unpacks_mends_links_and_starts_the_check(tmp_path) -> None:
     (parts / "env.sh").write_text("export PYTHONPATH=$kept/site\n")
     with tarfile.open(parts / "flashinfer.tgz", "w:gz") as tar:
         tar.add(parts / "env.sh", "env.sh")
-    (parts / "sortedcontainers-2.whl").touch()
+    with zipfile.ZipFile(parts / "sortedcontainers-2.whl", "w") as wheel:
+        wheel.writestr("sortedcontainers/compiled.so", "ELF")
     python = tmp_path / "bin/python3"
-    python.write_text('#!/bin/sh\necho "$@"; echo "PYTHONPATH=$PYTHONPATH"; pwd\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$2" != zipfile ] || exec {sys.executable} "$@"\n'
+        'echo "$@"; echo "PYTHONPATH=$PYTHONPATH"; pwd; touch "$4/speed.jsonl"; exit 1\n'
+    )
     python.chmod(0o755)
     env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     words = ["bash", script, parts, tmp_path / "out", "2", "--only", "llm"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "what the check has said is lost"
     called, path, folder = done.stdout.splitlines()
-    out, kept = tmp_path / "out", tmp_path / "radixcache-gpu"
-    assert called == f"-m radixcache.bench.gpu.check --out {out} --call 2 --only llm"
-    assert path == f"PYTHONPATH={kept / 'site'}:{parts / 'sortedcontainers-2.whl'}"
-    assert Path(folder) == checkout and (out / "session2.log").read_text() == done.stdout
+    kept = tmp_path / "radixcache-gpu"
+    assert re.fullmatch(r"-m radixcache.bench.gpu.check --out \S+ --call 2 --only llm", called)
+    assert path == f"PYTHONPATH={kept / 'site'}:{kept / 'wheels'}"
+    assert (kept / "wheels/sortedcontainers/compiled.so").is_file()
+    assert Path(folder) == checkout
+    with tarfile.open(tmp_path / "out/results-2.tgz") as results:
+        assert {"./session.log", "./speed.jsonl"} <= {*results.getnames()}
     for name in ("bench", "kernels", "runtime"):
         assert (checkout / "radixcache" / name).resolve() == checkout / name
 
