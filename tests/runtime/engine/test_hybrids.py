@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging import version
 
 from radixcache import LLM, InvalidRequest, ModelError, PagePool, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.model import transformers_model
 from radixcache.states import StateIndex
 from tests.cover import seeds
 from tests.engines import CACHES, assert_no_page_is_lost, make_engine, plain_greedy
@@ -26,6 +29,8 @@ EVERY_RUN = ("qwen3_5_text", "nemotron_h", "lfm2")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    if version.parse(transformers.__version__) < version.parse("5.23"):
+        pytest.skip("transformers before 5.23 keeps states otherwise")
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
@@ -260,15 +265,21 @@ def test_settings_that_do_not_fit_are_refused(
         LLM(folder("lfm2"), **{"kv_cache_memory_bytes": "1MB", **settings})
 
 
+def test_a_model_that_keeps_states_in_its_own_way_is_refused(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_model, "replace_recurrent_layers", lambda model: 1)
+    with pytest.raises(ModelError, match="keep their states otherwise than transformers"):
+        LLM(folder("lfm2"))
+
+
 def test_few_states_let_few_sequences_run(folder: Callable[[str], Path]) -> None:
     with LLM(folder("lfm2"), kv_cache_memory_bytes="1MB", state_memory=3 * 1536) as llm:
         assert llm.engine.scheduler.max_num_seqs == 2
         assert len(llm.engine.kv_pool.states.tensors["conv", 0, 0]) == 3  # type: ignore[union-attr]
 
 
-def test_a_model_without_recurrent_layers_takes_no_state_memory(
-    folder: Callable[[str], Path],
-) -> None:
+def test_a_model_without_recurrent_layers_takes_no_state_memory() -> None:
     with pytest.raises(InvalidRequest, match="has none"):
         LLM(state_memory="1MB", kv_cache_memory_bytes="1MB")
 
