@@ -110,9 +110,10 @@ class StateIndex:
         return len(self._kept)
 
     @property
-    def num_free(self) -> int:
-        """Slots that nobody has."""
-        return len(self._free)
+    def counts(self) -> dict[str, int]:
+        """Slots by who has them, between two steps."""
+        kept, free = len(self._kept), len(self._free)
+        return {"running": self.num_slots - kept - free, "kept": kept, "free": free}
 
     def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         """Tokens of the deepest checkpoint within the first `limit`. Changes nothing. O(limit)."""

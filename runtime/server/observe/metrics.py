@@ -89,6 +89,8 @@ class EngineState:
     num_preemptions: int
     missed_tokens: dict[str, int]
     whole_hits: int
+    recurrent_states: dict[str, int]
+    """By whom they are held; empty unless the model is a hybrid."""
 
     @classmethod
     def of(cls, llm: LLM) -> EngineState:
@@ -107,6 +109,7 @@ class EngineState:
             num_preemptions=scheduler.num_preemptions,
             missed_tokens=dict(llm.explainer.missed_tokens),
             whole_hits=scheduler.kept.num_used if scheduler.kept is not None else 0,
+            recurrent_states=scheduler.states.index.counts if scheduler.states is not None else {},
         )
 
 
@@ -251,3 +254,9 @@ def _families(state: EngineState) -> Iterator[Metric]:
     for name, count in {**counts, "pinned": state.num_pinned}.items():
         pages.add_metric([name], count)
     yield pages
+    if state.recurrent_states:
+        text = "Slots of recurrent states: of running sequences, kept for a hit, or free."
+        slots = GaugeMetricFamily("radixcache_recurrent_states", text, labels=["state"])
+        for name, count in state.recurrent_states.items():
+            slots.add_metric([name], count)
+        yield slots

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import LLM
 from radixcache.runtime.server.observe.metrics import VLLM
+from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import streaming
 
@@ -247,3 +248,16 @@ def test_the_page_s_table_names_what_there_is(fresh: LiveServer):
     shown = families(fresh)
     assert ours == {name for name in shown if re.match("radixcache_(?!.*_created$)", name)}
     assert theirs == set(VLLM)
+
+
+def test_a_hybrid_tells_what_its_states_are_for(tmp_path: Path):
+    with LLM(tiny_model("lfm2", tmp_path), kv_cache_memory_bytes="1MB") as llm, live(llm) as server:
+        states = llm.engine.scheduler.states
+        assert states is not None
+        server.post(COMPLETIONS, {"prompt": LINE, "max_tokens": 2, "ignore_eos": True})
+        server.assert_idle()
+        found = samples(server)
+        # At the end of the prompt, and of what was computed of the answer.
+        counts = {"running": 0, "kept": 2, "free": states.index.num_slots - 2}
+        for state, count in counts.items():
+            assert found[f"radixcache_recurrent_states{{{state}}}"] == count
