@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from radixcache import (
     HashBlockCache,
@@ -27,6 +32,7 @@ from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.states import StateIndex
+from tests.models import MULTIMODAL
 
 Layers = Literal["chosen", "torch", "stock"]
 """As the runtime chooses; our loop in torch, attention too; transformers' own."""
@@ -41,10 +47,12 @@ CACHES: dict[str, Callable[[PagePool], PrefixCache]] = {
 @cache
 def plain_model(path: Path) -> PreTrainedModel:
     """The model as transformers runs it."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()
+    kind: Any = AutoModelForCausalLM
+    if AutoConfig.from_pretrained(path).model_type in MULTIMODAL:
+        kind = AutoModelForImageTextToText
+    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    plain: PreTrainedModel = model.eval()
+    return plain
 
 
 @cache

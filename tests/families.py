@@ -1,0 +1,95 @@
+"""Which families of models run, as a table for the docs: `python -m tests.families [FAMILY ...]`.
+
+A tiny random model of each: a text is asked, then texts that part from it at random places, so that
+they are hits. Each answer must be that of transformers' own `generate`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import transformers
+
+from radixcache import LLM, ModelError, SamplingParams
+from tests.engines import plain_greedy
+from tests.models import FAMILIES, HYBRIDS, MULTIMODAL, tiny_model
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_MLA = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_SINKS = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": _EXPERTS,
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "ernie4_5": {}, "hunyuan_v1_dense": {}, "smollm3": {}, "seed_oss": {}, "granite": {},
+    "glm": {}, "glm4": {}, "cohere": {}, "cohere2": {}, "olmo": {}, "olmo2": {}, "olmo3": {},
+    "exaone4": {}, "nemotron": {}, "phi": {}, "phi3": {}, "starcoder2": {}, "arcee": {},
+    "apertus": {}, "helium": {}, "stablelm": {}, "gpt_neox": {}, "gpt2": {}, "opt": {},
+    "deepseek_v3": _MLA,
+    "glm4_moe_lite": _MLA,
+    "gpt_oss": {**_SINKS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": _SINKS,
+}  # fmt: skip
+CUTS = 6
+
+
+def tried(family: str, folder: Path) -> int:
+    """How many of the hits' answers are right."""
+    path = tiny_model(family, folder, tokenizer=False, **OTHERS.get(family, {}))
+    rng, params = random.Random(1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    stem, right = [rng.randrange(250) for _ in range(90)], 0
+    with LLM(path, kv_cache_memory_bytes="4MB", page_size=4, device="cpu") as llm:
+        llm.generate([stem], params)
+        for _ in range(CUTS):
+            cut = rng.randint(30, 89)
+            text = [*stem[:cut], *(rng.randrange(250) for _ in range(9))]
+            llm.generate([[*text[: cut + 1], 251]], params)  # a hybrid keeps its state there
+            (output,) = llm.generate([text], params)
+            answer = plain_greedy(path, text, 8, ignore_eos=True)
+            right += output.outputs[0].token_ids == answer and output.num_cached_tokens >= cut
+    return right
+
+
+GROUPS = {
+    "compared with transformers' logits by the tests": FAMILIES,
+    "others with transformers' layers": OTHERS,
+    "hybrids": HYBRIDS,
+    "text of models that take images": MULTIMODAL,
+}
+
+
+def main(chosen: list[str]) -> int:
+    transformers.logging.set_verbosity_error()
+    failed = []
+    print(f"| models | {CUTS} of {CUTS} hits gave transformers' tokens |\n|---|---|")
+    for name, group in GROUPS.items():
+        right = []
+        for family in [one for one in group if one in chosen or not chosen]:
+            with TemporaryDirectory() as folder:
+                try:
+                    count = tried(family, Path(folder))
+                except ModelError as error:
+                    failed.append(f"{family}: {error}")
+                    continue
+            if count == CUTS:
+                right.append(family)
+            else:
+                failed.append(f"{family}: {count} of {CUTS}")
+        print(f"| {name} | {', '.join(right)} |", flush=True)
+    print(*failed, sep="\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
