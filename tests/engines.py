@@ -132,6 +132,18 @@ def plain_greedy(
     return list(_plain_greedy(path, tuple(prompt), max_tokens, ignore_eos))
 
 
+@torch.inference_mode()
+def is_greedy(path: Path, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether each token of an answer is the likeliest by one plain forward pass, or tied with it.
+
+    For models whose chunks and single tokens differ by rounding, in transformers' `generate`, too.
+    """
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    logits = plain_model(path)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    behind = logits.max(1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return bool(behind.max() <= 1e-4 * (logits.max() - logits.min()))
+
+
 @cache  # tests ask for the same prompts in each mode and at each page size
 @torch.inference_mode()
 def _plain_greedy(

@@ -61,7 +61,7 @@ def tried(family: str, folder: Path) -> int:
     return right
 
 
-GROUPS = {
+GROUPS: dict[str, dict[str, Any]] = {
     "compared with transformers' logits by the tests": FAMILIES,
     "others with transformers' layers": OTHERS,
     "hybrids": HYBRIDS,

@@ -20,7 +20,7 @@ from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.model import transformers_model
 from radixcache.states import StateIndex
 from tests.cover import seeds
-from tests.engines import CACHES, assert_no_page_is_lost, make_engine, plain_greedy
+from tests.engines import CACHES, assert_no_page_is_lost, is_greedy, make_engine, plain_greedy
 from tests.hash_model import VOCAB, HashPool, RecurrentHashModel, greedy
 from tests.models import HYBRIDS, tiny_model
 
@@ -56,11 +56,11 @@ def play(
     engine: Engine,
     rng: random.Random,
     num_requests: int,
-    answer: Callable[[list[int], int], list[int]],
+    is_right: Callable[[list[int], list[int], int], bool],
     vocab: int,
     ignore_eos: bool = True,
 ) -> Counter[str]:
-    """Random requests, aborts and steps that fail; each answer is what `answer` says."""
+    """Random requests, aborts and steps that fail; each answer is to be right."""
     live: list[tuple[Request, list[int], int]] = []
     texts: list[list[int]] = []
     seen: Counter[str] = Counter()
@@ -93,7 +93,8 @@ def play(
             request, prompt, count = item
             assert request.error is None, request.error
             for sequence in request.sequences:
-                assert sequence.generated.tolist() == answer(prompt, count), (prompt, sequence)
+                tokens = sequence.generated.tolist()
+                assert is_right(prompt, tokens, count), (prompt, tokens, sequence.cached_tokens)
                 seen["answers"] += 1
                 seen["hits"] += sequence.cached_tokens > 0
             texts = [*texts, prompt + request.sequences[0].generated.tolist()][-12:]
@@ -127,6 +128,9 @@ def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
     """A model of checksums, whose states tell any token too many or too few."""
     rng, total = random.Random(seed), Counter[str]()
 
+    def is_right(prompt: list[int], tokens: list[int], count: int) -> bool:
+        return tokens == greedy(prompt, count)
+
     for turn in range(4):
         running, page_size = rng.choice([1, 2, 4, 8]), rng.choice([1, 3, 4, 16])
         tokens = rng.choice([170, 190, 250, 4000])
@@ -140,7 +144,7 @@ def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
             rng.choice([7, 30, 64, 500]),
             running,
         )
-        total += play(engine, rng, 45, greedy, VOCAB, ignore_eos=False)
+        total += play(engine, rng, 45, is_right, VOCAB, ignore_eos=False)
         model: Any = engine.model
         assert not model.wrong_states
         assert not model.unwritten
@@ -172,10 +176,11 @@ def test_random_requests_get_the_tokens_of_transformers(
         num_states=running + rng.choice([1, 4, 40]),
     )
 
-    def answer(prompt: list[int], count: int) -> list[int]:
-        return plain_greedy(path, prompt, count, ignore_eos=True)
+    def is_right(prompt: list[int], tokens: list[int], count: int) -> bool:
+        wanted = plain_greedy(path, prompt, count, ignore_eos=True)
+        return tokens == wanted or is_greedy(path, prompt, tokens)
 
-    seen = play(engine, rng, 12, answer, 250)
+    seen = play(engine, rng, 12, is_right, 250)
     assert seen["hits"]
 
 
