@@ -101,6 +101,8 @@ class StateIndex:
         """Of both, how many there are of each length."""
         self._reads: Counter[int] = Counter()
         """Slots that the step reads."""
+        self._pinned: Counter[Key] = Counter()
+        """Those that go after all others, whether they are there or not."""
         self._made: Counter[Kind] = Counter()
         self._hits: Counter[Kind] = Counter()
 
@@ -136,8 +138,18 @@ class StateIndex:
         return self._deepest(tokens, namespace, limit)[1]
 
     def release(self, checkpoint: Checkpoint) -> None:
-        """Who has found this one does not read it in this step."""
+        """Who has found this one does not go on from it after all."""
         self._reads -= Counter([checkpoint.slot])
+        checkpoint.hits -= 1
+        self._hits[checkpoint.kind] -= 1
+
+    def pin(self, tokens: Tokens, namespace: Hashable) -> None:
+        """The state after `tokens` is evicted after all that are not pinned. O(len(tokens))."""
+        self._pinned[_key(tokens, namespace)] += 1
+
+    def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Undo one `pin`."""
+        self._pinned -= Counter([_key(tokens, namespace)])
 
     def _deepest(
         self, tokens: Tokens, namespace: Hashable, limit: int
@@ -243,17 +255,21 @@ class StateIndex:
     def _victim(self) -> Checkpoint | None:
         """What is evicted next; nothing that the step reads."""
         for key in self._superseded:
-            if self._kept[key].slot not in self._reads:
+            if self._kept[key].slot not in self._reads and key not in self._pinned:
                 return self._kept[key]
-        oldest = None
+        oldest = pinned = None
         for checkpoint in self._kept.values():
-            if checkpoint.slot not in self._reads:
+            if checkpoint.slot in self._reads:
+                continue
+            if checkpoint.key in self._pinned:
+                pinned = pinned or checkpoint
+            else:
                 # As if a kind had been made twice more, and hit once: a new one is no rare one.
                 made, hits = self._made[checkpoint.kind], self._hits[checkpoint.kind]
                 if hits + 1 < RARELY * (made + 2):
                     return checkpoint
                 oldest = oldest or checkpoint
-        return oldest
+        return oldest or pinned
 
     def _note(self, checkpoint: Checkpoint) -> None:
         self._made[checkpoint.kind] += 1

@@ -133,15 +133,18 @@ def plain_greedy(
 
 
 @torch.inference_mode()
-def is_greedy(path: Path, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+def is_greedy(path: Path, prompt: Sequence[int], answer: Sequence[int], tie: float = 1e-4) -> bool:
     """Whether each token of an answer is the likeliest by one plain forward pass, or tied with it.
 
     For models whose chunks and single tokens differ by rounding, in transformers' `generate`, too.
+
+    Args:
+        tie: how far two logits may be apart, as a share of their range.
     """
     ids = torch.tensor([[*prompt, *answer[:-1]]])
     logits = plain_model(path)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
     behind = logits.max(1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return bool(behind.max() <= 1e-4 * (logits.max() - logits.min()))
+    return bool(behind.max() <= tie * (logits.max() - logits.min()))
 
 
 @cache  # tests ask for the same prompts in each mode and at each page size

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -155,14 +156,15 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
 
 def _answer_mark(tokenizer: Tokenizer) -> list[int]:
     """The first tokens with which the chat template asks the model to speak."""
-    question = [{"role": "user", "content": "?"}]
-    try:
-        told, asked = (
-            tokenizer.encode(tokenizer.render_chat(question, ask=ask)) for ask in (False, True)
-        )
-    except InvalidRequest:  # no template, or no chat
-        return []
-    return asked[len(told) :][:_MARK_TOKENS] if asked[: len(told)] == told else []
+    question = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
+    for messages in (question[1:], question):  # some templates want the one, some the other
+        with suppress(InvalidRequest):
+            told, asked = (
+                tokenizer.encode(tokenizer.render_chat(messages, ask=ask)) for ask in (False, True)
+            )
+            if asked[: len(told)] == told:
+                return asked[len(told) :][:_MARK_TOKENS]
+    return []  # no template, or no chat
 
 
 def load(args: EngineArgs) -> PagedModel:

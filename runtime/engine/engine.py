@@ -234,8 +234,7 @@ class Engine:
         is_kept = kept is not None and prompt_key(tokens, namespace) in kept
         if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
             return len(tokens)
-        match, states = self.cache.match(tokens, namespace), self.scheduler.states
-        return match if states is None else states.index.depth(tokens, namespace, match)
+        return self.scheduler.match(tokens, namespace)
 
     def reset_cache(self) -> None:
         """Forget all KV and kept logits, and zero the statistics.

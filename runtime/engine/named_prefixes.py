@@ -91,10 +91,10 @@ class NamedPrefixes:
             raise PinError(f"{name!r} cannot be computed: {request.error}")
         tokens, cache_salt = request.prompt_token_ids, cast(str | None, request.namespace)
         try:
-            self._engine.cache.pin(name, tokens, cache_salt)
+            self._pin(name, tokens, cache_salt)
         except PinError:
             self.drop_yielding()
-            self._engine.cache.pin(name, tokens, cache_salt)
+            self._pin(name, tokens, cache_salt)
         expires = None if lifetime is None else self._now() + lifetime
         prefix = self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires)
         return prefix
@@ -112,7 +112,7 @@ class NamedPrefixes:
         same = self._prefixes.get((cache_salt, name))
         if same is None:
             try:
-                self._engine.cache.pin(name, tokens, cache_salt)
+                self._pin(name, tokens, cache_salt)
             except PinError:
                 return
         elif same.expires is not None:
@@ -166,7 +166,7 @@ class NamedPrefixes:
         prefix = self._prefixes[cache_salt, name]
         if (cache_salt, name) not in self._engine.cache.pins:
             with suppress(PinError):
-                self._engine.cache.pin(name, prefix.tokens, cache_salt)
+                self._pin(name, prefix.tokens, cache_salt)
         return prefix
 
     def list(self) -> list[NamedPrefix]:
@@ -185,8 +185,15 @@ class NamedPrefixes:
             if prefix.expires is not None and prefix.expires <= now:
                 self._drop(prefix)
 
+    def _pin(self, name: str, tokens: Tokens, cache_salt: str | None) -> None:
+        self._engine.cache.pin(name, tokens, cache_salt)
+        if self._engine.scheduler.states is not None:
+            self._engine.scheduler.states.index.pin(tokens, cache_salt)
+
     def _drop(self, prefix: NamedPrefix) -> None:
         name, salt = prefix.name, prefix.cache_salt
         del self._prefixes[salt, name]
         if (salt, name) in self._engine.cache.pins:  # else the cache was broken; see `find`
             self._engine.cache.unpin(name, salt)
+            if self._engine.scheduler.states is not None:
+                self._engine.scheduler.states.index.unpin(prefix.tokens, salt)

@@ -284,9 +284,14 @@ class Scheduler:
         def rank(sequence: Sequence) -> float:
             if sequence.num_skips >= MAX_SKIPS:
                 return -inf
-            return -self.cache.match(sequence.tokens, sequence.request.namespace)
+            return -self.match(sequence.tokens, sequence.request.namespace)
 
         return sorted(sequences, key=rank)
+
+    def match(self, tokens: Tokens, namespace: Hashable) -> int:
+        """Leading tokens that would not be computed: those with KV, up to a recurrent state."""
+        match = self.cache.match(tokens, namespace)
+        return match if self.states is None else self.states.index.depth(tokens, namespace, match)
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Make room for the next tokens of a sequence, and publish them or what came before.

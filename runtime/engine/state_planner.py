@@ -86,14 +86,16 @@ class StatePlanner:
 
     def _boundaries(self, prompt: Tokens) -> list[int]:
         """Where others are likely to go on within a prompt: the end of its first message, and its
-        own end, before the mark of the answer."""
+        own end, before the mark of the answer; 0 is nowhere."""
         mark, tail = self._mark, prompt[-len(self._mark) - AFTER_MARK :]
         for start in range(len(tail) - len(mark), -1, -1):
             if len(mark) and (tail[start : start + len(mark)] == mark).all():
                 end = len(prompt) - len(tail) + start
                 begins = np.flatnonzero(prompt[:end] == mark[0])[1:2].tolist()
-                return [*begins, end] if end else [len(prompt) - 1]
-        return [len(prompt) - 1]
+                return [*begins, end] if end else [0]
+        # Not before the last token: alone it would be taken for a decode, which Nemotron-H computes
+        # by another rule than a prefill (transformers bounds the time step in the latter only).
+        return [max(0, len(prompt) - 2)]
 
     def take(self, sequence: Sequence) -> None:
         """A slot for a sequence that has none.

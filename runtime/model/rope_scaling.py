@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from radixcache.errors import ModelError
+
 _log = logging.getLogger("radixcache")
 
 KINDS = ("dynamic", "longrope")
@@ -23,20 +25,25 @@ KINDS = ("dynamic", "longrope")
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | None:
     """Make the frequencies of `model` those of sequences up to the length that is returned: the
-    most tokens of a sequence, None if RoPE sets no limit."""
+    most tokens of a sequence, None if RoPE sets no limit.
+
+    Raises:
+        ModelError: the config's parameters make no sense.
+    """
     text = model.config.get_text_config()
     kind, short = _kind_of(text)
     if kind is None:
         return None
-    if max_model_len is None or max_model_len <= short:
-        if short < text.max_position_embeddings or kind == "dynamic":
+    longest = int(text.max_position_embeddings)
+    if max_model_len is None or max_model_len <= short or (kind == "longrope" and longest <= short):
+        if short < longest or kind == "dynamic":
             _log.info(
                 "sequences have %d tokens at most, for which the frequencies of its %s RoPE stay "
                 "as they are; for more, say max_model_len",
                 short,
                 kind,
             )
-        return short
+        return min(short, longest)
     length = max_model_len if kind == "dynamic" else short + 1
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -44,7 +51,7 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
             found, scaling = ROPE_INIT_FUNCTIONS[kind](text, module.inv_freq.device, length)
             module.inv_freq.copy_(found)
             module.rope_type, module.attention_scaling = "fixed", scaling
-    return max_model_len if kind == "dynamic" else int(text.max_position_embeddings)
+    return max_model_len if kind == "dynamic" else longest
 
 
 def _kind_of(text: PreTrainedConfig) -> tuple[str | None, int]:
@@ -54,4 +61,7 @@ def _kind_of(text: PreTrainedConfig) -> tuple[str | None, int]:
     if kind not in KINDS:
         return None, 0
     name = "original_max_position_embeddings"
-    return kind, int(parameters[name] if kind == "longrope" else text.max_position_embeddings)
+    short = parameters.get(name) if kind == "longrope" else text.max_position_embeddings
+    if type(short) is not int or short < 1:
+        raise ModelError(f"the model's config makes no sense: {name} cannot be {short!r}")
+    return kind, short

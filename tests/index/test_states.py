@@ -140,3 +140,24 @@ def test_a_kind_that_is_hardly_hit_goes_first() -> None:
 def test_one_slot_is_too_few() -> None:
     with pytest.raises(InvalidRequest, match="one sequence takes two"):
         StateIndex(1)
+
+
+def test_who_lets_go_of_what_it_found_has_not_hit_it() -> None:
+    index = StateIndex(2)
+    (one,) = checkpoints(index, text(1))
+    assert index.find(text(1), None, 1) is one
+    index.release(one)
+    assert one.hits == 0
+    index.check([])
+
+
+def test_a_pinned_state_goes_last() -> None:
+    index = StateIndex(3)
+    index.pin(text(1), None)
+    checkpoints(index, text(1), text(2), text(3))
+    taken = {index.take(), index.take()}
+    assert index.depth(text(1), None, 1) == 1
+    assert {*taken, index.take()} == {0, 1, 2}  # a sequence always gets one
+    assert index.depth(text(1), None, 1) == 0
+    index.unpin(text(1), None)
+    index.check([0, 1, 2])

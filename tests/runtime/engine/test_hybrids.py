@@ -24,7 +24,9 @@ from tests.engines import CACHES, assert_no_page_is_lost, is_greedy, make_engine
 from tests.hash_model import VOCAB, HashPool, RecurrentHashModel, greedy
 from tests.models import HYBRIDS, tiny_model
 
-EVERY_RUN = ("qwen3_5_text", "nemotron_h", "lfm2")
+EVERY_RUN = ("qwen3_5_text", "granitemoehybrid", "lfm2")
+TIES = {"nemotron_h": 2e-2}
+"""Transformers bounds its time steps in a prefill alone: one of a single token is another one."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,7 @@ def test_random_requests_get_the_tokens_of_transformers(
 
     def is_right(prompt: list[int], tokens: list[int], count: int) -> bool:
         wanted = plain_greedy(path, prompt, count, ignore_eos=True)
-        return tokens == wanted or is_greedy(path, prompt, tokens)
+        return tokens == wanted or is_greedy(path, prompt, tokens, TIES.get(family, 1e-4))
 
     seen = play(engine, rng, 12, is_right, 250)
     assert seen["hits"]
@@ -201,10 +203,9 @@ def test_a_second_prompt_that_parts_anywhere_leaves_a_state_there_for_the_third(
         other = (stem[cut] + 1) % VOCAB if cut < 40 else 0
         branches = [[*stem[:cut], other, last] for last in (1, 2)]
         second, third = ask(branches[0]), ask(branches[1])
-        # The state at the end of the first prompt is of 39 or of all 40 tokens.
-        assert second == (cut if cut >= 39 else 0)
-        assert third == (cut + 1 if cut + 1 < len(branches[1]) else cut) or cut < 16
-        engine = hash_engine(30)
+        # Of the first prompt, the states after 38 and after all 40 tokens are there.
+        assert second == (0 if cut < 38 else 38 if cut < 40 else 40)
+        assert third == cut
 
 
 def test_the_next_turn_of_a_chat_goes_on_where_its_template_parts(
@@ -249,7 +250,7 @@ def test_a_failed_step_leaves_no_state_and_the_prompt_is_right_twice() -> None:
     again = engine.add_request(prompt, params)
     while engine.has_work:
         engine.step()
-    assert again.sequences[0].cached_tokens == 19
+    assert again.sequences[0].cached_tokens == 18
     assert again.sequences[0].generated.tolist() == request.sequences[0].generated.tolist()
     assert not engine.model.wrong_states  # type: ignore[attr-defined]
 
@@ -292,8 +293,40 @@ def test_a_model_without_recurrent_layers_takes_no_state_memory() -> None:
 def test_namespaces_share_no_state() -> None:
     engine = hash_engine(6)
     params = SamplingParams(temperature=0, max_tokens=1)
-    for namespace, hit in (("a", 0), ("b", 0), ("a", 19)):
+    for namespace, hit in (("a", 0), ("b", 0), ("a", 18)):
         request = engine.add_request([*range(20)], params, namespace=namespace)
         while engine.has_work:
             engine.step()
         assert request.sequences[0].cached_tokens == hit
+
+
+def test_the_state_of_a_pinned_prefix_stays(folder: Callable[[str], Path]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with LLM(folder("lfm2"), kv_cache_memory_bytes="1MB", state_memory=4 * 1536) as llm:
+        llm.pin_prefix("rules", [5, 6, 7, 8] * 20)
+        for token in range(6):
+            llm.generate([[token] * 12], params)
+        (output,) = llm.generate([[10, 11]], params, prefix="rules")
+        assert output.num_cached_tokens == 80
+        llm.unpin_prefix("rules")
+        for token in range(6):
+            llm.generate([[token] * 13], params)
+        assert llm.explain([5, 6, 7, 8] * 20).num_cached_tokens == 0
+
+
+def test_a_hit_is_ranked_by_what_it_saves() -> None:
+    engine = hash_engine(3, running=1)
+    params = SamplingParams(temperature=0, max_tokens=1)
+
+    def ask(*prompts: list[int]) -> list[Request]:
+        requests = [engine.add_request(prompt, params) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        return requests
+
+    much, little = [3] * 40, [4] * 20
+    ask(much)
+    ask(little)  # whose states have taken the place of the others
+    first, second = ask([*much[:30], 5, 5], [*little, 5])
+    assert first.sequences[0].cached_tokens == 0
+    assert second.admitted < first.admitted  # type: ignore[operator]

@@ -322,6 +322,18 @@ def test_frequencies_are_those_of_the_length_that_is_allowed(
     assert relative_error(run_steps(model, [tokens], steps, 4), plain) < 1e-4
 
 
+@pytest.mark.parametrize("allowed", [None, 40, 400])
+def test_longrope_lets_no_sequence_be_longer_than_the_config_does(allowed, tmp_path) -> None:
+    # Its short factors hold for 128.
+    options: dict[str, Any] = {"rope_parameters": LONG, "max_position_embeddings": 64}
+    folder = tiny_model("llama", tmp_path, tokenizer=False, **options)
+    assert load_model(folder, device="cpu", max_model_len=allowed).max_context == 64
+    rope = {**LONG, "original_max_position_embeddings": -5}
+    folder = tiny_model("llama", tmp_path / "wrong", tokenizer=False, rope_parameters=rope)
+    with pytest.raises(ModelError, match="original_max_position_embeddings cannot be -5"):
+        load_model(folder, device="cpu", max_model_len=allowed)
+
+
 def test_what_cannot_be_loaded_is_said_in_one_sentence(llama, tmp_path) -> None:
     def refusal(path: Path | str) -> str:
         with pytest.raises(ModelError) as refused:
