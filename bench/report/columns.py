@@ -114,7 +114,8 @@ STATES = [
     MEMORY,
     SCHEME._replace(
         note="Where recurrent states are kept: ours, told where templates end or not; the rules of "
-        "Marconi, SGLang and vLLM (blocks of 528 tokens), simplified. kv-alone: a model without."
+        "Marconi, SGLang (sglang-64: with extra_buffer) and vLLM (blocks of 528 tokens), "
+        "simplified. kv-alone: a model without."
     ),
     Column(
         "states",

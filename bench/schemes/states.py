@@ -38,20 +38,6 @@ class LeastRecentStates(StateIndex):
         return next((state for state in kept if state.slot not in self._reads), None)
 
 
-class LeastRecentPaths(LeastRecentStates):
-    """Whoever goes on from a state uses those above it, too, the deeper the more recently."""
-
-    def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint | None:
-        found = above = super().find(tokens, namespace, limit)
-        path: list[Checkpoint] = []
-        while above is not None:
-            path.insert(0, above)
-            above, _ = self._deepest(tokens, namespace, above.key.length - 1)
-        for state in path:
-            self._use(state.key)
-        return found
-
-
 class MarconiPlanner(StatePlanner):
     """Marconi (arXiv 2411.19379): where a second prompt parts from what is cached, and after a
     sequence's last token. Its weighing of a state's FLOPs against recency is left out."""
@@ -60,40 +46,60 @@ class MarconiPlanner(StatePlanner):
         return {match: "branch"}
 
 
-class SGLangPlanner(StatePlanner):
-    """SGLang's `MambaRadixCache`: at the ends of its nodes, which are those of prompts and of whole
-    sequences, and where a second prompt parts, on a grid of 64 tokens.
+class GridPlanner(StatePlanner):
+    """At the last point of a grid that a step completes; a branch point on it comes first.
 
-    The ends are exact, as without `extra_buffer`; branch points are kept, as with it. A request
-    keeps both, where SGLang keeps one of them. That an evicted leaf takes its KV along is left out.
+    Args:
+        prefill: tokens of the grid in prompts.
+        decode: the same in answers; 0 if no state is kept there before the end.
+        branches: whether one is kept where a second prompt parts from what is cached, in place of
+            the last one of that step.
+        ends: whether one is kept after a sequence's last token.
     """
 
-    GRID = 64
+    def __init__(
+        self, index: StateIndex, prefill: int, decode: int, branches: bool = False,
+        ends: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(index)
+        self._prefill, self._decode = prefill, decode
+        self._branches, self._ends = branches, ends
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        return {match // self.GRID * self.GRID: "branch", len(request.prompt_token_ids): "prompt"}
-
-
-class AlignPlanner(StatePlanner):
-    """vLLM's `mamba_cache_mode="align"`: the last whole block that a step completes, so the last
-    one of a prompt; blocks are grown until one of KV takes as much memory as a state.
-
-    Branch points (vLLM's pull request 37898) are left out.
-    """
-
-    BLOCK = 528
-
-    def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        return {}
+        return {match // self._prefill * self._prefill: "branch"} if self._branches else {}
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates:
-        whole = end // self.BLOCK * self.BLOCK
-        if whole > start:
-            self._plans[sequence].marks.append((whole, "prompt"))
+        marks = self._plans[sequence].marks
+        in_prompt = start < len(sequence.request.prompt_token_ids)
+        grid = self._prefill if in_prompt else self._decode
+        last = end // grid * grid if grid else 0
+        if last > start and not (marks and marks[-1][0] <= end):
+            marks.append((last, "prompt"))
         return super().plan(sequence, start, end)
 
     def leave(self, sequence: Sequence) -> None:
-        """What follows the last whole block is not kept."""
+        if self._ends:
+            super().leave(sequence)
+
+
+def _sglang(slots: int, workload: Workload) -> StatePlanner:
+    """SGLang's `MambaRadixCache` without `extra_buffer`: at the ends of its nodes, which are those
+    of prefill chunks and of whole sequences. That an evicted leaf takes its KV along is left out.
+    """
+    return GridPlanner(LeastRecentStates(slots), prefill=1, decode=0, ends=True)
+
+
+def _sglang_64(slots: int, workload: Workload) -> StatePlanner:
+    """The same with `extra_buffer`: one state a chunk, on a grid of 64 tokens, at its end or where
+    a second prompt parts; every 256 tokens of an answer. Its buffers take no slots here."""
+    return GridPlanner(LeastRecentStates(slots), prefill=64, decode=256, branches=True)
+
+
+def _vllm_528(slots: int, workload: Workload) -> StatePlanner:
+    """vLLM's `mamba_cache_mode="align"`: the last whole block of each step, so that of a prompt;
+    blocks are grown until KV for one takes as much memory as a state (528 tokens and more). Branch
+    points (its pull request 37898) are left out."""
+    return GridPlanner(LeastRecentStates(slots), prefill=528, decode=528)
 
 
 KV_ALONE = "kv-alone"
@@ -103,7 +109,8 @@ STATE_RULES: dict[str, Callable[[int, Workload], StatePlanner | None]] = {
     "ours": lambda slots, workload: ToldPlanner(StateIndex(slots), workload.templates()),
     "ours-untold": lambda slots, workload: StatePlanner(StateIndex(slots)),
     "marconi": lambda slots, workload: MarconiPlanner(LeastRecentStates(slots)),
-    "sglang": lambda slots, workload: SGLangPlanner(LeastRecentPaths(slots)),
-    "vllm-528": lambda slots, workload: AlignPlanner(LeastRecentStates(slots)),
+    "sglang": _sglang,
+    "sglang-64": _sglang_64,
+    "vllm-528": _vllm_528,
 }
 """By name; the first is what a model without recurrent layers computes, and no rule beats it."""
