@@ -8,7 +8,7 @@ and papers (November 2026) and simplified; they are not those systems, and none 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload

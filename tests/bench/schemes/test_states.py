@@ -1,0 +1,163 @@
+"""Where a hybrid model's states are kept: counts by hand, and that KV alone is the bound."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from radixcache.bench.replay.index_level import Serving, run_index
+from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.schemes.named import HYBRID, Scheme
+from radixcache.bench.workloads.generators import generate
+from radixcache.bench.workloads.workload import Workload
+from radixcache.runtime.engine.scheduler import Scheduler
+from tests.bench.replay.test_play import random_workload
+from tests.cover import covering
+
+RULES = [scheme.states for scheme in HYBRID]
+
+
+def texts(*lengths):
+    """Texts of these lengths, no two of which have a token in common."""
+    ends = np.cumsum((0, *lengths))
+    return [np.arange(start, end, dtype=np.int32) for start, end in pairwise(ends)]
+
+
+def questions(document):
+    """Three questions of 30 tokens on one document."""
+    text, *asked = texts(document, 30, 30, 30, 2)
+    workload = Workload("questions", "")
+    for question in asked[:3]:
+        workload.add([text, question], asked[3], template=1)
+    return workload
+
+
+def conversation(answer):
+    """A prompt of 100 tokens, its answer, and 20 tokens more."""
+    first, said, second = texts(100, answer, 20)
+    workload = Workload("conversation", "")
+    workload.add([first], said)
+    workload.add([first, said, second], said, after=0)
+    return workload
+
+
+def samples():
+    """One prompt of 100 tokens three times; its answers differ."""
+    prompt, *answers = texts(100, 5, 5, 5)
+    workload = Workload("samples", "")
+    for answer in answers:
+        workload.add([prompt], answer)
+    return workload
+
+
+def turns(conversations=3, turns=3):
+    """Conversations in turns, each of which adds 10 tokens and an answer of 6."""
+    workload = Workload("turns", "")
+    fresh = iter(texts(*[10, 6] * conversations * turns))
+    parts = [[] for _ in range(conversations)]
+    for _ in range(turns):
+        for said in parts:
+            said.append(next(fresh))
+            answer = next(fresh)
+            workload.add(list(said), answer)
+            said.append(answer)
+    return workload
+
+
+def computed(workload, rule, states=64, budget=2048):
+    serving = Serving(Arrivals(concurrency=1), budget, states=states)
+    figures = run_index(workload, Scheme("radix", 1, rule), 1 << 14, serving)
+    assert figures.hit_tokens + figures.computed_tokens == figures.prompt_tokens
+    return figures.computed_tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "short", "long", "chat", "long_chat", "same"),
+    [
+        # The document once and three questions; what has KV of an answer is one token less.
+        ("kv-alone", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1),
+        ("ours", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1),
+        # Nobody says where the document ends, so the second question shows it.
+        ("ours-untold", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 1 + 1),
+        ("marconi", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 100 + 1),
+        # Ends of prompts and answers alone: not where questions part, nor before a prompt's end.
+        ("sglang", 300 + 90, 1800 + 90, 100 + 21, 100 + 21, 3 * 100),
+        # 128 of the first prompt, then 64 below the branch; of 630 tokens 576 at once.
+        ("sglang-64", 130 + 130 + 66, 630 + 54 + 54, 100 + 97, 100 + 109, 100 + 36 + 36),
+        ("vllm-528", 300 + 90, 630 + 102 + 102, 100 + 161, 100 + 93, 3 * 100),
+    ],
+)
+def test_each_rule_computes_what_it_finds_no_state_for(rule, short, long, chat, long_chat, same):
+    asked = [questions(100), questions(600), conversation(41), conversation(501), samples()]
+    found = [computed(workload, rule) for workload in asked]
+    assert found == [short, long, chat, long_chat, same]
+
+
+@pytest.mark.parametrize(
+    ("rule", "prefilled"),
+    [
+        # A state at the end of each chunk of 256, or at the last point of a grid in it.
+        ("sglang", 630 + (630 - 512) * 2),
+        ("sglang-64", 630 + (630 - 576) * 2),
+        ("vllm-528", 630 + (630 - 528) * 2),
+        ("ours", 600 + 90),
+    ],
+)
+def test_a_prompt_in_chunks_leaves_the_states_of_its_chunks(rule, prefilled):
+    assert computed(questions(600), rule, budget=256) == prefilled
+
+
+@pytest.mark.parametrize(
+    ("rule", "states", "prefilled"),
+    [
+        ("kv-alone", 5, 3 * (10 + 11 + 11)),
+        # What a conversation went on from goes first: a state for each, and two to work with.
+        ("ours", 5, 3 * (10 + 11 + 11)),
+        ("marconi", 5, 3 * (10 + 11 + 11)),
+        # By LRU two states of each turn drive out those of the next conversation, but the first's.
+        ("sglang", 5, (10 + 11 + 11) + 2 * (10 + 26 + 42)),
+        ("sglang", 8, 3 * (10 + 11 + 11)),
+    ],
+)
+def test_what_is_evicted_when_states_are_few(rule, states, prefilled):
+    assert computed(turns(), rule, states) == prefilled
+
+
+def replay(workload, rule, states, concurrency=1, budget=64):
+    scheme = Scheme("radix", 1, rule)
+    planner = scheme.planner(states, workload)
+    scheduler = Scheduler(scheme.make(1 << 14), budget, min(8, states - 1), "fcfs", planner)
+
+    def check():
+        scheduler.cache.check()
+        if planner is not None:
+            planner.check(scheduler.running)
+
+    outcomes = play(
+        workload, Arrivals(concurrency=concurrency), IndexEngine(scheduler), StepClock(1.0), check
+    )
+    assert not any(outcome.error for outcome in outcomes)
+    return outcomes
+
+
+@covering(seed=range(6), rule=RULES[1:], states=[2, 5, 20, 1000])
+def test_what_no_rule_finds_is_what_kv_alone_leaves_and_what_is_computed_again(seed, rule, states):
+    workload = random_workload(seed)
+    least = replay(workload, "kv-alone", 2)
+    for alone, found in zip(least, replay(workload, rule, states), strict=True):
+        assert found.hit_tokens + found.recomputed_tokens == alone.hit_tokens
+        assert found.computed_tokens - found.recomputed_tokens == alone.computed_tokens
+    for found in replay(workload, rule, states, concurrency=4):
+        assert found.hit_tokens + found.computed_tokens >= found.prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["chat:conversations=6,turns=4", "agents:agents=5,steps=5"])
+def test_with_states_enough_ours_computes_what_kv_alone_leaves(name):
+    """Told where templates end, all of it; else each template is computed twice."""
+    workload = generate(name, 0, 1 << 15)
+    (template,) = workload.templates()
+    alone = computed(workload, "kv-alone")
+    assert computed(workload, "ours", 1000) == alone
+    assert computed(workload, "ours-untold", 1000) == alone + len(template)
