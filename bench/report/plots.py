@@ -32,7 +32,8 @@ _COLOURS = {  # of Okabe and Ito: told apart by the colour-blind too
     "ours": "#d55e00",
     "ours-untold": "#e69f00",
     "marconi": "#56b4e9",
-    "sglang": "#009e73",
+    "sglang": "#cc79a7",
+    "sglang-64": "#009e73",
     "vllm": "#0072b2",
 }
 _OTHERS = "#cc79a7"
