@@ -125,7 +125,7 @@ STATES = [
     HIT,
     Column(
         "computed",
-        "Share of the prompt tokens that was computed; what kv-alone computes is the least.",
+        "Share of the prompt tokens that was computed: less is better.",
         lambda w, r: f"{r.computed_share:.1%}",
     ),
     PREFILLED,

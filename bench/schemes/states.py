@@ -113,4 +113,5 @@ STATE_RULES: dict[str, Callable[[int, Workload], StatePlanner | None]] = {
     "sglang-64": _sglang_64,
     "vllm-528": _vllm_528,
 }
-"""By name; the first is what a model without recurrent layers computes, and no rule beats it."""
+"""By name; the first is a model without recurrent layers, and one request after the other no rule
+computes less."""

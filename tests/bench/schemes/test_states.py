@@ -56,7 +56,7 @@ def turns(conversations=3, turns=3):
     """Conversations in turns, each of which adds 10 tokens and an answer of 6."""
     workload = Workload("turns", "")
     fresh = iter(texts(*[10, 6] * conversations * turns))
-    parts = [[] for _ in range(conversations)]
+    parts: list[list[np.ndarray]] = [[] for _ in range(conversations)]
     for _ in range(turns):
         for said in parts:
             said.append(next(fresh))
