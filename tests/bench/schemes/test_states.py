@@ -125,13 +125,63 @@ def test_what_is_evicted_when_states_are_few(rule, states, prefilled):
     assert computed(turns(), rule, states) == prefilled
 
 
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        # After each document; before the end of each prompt, and after each answer.
+        ("ours", 2 + 4 + 4),
+        # Where the second question on a document parts, instead.
+        ("ours-untold", 2 + 4 + 4),
+        ("marconi", 2 + 4),
+        ("sglang", 4 + 4),
+        # At 128 of the first prompt, at 64 of the second in place of that; at 64 of the other two.
+        ("sglang-64", 3),
+        ("vllm-528", 0),
+    ],
+)
+def test_no_other_states_are_kept(rule, kept):
+    documents, *asked = questions(100), *texts(70, 40, 40, 2)
+    workload = Workload("two documents", "", documents.arrivals[:2])
+    for question in asked[1:3]:
+        workload.add([asked[0][::-1], question], asked[3], template=1)
+    assert replay(workload, rule, 1000, budget=2048)[1].num_checkpoints == kept
+
+
+def test_one_slot_less_than_there_are_may_be_taken_by_running_requests():
+    workload = generate("documents:documents=3,questions=20,document=200", 0, 1 << 15)
+    by_most = [
+        run_index(
+            workload,
+            Scheme("radix", 1, "ours"),
+            1 << 14,
+            Serving(Arrivals(concurrency=9), max_num_seqs=most, states=4),
+        ).hits
+        for most in (64, 3)
+    ]
+    assert by_most[0] == by_most[1]
+
+
+class CheckedScheduler(Scheduler):
+    """No step writes a slot twice, or keeps a state in the slot that it reads."""
+
+    def schedule(self):
+        chunks = super().schedule()
+        states = [chunk.states for chunk in chunks if chunk.states is not None]
+        written = [slot for s in states for slot in (s.write, *(slot for _, slot in s.keeps))]
+        assert len(set(written)) == len(written)
+        assert not {s.read for s in states} & {slot for s in states for _, slot in s.keeps}
+        return chunks
+
+
 def replay(workload, rule, states, concurrency=1, budget=64):
+    """What became of the requests, and the slots."""
     scheme = Scheme("radix", 1, rule)
     planner = scheme.planner(states, workload)
-    scheduler = Scheduler(scheme.make(1 << 14), budget, min(8, states - 1), "fcfs", planner)
+    cache = scheme.make(1 << 14)
+    scheduler = CheckedScheduler(cache, budget, min(8, states - 1), "fcfs", planner)
 
     def check():
-        scheduler.cache.check()
+        cache.check()
         if planner is not None:
             planner.check(scheduler.running)
 
@@ -139,17 +189,17 @@ def replay(workload, rule, states, concurrency=1, budget=64):
         workload, Arrivals(concurrency=concurrency), IndexEngine(scheduler), StepClock(1.0), check
     )
     assert not any(outcome.error for outcome in outcomes)
-    return outcomes
+    return outcomes, planner and planner.index
 
 
 @covering(seed=range(6), rule=RULES[1:], states=[2, 5, 20, 1000])
 def test_what_no_rule_finds_is_what_kv_alone_leaves_and_what_is_computed_again(seed, rule, states):
     workload = random_workload(seed)
-    least = replay(workload, "kv-alone", 2)
-    for alone, found in zip(least, replay(workload, rule, states), strict=True):
+    least, _ = replay(workload, "kv-alone", 2)
+    for alone, found in zip(least, replay(workload, rule, states)[0], strict=True):
         assert found.hit_tokens + found.recomputed_tokens == alone.hit_tokens
         assert found.computed_tokens - found.recomputed_tokens == alone.computed_tokens
-    for found in replay(workload, rule, states, concurrency=4):
+    for found in replay(workload, rule, states, concurrency=4)[0]:
         assert found.hit_tokens + found.computed_tokens >= found.prompt_tokens
 
 
