@@ -25,12 +25,12 @@ def texts(*lengths):
     return [np.arange(start, end, dtype=np.int32) for start, end in pairwise(ends)]
 
 
-def questions(document):
-    """Three questions of 30 tokens on one document."""
-    text, *asked = texts(document, 30, 30, 30, 2)
+def questions(document, question=30):
+    """Three questions on one document."""
+    text, *asked, answer = texts(document, question, question, question, 2)
     workload = Workload("questions", "")
-    for question in asked[:3]:
-        workload.add([text, question], asked[3], template=1)
+    for said in asked:
+        workload.add([text, said], answer, template=1)
     return workload
 
 
@@ -43,122 +43,15 @@ def conversation(answer):
     return workload
 
 
-def samples():
-    """One prompt of 100 tokens three times; its answers differ."""
-    prompt, *answers = texts(100, 5, 5, 5)
-    workload = Workload("samples", "")
-    for answer in answers:
-        workload.add([prompt], answer)
-    return workload
-
-
-def turns(conversations=3, turns=3):
-    """Conversations in turns, each of which adds 10 tokens and an answer of 6."""
+def turns():
+    """Three conversations take turns, three each, that add 10 tokens and an answer of 6."""
     workload = Workload("turns", "")
-    fresh = iter(texts(*[10, 6] * conversations * turns))
-    parts: list[list[np.ndarray]] = [[] for _ in range(conversations)]
-    for _ in range(turns):
-        for said in parts:
-            said.append(next(fresh))
-            answer = next(fresh)
-            workload.add(list(said), answer)
-            said.append(answer)
+    fresh = texts(*[10, 6] * 9)
+    for turn in range(3):
+        for chat in range(3):
+            *said, answer = fresh[6 * chat :][: 2 * turn + 2]
+            workload.add(said, answer)
     return workload
-
-
-def computed(workload, rule, states=64, budget=2048):
-    serving = Serving(Arrivals(concurrency=1), budget, states=states)
-    figures = run_index(workload, Scheme("radix", 1, rule), 1 << 14, serving)
-    assert figures.hit_tokens + figures.computed_tokens == figures.prompt_tokens
-    return figures.computed_tokens
-
-
-@pytest.mark.parametrize(
-    ("rule", "short", "long", "chat", "long_chat", "same"),
-    [
-        # The document once and three questions; what has KV of an answer is one token less.
-        ("kv-alone", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1),
-        ("ours", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1),
-        # Nobody says where the document ends, so the second question shows it.
-        ("ours-untold", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 1 + 1),
-        ("marconi", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 100 + 1),
-        # Ends of prompts and answers alone: not where questions part, nor before a prompt's end.
-        ("sglang", 300 + 90, 1800 + 90, 100 + 21, 100 + 21, 3 * 100),
-        # 128 of the first prompt, then 64 below the branch; of 630 tokens 576 at once.
-        ("sglang-64", 130 + 130 + 66, 630 + 54 + 54, 100 + 97, 100 + 109, 100 + 36 + 36),
-        ("vllm-528", 300 + 90, 630 + 102 + 102, 100 + 161, 100 + 93, 3 * 100),
-    ],
-)
-def test_each_rule_computes_what_it_finds_no_state_for(rule, short, long, chat, long_chat, same):
-    asked = [questions(100), questions(600), conversation(41), conversation(501), samples()]
-    found = [computed(workload, rule) for workload in asked]
-    assert found == [short, long, chat, long_chat, same]
-
-
-@pytest.mark.parametrize(
-    ("rule", "prefilled"),
-    [
-        # A state at the end of each chunk of 256, or at the last point of a grid in it.
-        ("sglang", 630 + (630 - 512) * 2),
-        ("sglang-64", 630 + (630 - 576) * 2),
-        ("vllm-528", 630 + (630 - 528) * 2),
-        ("ours", 600 + 90),
-    ],
-)
-def test_a_prompt_in_chunks_leaves_the_states_of_its_chunks(rule, prefilled):
-    assert computed(questions(600), rule, budget=256) == prefilled
-
-
-@pytest.mark.parametrize(
-    ("rule", "states", "prefilled"),
-    [
-        ("kv-alone", 5, 3 * (10 + 11 + 11)),
-        # What a conversation went on from goes first: a state for each, and two to work with.
-        ("ours", 5, 3 * (10 + 11 + 11)),
-        ("marconi", 5, 3 * (10 + 11 + 11)),
-        # By LRU two states of each turn drive out those of the next conversation, but the first's.
-        ("sglang", 5, (10 + 11 + 11) + 2 * (10 + 26 + 42)),
-        ("sglang", 8, 3 * (10 + 11 + 11)),
-    ],
-)
-def test_what_is_evicted_when_states_are_few(rule, states, prefilled):
-    assert computed(turns(), rule, states) == prefilled
-
-
-@pytest.mark.parametrize(
-    ("rule", "kept"),
-    [
-        # After each document; before the end of each prompt, and after each answer.
-        ("ours", 2 + 4 + 4),
-        # Where the second question on a document parts, instead.
-        ("ours-untold", 2 + 4 + 4),
-        ("marconi", 2 + 4),
-        ("sglang", 4 + 4),
-        # At 128 of the first prompt, at 64 of the second in place of that; at 64 of the other two.
-        ("sglang-64", 3),
-        ("vllm-528", 0),
-    ],
-)
-def test_no_other_states_are_kept(rule, kept):
-    documents, *asked = questions(100), *texts(70, 40, 40, 2)
-    workload = Workload("two documents", "", documents.arrivals[:2])
-    for question in asked[1:3]:
-        workload.add([asked[0][::-1], question], asked[3], template=1)
-    assert replay(workload, rule, 1000, budget=2048)[1].num_checkpoints == kept
-
-
-def test_one_slot_less_than_there_are_may_be_taken_by_running_requests():
-    workload = generate("documents:documents=3,questions=20,document=200", 0, 1 << 15)
-    by_most = [
-        run_index(
-            workload,
-            Scheme("radix", 1, "ours"),
-            1 << 14,
-            Serving(Arrivals(concurrency=9), max_num_seqs=most, states=4),
-        ).hits
-        for most in (64, 3)
-    ]
-    assert by_most[0] == by_most[1]
 
 
 class CheckedScheduler(Scheduler):
@@ -190,6 +83,73 @@ def replay(workload, rule, states, concurrency=1, budget=64):
     )
     assert not any(outcome.error for outcome in outcomes)
     return outcomes, planner and planner.index
+
+
+def computed(workload, rule, states=64, budget=2048):
+    return sum(o.computed_tokens for o in replay(workload, rule, states, budget=budget)[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "short", "long", "chat", "long_chat", "same", "kept"),
+    [
+        # The document once and three questions; what has KV of an answer is one token less.
+        ("kv-alone", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1, 0),
+        # Kept after each document, before the end of each prompt and after each answer.
+        ("ours", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1, 2 + 4 + 4),
+        # Nobody says where the document ends, so the second question shows it.
+        ("ours-untold", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 1 + 1, 2 + 4 + 4),
+        ("marconi", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 100 + 1, 2 + 4),
+        # Ends of prompts and answers alone: not where questions part, nor before a prompt's end.
+        ("sglang", 300 + 90, 1800 + 90, 100 + 21, 100 + 21, 3 * 100, 4 + 4),
+        # 128 of the first prompt, of the second 64 in its place; of 630 tokens 576 at once.
+        ("sglang-64", 130 + 130 + 66, 630 + 54 + 54, 100 + 97, 100 + 109, 100 + 36 + 36, 2 + 1),
+        ("vllm-528", 300 + 90, 630 + 102 + 102, 100 + 161, 100 + 93, 3 * 100, 0),
+    ],
+)
+def test_each_rule_computes_what_it_finds_no_state_for(
+    rule, short, long, chat, long_chat, same, kept
+):
+    asked = [questions(100), questions(600), conversation(41), conversation(501)]
+    asked.append(questions(100, 0))  # one prompt three times
+    found = [computed(workload, rule) for workload in asked]
+    assert found == [short, long, chat, long_chat, same]
+    text, *others, answer = texts(70, 40, 40, 2)
+    both = Workload("two questions on each of two documents", "", asked[0].arrivals[:2])
+    for question in others:
+        both.add([text[::-1], question], answer, template=1)
+    _, index = replay(both, rule, 1000, budget=2048)
+    assert kept == (index.num_checkpoints if index else 0)
+
+
+QUESTIONS, TURNS = questions(600), turns()
+
+
+@pytest.mark.parametrize(
+    ("workload", "rule", "states", "prefilled"),
+    [
+        # Prefilled in chunks of 256: a state at the end of each, or at the last point of a grid.
+        (QUESTIONS, "sglang", 64, 630 + (630 - 512) * 2),
+        (QUESTIONS, "sglang-64", 64, 630 + (630 - 576) * 2),
+        (QUESTIONS, "vllm-528", 64, 630 + (630 - 528) * 2),
+        (QUESTIONS, "ours", 64, 600 + 90),
+        # What a conversation went on from goes first: a state for each, and two to work with.
+        (TURNS, "ours", 5, 3 * (10 + 11 + 11)),
+        (TURNS, "marconi", 5, 3 * (10 + 11 + 11)),
+        # By LRU two states of each turn drive out those of the next conversation, but the first's.
+        (TURNS, "sglang", 5, (10 + 11 + 11) + 2 * (10 + 26 + 42)),
+        (TURNS, "sglang", 8, 3 * (10 + 11 + 11)),
+    ],
+)
+def test_what_chunks_leave_and_what_is_evicted(workload, rule, states, prefilled):
+    assert computed(workload, rule, states, budget=256) == prefilled
+
+
+def test_one_slot_less_than_there_are_may_be_taken_by_running_requests():
+    workload = generate("documents:documents=3,questions=20,document=200", 0, 1 << 15)
+    ours, at_once = Scheme("radix", 1, "ours"), Arrivals(concurrency=9)
+    many, three = (Serving(at_once, max_num_seqs=most, states=4) for most in (64, 3))
+    hits = [run_index(workload, ours, 1 << 14, serving).hits for serving in (many, three)]
+    assert hits[0] == hits[1]
 
 
 @covering(seed=range(6), rule=RULES[1:], states=[2, 5, 20, 1000])
