@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache import __version__
 from radixcache.bench.machine import conditions
-from radixcache.bench.schemes.named import GROUPS, INDEX_ONLY, find_schemes, parse_memory
+from radixcache.bench.schemes.named import GROUPS, HYBRID, INDEX_ONLY, find_schemes, parse_memory
 from radixcache.bench.schemes.routing import RULES, find_rules
 from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
 from radixcache.bench.workloads.generators import GENERATORS
@@ -30,6 +30,7 @@ _REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 _LEAST, _MOST = 1e-9, 1e12  # beyond, times and rates are no numbers any more
 _MOST_REPLICAS = 1024
+_MOST_STATES = 1 << 20
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +59,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=["30%", "100%"],
         help="for KV pages: tokens, 512MiB, or a share of the workload's distinct tokens "
         "(30%% 100%%)",
+    )
+    add(
+        "--states",
+        type=int,
+        metavar="N",
+        help="a model with recurrent layers, where a hit needs a state besides KV (index level): "
+        "compare rules which states to keep, each with N slots for them, one of which every "
+        "running request takes: ours, Marconi's, SGLang's and vLLM's",
     )
     files = parser.add_argument_group("requests from a file").add_argument
     files("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
@@ -141,6 +150,7 @@ def measure(args: argparse.Namespace) -> Report:
     _check_order(args)
     is_default = args.replicas is not None and args.schemes == ["default"]
     schemes = find_schemes([_REPLICA] if is_default else args.schemes)
+    schemes = HYBRID if args.states is not None else schemes
     ways = find_rules(args.routing)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
@@ -204,6 +214,10 @@ def _check(args: argparse.Namespace) -> None:
             )
     if (args.replicas or 0) > _MOST_REPLICAS:
         raise InvalidRequest(f"--replicas must be at most {_MOST_REPLICAS}, not {args.replicas}")
+    if args.states is not None and not 2 <= args.states <= _MOST_STATES:
+        raise InvalidRequest(f"--states must be from 2 to {_MOST_STATES}, not {args.states}")
+    if args.states is not None and (args.level != "index" or args.replicas):
+        raise InvalidRequest("--states are simulated, of one replica: --level index alone")
     if args.seed < 0:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
@@ -235,12 +249,13 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_unused(args: argparse.Namespace) -> None:
     """Refuse flags that would change nothing, and that somebody must have meant to."""
-    alone = args.replicas is None
+    alone, hybrid = args.replicas is None, args.states is not None
     unused = [
         ("hash_block", None, args.format not in TRACES, "with a trace"),
         ("limit", None, args.file is None, "with a --file"),
         ("rate", None, args.arrivals != "poisson", "with --arrivals poisson"),
         ("speed", 1, args.arrivals != "trace", "with --arrivals trace"),
+        ("schemes", ["default"], hybrid, "without --states"),
         ("routing", ["all"], alone, "with --replicas"),
         ("prefill_rate", 8192, alone, "with --replicas"),
         ("schedule_policy", "fcfs", not alone, "without --replicas"),
@@ -266,6 +281,7 @@ def _serving(args: argparse.Namespace) -> Serving:
         args.max_num_seqs,
         args.schedule_policy,
         args.step_time,
+        args.states or 0,
     )
 
 
@@ -326,6 +342,8 @@ def _settings(
             "prefilled tokens a second": args.prefill_rate,
             "seconds a decoded token": args.step_time,
         }
+    if args.states is not None:
+        settings["states"] = args.states
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
     return settings

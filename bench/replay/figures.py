@@ -27,6 +27,8 @@ class Figures:
         empty_share: of the slots in held pages, how many held no token; 64 samples, index level.
         cache_us: processor time in the cache per request, µs; index level only.
         cold: requests that were served and hit nothing.
+        states, recomputed_tokens: slots for recurrent states of a hybrid model, and the prompt
+            tokens that were computed again, their KV being cached, for want of one.
     """
 
     level: str
@@ -47,6 +49,8 @@ class Figures:
     empty_share: float | None = None
     cache_us: float | None = None
     cold: int = 0
+    states: int = 0
+    recomputed_tokens: int = 0
     engine: EngineFigures | None = None
     hits: list[int] = field(default_factory=list, repr=False)
     """Tokens hit by each request."""
@@ -54,6 +58,10 @@ class Figures:
     @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.prompt_tokens
+
+    @property
+    def computed_share(self) -> float:
+        return self.computed_tokens / self.prompt_tokens
 
     @property
     def spoiled(self) -> str:
@@ -121,6 +129,7 @@ def summarise(
         prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
         hit_tokens=sum(outcome.hit_tokens for outcome in outcomes),
         computed_tokens=sum(outcome.computed_tokens for outcome in outcomes),
+        recomputed_tokens=sum(outcome.recomputed_tokens for outcome in outcomes),
         preemptions=sum(outcome.preemptions for outcome in outcomes),
         computed_by_turn=[float(np.mean(computed or [0])) for computed in by_turn],
         cold=sum(not outcome.hit_tokens for outcome in served),

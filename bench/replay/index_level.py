@@ -23,6 +23,7 @@ class Serving:
     Attributes:
         step_time: seconds that a step lasts at index level, where nothing is computed; it matters
             only if requests come at given times.
+        states: slots for the recurrent states of a hybrid model; 0 if it is none.
     """
 
     arrivals: Arrivals
@@ -30,6 +31,7 @@ class Serving:
     max_num_seqs: int = 64
     schedule_policy: Policy = "fcfs"
     step_time: float = 0.025
+    states: int = 0
 
 
 def run_index(
@@ -45,8 +47,9 @@ def run_index(
     scheduler = WatchedScheduler(
         cache,
         serving.max_num_batched_tokens,
-        serving.max_num_seqs,
+        min(serving.max_num_seqs, serving.states - 1 if serving.states else serving.max_num_seqs),
         serving.schedule_policy,
+        scheme.planner(serving.states, workload),
         survey_every=max(1, len(workload.arrivals) // _SURVEYS),
     )
     start = time.perf_counter()
@@ -60,6 +63,7 @@ def run_index(
         memory_tokens,
         memory=memory,
         level="index",
+        states=serving.states,
         evicted_tokens=cache.stats.evicted_tokens,
         seconds=time.perf_counter() - start,
     )

@@ -29,6 +29,7 @@ class Outcome:
     Attributes:
         prompt_tokens, turn: as in its `Arrival`.
         hit_tokens: found in the cache when it was first admitted.
+        recomputed_tokens: prompt tokens whose KV was there then, but no recurrent state.
         computed_tokens: prompt tokens prefilled, again after a preemption included.
         step: the engine's steps before it came.
         ttft: seconds from when it was due, on the clock of the run; None if it failed.
@@ -38,6 +39,7 @@ class Outcome:
     prompt_tokens: int
     turn: int
     hit_tokens: int = 0
+    recomputed_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
     step: int = 0
@@ -211,6 +213,7 @@ def play(
                 del open_requests[request]
                 (sequence,) = request.sequences
                 outcome.hit_tokens = sequence.cached_tokens
+                outcome.recomputed_tokens = sequence.num_recomputed
                 outcome.computed_tokens = request.prefilled_tokens
                 outcome.preemptions = sequence.preemptions
                 outcome.error = request.error
@@ -245,6 +248,8 @@ class IndexEngine:
         chunks = self.scheduler.schedule()
         changed = self.scheduler.take_failed()
         self.cache.commit()
+        if self.scheduler.states is not None:
+            self.scheduler.states.index.commit()
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.lease is not None:

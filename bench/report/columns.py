@@ -110,6 +110,33 @@ INDEX = [
     REMARK,
 ]
 
+STATES = [
+    MEMORY,
+    SCHEME._replace(
+        note="Where recurrent states are kept: ours, told where templates end or not; the rules of "
+        "Marconi, SGLang (sglang-64: with extra_buffer) and vLLM (blocks of 528 tokens), "
+        "simplified. kv-alone: a model without."
+    ),
+    Column(
+        "states",
+        "Slots for recurrent states, those of running requests included.",
+        lambda w, r: _count(r.states),
+    ),
+    HIT,
+    Column(
+        "computed",
+        "Share of the prompt tokens that was computed: less is better.",
+        lambda w, r: f"{r.computed_share:.1%}",
+    ),
+    PREFILLED,
+    Column(
+        "no state",
+        "Prompt tokens computed again, their KV being cached, for want of a state.",
+        lambda w, r: _count(r.recomputed_tokens),
+    ),
+    REMARK,
+]
+
 ENGINE = [
     MEMORY,
     SCHEME,
@@ -157,7 +184,8 @@ ROUTING = [
 def tables(workload: WorkloadReport) -> list[tuple[str, list[Column], Sequence[Any]]]:
     """Name, columns and rows of each table that has rows; without remarks where there are none."""
     found: list[tuple[str, list[Column], Sequence[Any]]] = []
-    for level, columns in (("index", INDEX), ("engine", ENGINE)):
+    index = STATES if workload.states else INDEX
+    for level, columns in (("index", index), ("engine", ENGINE)):
         rows = workload.level(level)
         shown = columns if any(row.spoiled for row in rows) else columns[:-1]
         if rows:

@@ -22,7 +22,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def as_html(report: Report) -> str:
     """The page. It loads nothing, and its policy lets it load nothing."""
     routed = any(workload.routing for workload in report.workloads)
-    title = f"Prefix caching: {'ways to route' if routed else 'radix against hash-block'}"
+    hybrid = any(workload.states for workload in report.workloads)
+    title = "recurrent states" if hybrid else "radix against hash-block"
+    title = f"Prefix caching: {'ways to route' if routed else title}"
     specs: list[object] = []
     body = [f"<header><h1>{title}</h1><ol>"]
     for number, workload in enumerate(report.workloads):

@@ -28,6 +28,13 @@ _COLOURS = {  # of Okabe and Ito: told apart by the colour-blind too
     "radix-1": "#d55e00",
     "radix": "#e69f00",
     "aligned": "#009e73",
+    "kv-alone": _GREY,
+    "ours": "#d55e00",
+    "ours-untold": "#e69f00",
+    "marconi": "#56b4e9",
+    "sglang": "#cc79a7",
+    "sglang-64": "#009e73",
+    "vllm": "#0072b2",
 }
 _OTHERS = "#cc79a7"
 _DASHES: tuple[list[int], ...] = ([], [6, 2], [2, 2], [8, 2, 2, 2], [5, 3], [12, 3])

@@ -50,6 +50,11 @@ class WorkloadReport:
         return self.level("index") or self.level("engine")
 
     @property
+    def states(self) -> int:
+        """Slots for recurrent states, where a hybrid model is compared."""
+        return self.rows[0].states if self.rows else 0
+
+    @property
     def disagreements(self) -> int | None:
         """Requests whose hits differ between the levels; None if only one level ran."""
         index = {(row.scheme, row.memory): row.hits for row in self.level("index")}

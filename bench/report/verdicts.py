@@ -26,7 +26,7 @@ def headline(workload: WorkloadReport) -> str:
     found: dict[str, list[str]] = {}
     for memory in _memories(workload):
         here = [row for row in workload.main_rows if row.memory == memory]
-        if said := _verdict(here):
+        if said := _by_states(here) if workload.states else _verdict(here):
             found.setdefault(said, []).append(memory)
     return "; ".join(f"{', '.join(where)}: {said}" for said, where in found.items()) + "."
 
@@ -60,6 +60,16 @@ def _verdict(rows: list[Figures]) -> str:
     fewer = f"{1 - min(ratio, 1 / ratio):.0%} fewer prompt tokens than"
     also = "" if loser.hit_tokens else ", which hits nothing"
     return f"{winner.scheme} computes {fewer} {loser.scheme}{also}"
+
+
+def _by_states(rows: list[Figures]) -> str:
+    """What each rule computes for a hybrid model, the least first."""
+    served = [row for row in rows if not row.refused]
+    if not served:
+        return "requests are refused"
+    ranked = sorted(served, key=lambda row: row.computed_tokens)  # stable: kv-alone is first
+    shares = ", ".join(f"{row.scheme} {row.computed_share:.1%}" for row in ranked)
+    return f"computed of the prompt tokens with {rows[0].states:,} states: {shares}"
 
 
 def _fastest(workload: WorkloadReport) -> str:

@@ -11,8 +11,10 @@ from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCach
 from radixcache.bench.schemes.first_blocks import FirstBlocksCache
 from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateCache
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
+from radixcache.bench.schemes.states import STATE_RULES
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.sizes import parse_memory as parse_bytes
 
 
@@ -62,12 +64,21 @@ NOTHING = Workload("nothing", "no request")
 
 @dataclass(frozen=True)
 class Scheme:
+    """A way to cache.
+
+    Attributes:
+        states: where a hybrid model's states are kept, one of `STATE_RULES`; then it is the name.
+    """
+
     kind: str
     page_size: int
+    states: str = ""
 
     @property
     def name(self) -> str:
         """Such as "hash-16"; plain "none" for the baseline."""
+        if self.states:
+            return self.states
         return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}"
 
     def make(self, num_tokens: int, workload: Workload = NOTHING) -> PrefixCache:
@@ -76,6 +87,14 @@ class Scheme:
         if self.kind in NAMING_KINDS:
             return NAMING_KINDS[self.kind](pool, workload)
         return KINDS[self.kind](pool)
+
+    def planner(self, slots: int, workload: Workload) -> StatePlanner | None:
+        """Who keeps recurrent states in so many slots; None where no model has any."""
+        return STATE_RULES[self.states](slots, workload) if self.states else None
+
+
+HYBRID = [Scheme("radix", 1, rule) for rule in STATE_RULES]
+"""Those that are compared for a hybrid model."""
 
 
 def parse_scheme(name: str) -> Scheme:

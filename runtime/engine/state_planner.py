@@ -17,7 +17,7 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.states import Checkpoint, Key, Kind, SequenceStates, StateIndex
 
 MIN_RECOMPUTED = 16
@@ -66,15 +66,10 @@ class StatePlanner:
     def find(self, sequence: Sequence, lease: Lease) -> None:
         """Lower a new lease's hit to the deepest state, and decide where to keep others."""
         request, match = sequence.request, lease.cached_tokens
-        tokens, prompt = sequence.tokens, request.prompt_token_ids
+        tokens = sequence.tokens
         found = self.index.find(tokens, request.namespace, match)
         depth = 0 if found is None else found.key.length
-        marks: dict[int, Kind] = {}
-        if self._keeps:
-            *ends, last = self._boundaries(prompt)
-            marks = {**dict.fromkeys(ends, "boundary"), last: "prompt"}
-            if match - depth >= MIN_RECOMPUTED:
-                marks[match] = "branch"
+        marks = self._marks(request, match, depth) if self._keeps else {}
         plan = _Plan(found, sorted(((n, k) for n, k in marks.items() if n > depth), reverse=True))
         plan.keys += [] if found is None else [found.key]
         self._plans[sequence] = plan
@@ -83,6 +78,15 @@ class StatePlanner:
         lease.cached_tokens = depth
         if sequence.is_fresh:
             sequence.num_recomputed = match - depth
+
+    def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
+        """Where to keep states beyond `depth`, from which a sequence goes on, and why; KV is cached
+        to `match`."""
+        *ends, last = self._boundaries(request.prompt_token_ids)
+        marks: dict[int, Kind] = {**dict.fromkeys(ends, "boundary"), last: "prompt"}
+        if match - depth >= MIN_RECOMPUTED:
+            marks[match] = "branch"
+        return marks
 
     def _boundaries(self, prompt: Tokens) -> list[int]:
         """Where others are likely to go on within a prompt: the end of its first message, and its

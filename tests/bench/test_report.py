@@ -18,7 +18,7 @@ from rich.console import Console
 from radixcache.bench import cli
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.replay.replicas import RoutingFigures
-from radixcache.bench.report.columns import INDEX, ROUTING
+from radixcache.bench.report.columns import INDEX, ROUTING, STATES
 from radixcache.bench.report.files import write
 from radixcache.bench.report.pages import as_html
 from radixcache.bench.report.results import Report, WorkloadReport
@@ -54,7 +54,7 @@ def figures(scheme, computed, *, memory="30%", **more):
         level="index",
         workload="w",
         scheme=scheme,
-        page_size=int(scheme.partition("-")[2] or 16),
+        page_size=int(size) if (size := scheme.partition("-")[2]).isdecimal() else 16,
         memory=memory,
         memory_tokens=1000,
         requests=200,
@@ -114,6 +114,11 @@ FEW = "too little data for a verdict"
             "the best scheme, radix-1, hits 75.0%.",
         ),
         ([("hash-16", 900, {"refused": 1})], "requests are refused."),
+        (
+            [("kv-alone", 500, {"states": 9}), ("sglang", 900), ("ours", 500)],
+            "computed of the prompt tokens with 9 states: kv-alone 5.0%, ours 5.0%, sglang 9.0%.",
+        ),
+        ([("ours", 900, {"refused": 1, "states": 9})], "requests are refused."),
     ],
 )
 def test_the_headline_says_who_computes_less_and_how_much(rows, said):
@@ -384,6 +389,24 @@ def test_a_report_of_replicas_has_their_table():
         assert cells[5] == f"{1000 * row.ttft_mean:,.1f}" and row.ttft_mean > 0
 
 
+def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
+    flags = ["--states", "9", "--memory", "100%", "200%", "--json", "-", "--report", "r.html"]
+    assert main(["bench", SMALL[1], *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (workload,) = found["workloads"]
+    rules = "kv-alone ours ours-untold marconi sglang sglang-64 vllm-528".split()
+    assert found["settings"]["states"] == 9
+    assert [row["scheme"] for row in workload["rows"]] == 2 * rules
+    head, *rows = Tags(Path("r.html").read_text()).rows
+    assert head == [column.title for column in STATES[:-1]]
+    for cells, row in zip(rows, workload["rows"], strict=True):
+        shares = [row["hit_tokens"], row["computed_tokens"]]
+        hit, share = (f"{tokens / row['prompt_tokens']:.1%}" for tokens in shares)
+        counts = [f"{row[name]:,}" for name in ("computed_tokens", "recomputed_tokens")]
+        assert cells == [row["memory"], row["scheme"], "9", hit, share, *counts]
+        assert f"{row['scheme']} {share}" in workload["headline"]
+
+
 @pytest.mark.parametrize("most", [1, 5, 10_000])
 def test_the_tree_of_what_is_shared_has_every_token_of_every_request(most):
     requests = generate("tree-search:problems=3", 1, 500)
@@ -441,6 +464,10 @@ def test_the_tree_of_what_is_shared_has_every_token_of_every_request(most):
         ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
         ("--routing cost", "--routing goes with --replicas only"),
         ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
+        ("--states 1", "--states must be from 2 to 1048576, not 1"),
+        ("--states 9 --level both", "--states are simulated, of one replica: --level index alone"),
+        ("--states 9 --replicas 2", "--states are simulated, of one replica"),
+        ("--states 9 --schemes hash-16", "--schemes goes without --states only"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(flags, complaint, tmp_path, capsys):
