@@ -34,6 +34,7 @@ from tests.engines import (
     run,
 )
 from tests.models import tiny_model
+from tests.traffic import Asked, play
 
 SEED = 20_261_120
 NEW_TOKENS = 10
@@ -207,46 +208,23 @@ def test_a_request_fits_a_pool_of_one_spare_page_whatever_is_cached(folder: Path
 @seeds(SEED, 4)
 @pytest.mark.parametrize("mode", ["radix", "hash-block"])
 def test_random_arrivals_aborts_and_failures_lose_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
+    folder: Path, mode: str, seed: int
 ) -> None:
     """Requests come, hang up and meet failing steps; the rest get the tokens they would get."""
-    rng = random.Random(seed)
-    path = model_path(folder, "llama")
+    rng, path = random.Random(seed), model_path(folder, "llama")
     engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
-    forward = engine.model.forward
 
-    def flaky(*args: Any) -> torch.Tensor:
-        if rng.random() < 0.1:  # nothing is written
-            raise RuntimeError("device lost")
-        logits = forward(*args)
-        if rng.random() < 0.05:
-            raise RuntimeError("device lost too late")
-        return logits
+    def ask(_: object) -> Asked:  # part of a known prompt, and something new
+        known = rng.choice(prompts(250))
+        prompt = known[: rng.randint(0, len(known))] + [rng.randrange(250) for _ in range(20)]
+        return prompt, GREEDY, None
 
-    monkeypatch.setattr(engine.model, "forward", flaky)
-    live: list[Request] = []
-    failures = finished = 0
-    for _ in range(300):
-        if rng.random() < 0.3:  # part of a known prompt, and something new
-            known = rng.choice(prompts(250))
-            prompt = known[: rng.randint(0, len(known))] + [rng.randrange(250) for _ in range(20)]
-            live.append(engine.add_request(prompt, GREEDY))
-        if live and rng.random() < 0.05:
-            engine.abort(live.pop(rng.randrange(len(live))))
-        try:
-            engine.step()
-        except RuntimeError:
-            failures += 1
-        engine.cache.check()
-        for request in [r for r in live if r.finished]:
-            wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
-            assert generated([request])[0][0] == wanted, f"seed {seed}"
-            live.remove(request)
-            finished += 1
-    for request in live:
-        engine.abort(request)
-    assert failures > 10 and finished > 50
-    assert_no_page_is_lost(engine)
+    def verify(request: Request) -> None:
+        wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+        assert generated([request])[0][0] == wanted, f"seed {seed}"
+
+    seen = play(engine, rng, 80, ask, verify)
+    assert seen["failures"] > 10 and seen["hits"]
 
 
 def test_llm_takes_the_hash_block_mode_with_a_block_size() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.cover import seeds
 from tests.engines import assert_no_page_is_lost, generated, make_engine, plain_greedy
 from tests.hash_model import VOCAB, HashModel, HashPool, greedy
 from tests.models import tiny_model
+from tests.traffic import Asked, play
 
 SEED = 20_261_123
 TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
@@ -324,56 +324,39 @@ def test_a_step_that_fails_beside_a_hit_lets_it_begin_again() -> None:
 
 
 @seeds(SEED, 20)
-def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(seed: int) -> None:
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
+    page_size: int, seed: int
+) -> None:
     """Each answer is that of an engine without a cache that runs the request alone."""
-    rng = random.Random(seed)
-    used = 0
-    for page_size in (1, 4, 16):
-        engine = Counting(
-            page_size=page_size, num_pages=100 // page_size + 4, max_num_batched_tokens=24,
-            max_num_seqs=5,
+    rng = random.Random(seed + page_size)
+    engine = Counting(
+        page_size=page_size, num_pages=100 // page_size + 4, max_num_batched_tokens=24,
+        max_num_seqs=5,
+    )  # fmt: skip
+    engine.kept.num_rows = 6
+    engine._runs_ahead = rng.random() < 0.5
+    stems = [text(n, seed) for n in (8, 16, 21, 33)]
+
+    def ask(_: object) -> Asked:
+        prompt = rng.choice(stems)[: rng.choice([8, 16, 16, 40])]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(3), n=rng.choice([1, 3]),
+            max_tokens=rng.choice([1, 1, 4, 12]), logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
         )  # fmt: skip
-        engine.kept.num_rows = 6
-        engine._runs_ahead = rng.random() < 0.5
-        forward, stems = engine.model.forward, [text(n, seed) for n in (8, 16, 21, 33)]
+        more = text(rng.choice([0, 0, 0, 1, 5]), rng.randrange(3))
+        return prompt + more, params, rng.choice([None, "x"])
 
-        def flaky(*args: Any, forward: Any = forward) -> torch.Tensor:
-            if rng.random() < 0.04:
-                raise RuntimeError("device lost")
-            return forward(*args)
+    def verify(request: Request) -> None:
+        prompt = request.prompt_token_ids.tolist()
+        (alone,) = Counting(NoCache).run([prompt], request.params)
+        assert told(request) == told(alone), f"seed {seed}, {request.params}, {prompt}"
 
-        engine.model.forward = flaky  # type: ignore[assignment,method-assign]
-        live: list[Request] = []
-        for _ in range(150):
-            if len(live) < 6 and rng.random() < 0.6:
-                prompt = rng.choice(stems)[: rng.choice([8, 16, 16, 40])]
-                prompt = prompt + text(rng.choice([0, 0, 0, 1, 5]), rng.randrange(3))
-                params = SamplingParams(
-                    temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(3), n=rng.choice([1, 3]),
-                    max_tokens=rng.choice([1, 1, 4, 12]), logprobs=rng.choice([None, 2]),
-                    prompt_logprobs=rng.choice([None, None, None, 1]),
-                )  # fmt: skip
-                live.append(engine.add_request(prompt, params, namespace=rng.choice([None, "x"])))
-            if live and rng.random() < 0.03:
-                engine.abort(live.pop(rng.randrange(len(live))))
-            if rng.random() < 0.02:
-                engine.cache.evict(rng.randrange(5))
-            with suppress(RuntimeError):
-                engine.step()
-            engine.check()
-            for request in [request for request in live if request.finished]:
-                live.remove(request)
-                prompt = request.prompt_token_ids.tolist()
-                (alone,) = Counting(NoCache).run([prompt], request.params)
-                assert told(request) == told(alone), f"seed {seed}, {request.params}, {prompt}"
-        for request in live:
-            engine.abort(request)
-        used += engine.kept.num_used
-        assert not engine.model.unwritten  # type: ignore[attr-defined]
-        assert len(engine.kept) <= 6
-        assert_no_page_is_lost(engine)
-    print(f"seed {seed}: {used} hits of whole prompts")
-    assert used > 30
+    play(engine, rng, 90, ask, verify, arrivals=0.3, failures=0.04)
+    assert engine.kept.num_used > 10
+    assert not engine.model.unwritten  # type: ignore[attr-defined]
+    assert len(engine.kept) <= 6
 
 
 @pytest.fixture(scope="module")

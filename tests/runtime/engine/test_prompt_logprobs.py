@@ -28,6 +28,7 @@ from tests.engines import (
     run,
 )
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.traffic import Asked, play
 
 SEED = 20_261_121
 NEW_TOKENS = 5
@@ -244,54 +245,31 @@ def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
 ) -> None:
     rng = random.Random(seed)
     engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
-    small = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
-    engine._scored = small
-    forward, score = engine.model.forward, prompt_logprobs._score
-
-    def flaky(*args: Any) -> torch.Tensor:
-        if rng.random() < 0.1:
-            raise RuntimeError("device lost")
-        logits = forward(*args)
-        if rng.random() < 0.05:
-            raise RuntimeError("device lost too late")
-        return logits
+    engine._scored = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
+    score = prompt_logprobs._score
 
     def flaky_score(*args: Any) -> Any:
         if rng.random() < 0.05:
             raise RuntimeError("no memory for scores")
         return score(*args)
 
-    monkeypatch.setattr(engine.model, "forward", flaky)
     monkeypatch.setattr(prompt_logprobs, "_score", flaky_score)
-    live: list[Request] = []
-    failures = finished = 0
-    for _ in range(300):
-        if rng.random() < 0.3:
-            known = rng.choice(prompts())
-            prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)
-            params = rng.choice([GREEDY, ONLY_SCORE, scoring(0), scoring(5), scoring(n=2)])
-            live.append(engine.add_request(prompt, params, namespace=rng.choice([None, "salt"])))
-        if live and rng.random() < 0.05:
-            engine.abort(live.pop(rng.randrange(len(live))))
-        try:
-            engine.step()
-        except RuntimeError:
-            failures += 1
-        engine.cache.check()
-        small.tree.check()
-        for request in [r for r in live if r.finished]:
-            prompt = request.prompt_token_ids.tolist()
-            max_tokens = request.params.max_tokens or 0
-            wanted = plain_greedy(path, prompt, NEW_TOKENS)[:max_tokens]
-            assert generated([request])[0] == [wanted] * request.params.n
-            if request.params is not GREEDY:
-                assert_scored(path, request)
-            live.remove(request)
-            finished += 1
-    for request in live:
-        engine.abort(request)
-    assert failures > 10 and finished > 50
-    assert_no_page_is_lost(engine)
+
+    def ask(_: object) -> Asked:
+        known = rng.choice(prompts())
+        prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)
+        params = rng.choice([GREEDY, ONLY_SCORE, scoring(0), scoring(5), scoring(n=2)])
+        return prompt, params, rng.choice([None, "salt"])
+
+    def verify(request: Request) -> None:
+        engine._scored.tree.check()
+        wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+        assert generated([request])[0] == [wanted[: request.params.max_tokens]] * request.params.n
+        if request.params is not GREEDY:
+            assert_scored(path, request)
+
+    seen = play(engine, rng, 80, ask, verify)
+    assert seen["failures"] > 10
 
 
 @pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
