@@ -24,7 +24,7 @@ from radixcache.runtime.engine.logits_cache import (
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.cover import seeds
-from tests.engines import assert_no_page_is_lost, generated, make_engine, plain_greedy
+from tests.engines import assert_no_page_is_lost, generated
 from tests.hash_model import VOCAB, HashModel, HashPool, greedy
 from tests.models import tiny_model
 from tests.traffic import Asked, play
@@ -362,22 +362,6 @@ def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=SEED)
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_models_answers_are_plain_transformers_again_and_again(
-    path: Path, page_size: int
-) -> None:
-    engine = make_engine(path, page_size=page_size)
-    params = SamplingParams(temperature=0, max_tokens=6)
-    prompts = [text(16), text(23), text(16) + text(4)]
-    for turn in range(3):
-        requests = [engine.add_request(prompt, params) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
-            engine.check()
-        assert generated(requests) == [[plain_greedy(path, prompt, 6)] for prompt in prompts]
-        assert not turn or not any(request.prefilled_tokens for request in requests)
 
 
 def test_an_llm_says_that_nothing_is_computed(path: Path) -> None:

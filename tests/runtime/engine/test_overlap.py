@@ -77,17 +77,6 @@ def test_tokens_are_the_same_as_step_by_step(path, cache, page_size, num_pages, 
                 assert these == pytest.approx(those, abs=1e-4)
 
 
-def test_sequences_preempted_for_want_of_pages_go_on_with_the_same_tokens(path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    prompts = [[10 * i + j for j in range(20)] for i in range(5)]  # 13 pages each in the end
-    roomy = engines.run(make_engine(path, ahead=False, page_size=4), prompts, params)
-    engine = make_engine(path, ahead=True, page_size=4, num_pages=24)
-    requests = engines.run(engine, prompts, params)
-    assert any(sequence.preemptions for request in requests for sequence in request.sequences)
-    assert generated(requests) == generated(roomy)
-    assert_no_page_is_lost(engine)
-
-
 def test_decodes_run_ahead_and_prefills_do_not(path) -> None:
     engine = make_engine(path, ahead=True)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -174,55 +163,4 @@ def test_out_of_pages_ahead_ends_the_run_ahead_and_puts_the_newest_back(path, mo
     share_that_ran_ahead(engine)
     assert [len(r.sequences[0].generated) for r in requests] == [100] * 3
     assert not requests[0].sequences[0].preemptions and requests[2].sequences[0].preemptions
-    assert_no_page_is_lost(engine)
-
-
-def test_an_abort_while_a_step_is_under_way_loses_no_page(path) -> None:
-    rng = random.Random(SEED)
-    engine = make_engine(path, ahead=True, page_size=4, num_pages=128)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for _ in range(20):
-        requests = [
-            engine.add_request([rng.randrange(250) for _ in range(rng.randrange(1, 20))], params)
-            for _ in range(3)
-        ]
-        for _ in range(rng.randrange(1, 8)):
-            engine.step()
-        engine.abort(requests[0])
-        engine.cache.check()
-        for _ in range(rng.randrange(1, 8)):
-            engine.step()
-            engine.cache.check()
-        for request in requests:
-            engine.abort(request)
-        assert not engine.has_work
-        assert not requests[0].sequences[0].lease
-    engine.cache.check()
-    assert_no_page_is_lost(engine)
-
-
-def test_a_launch_that_fails_is_repeated_with_the_same_tokens(path, monkeypatch) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompts = [[1, 2, 3], [4, 5, 6, 7], [1, 2, 9]]
-    calm = engines.run(make_engine(path, ahead=False), prompts, params)
-    engine = make_engine(path, ahead=True)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    forward, calls = engine.model.forward, []
-
-    def flaky(*args):
-        calls.append(1)
-        if len(calls) % 4 == 0:
-            raise RuntimeError("out of luck")
-        return forward(*args)
-
-    monkeypatch.setattr(engine.model, "forward", flaky)
-    failures = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except RuntimeError:
-            failures += 1
-            assert engine._ahead is None
-        engine.cache.check()
-    assert failures and generated(requests) == generated(calm)
     assert_no_page_is_lost(engine)

@@ -373,20 +373,6 @@ def test_an_aborted_request_has_no_half_of_its_scores(path: Path) -> None:
     assert_no_page_is_lost(engine)
 
 
-@pytest.mark.parametrize(
-    ("params", "sentence"),
-    [
-        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20, not -1"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens must be at least 0, not -1"),
-    ],
-)
-def test_bad_parameters_are_told_in_one_sentence(params: dict[str, int], sentence: str) -> None:
-    with pytest.raises(InvalidRequest, match=sentence):
-        SamplingParams(**params)  # type: ignore[arg-type]
-
-
 def test_scored_prompts_keep_to_their_size_and_drop_what_was_used_longest_ago() -> None:
     """Each prefix has scores of its own, told by a number that depends on all of it."""
     rng = random.Random(SEED)

@@ -64,3 +64,32 @@ def test_a_token_costs_the_same_however_long_the_stop_strings_are():
     assert Looked.times == 0
     detokenizer.finish()
     assert detokenizer.take(finished=True) == "x" * 300
+
+
+def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> None:
+    """Random cuts of UTF-8 bytes into tokens, against decoding everything at once."""
+    rng = random.Random(SEED)
+
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    for _ in range(300):
+        text = "".join(rng.choice("aб漢🙂|STOP ") for _ in range(rng.randint(1, 25)))
+        stops = rng.choice([[], ["STOP"], ["|", "TO"], ["🙂a"], ["OP ", "STOP |"]])
+        detokenizer = Detokenizer(decode, StopStrings(stops))
+        shown = ""
+        for index, token in enumerate(text.encode()):
+            detokenizer.append(token, index)
+            detokenizer.append(token, index)  # as after a step that was cut off
+            if detokenizer.stopped_by is not None:
+                break
+            shown += detokenizer.take(finished=False)
+            assert "\ufffd" not in shown
+            assert not any(stop in shown for stop in stops)
+        detokenizer.finish()
+        shown += detokenizer.take(finished=True)
+        cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+        assert shown == detokenizer.text == text[:cut], f"{text!r} {stops}, seed {SEED}"
+
+
+# -------------------------------------------------------------------------------------- bad input
