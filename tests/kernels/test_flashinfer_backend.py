@@ -212,78 +212,6 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
     assert len(captured) == 4
 
 
-def test_the_pinned_buffers_are_not_overwritten_while_they_are_read(monkeypatch) -> None:
-    step = make_step(4, SHAPES["mixed"])
-    backend = make_backend(kind_of(step, 0.3))
-    for _ in range(3):
-        backend.plan(step.batch)
-    monkeypatch.setattr(backend._fence, "wait", lambda: None)
-    with pytest.raises(AssertionError, match="in flight"):
-        backend.plan(step.batch)
-
-
-DECODE = "BatchDecodeWithPagedKVCacheWrapper"
-
-
-@pytest.mark.parametrize(
-    ("function", "argument", "change", "message"),
-    [
-        ("append_paged_kv_cache", "positions", lambda t: t.cpu(), "must be a CUDA tensor"),
-        ("append_paged_kv_cache", "append_key", lambda t: t.half(), "copied, not converted"),
-        ("append_paged_kv_cache", "kv_indices", lambda t: t + 99, "outside of the pool"),
-        (f"{DECODE}.plan", "last_page_len", lambda t: t * 0, "last_page_len 0"),
-        (f"{DECODE}.plan", "q_data_type", lambda _: torch.float16, "float16"),
-        (f"{DECODE}.plan", "page_size", None, "page_size"),
-        (f"{DECODE}.run", "out", lambda t: t[:1], "shape"),
-    ],
-)
-def test_a_planted_fault_is_found(gpu, monkeypatch, function, argument, change, message) -> None:
-    """A wrong side, dtype, value or shape, or an argument too few: in the package or below it."""
-    owner, _, name = function.rpartition(".")
-    place = getattr(gpu.flashinfer, owner) if owner else gpu.flashinfer
-    right = getattr(place, name)
-
-    def wrong(*args, **options):
-        value = options.pop(argument)
-        if change is not None:
-            options[argument] = change(value)
-        return right(*args, **options)
-
-    step = make_step(3, SHAPES["decode"], heads=(4, 4))
-    backend = make_backend(kind_of(step, 0.3))
-    monkeypatch.setattr(place, name, wrong)
-    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
-        attend(backend, step, scale=0.3)
-
-
-def test_a_graph_that_gets_another_length_is_found(monkeypatch) -> None:
-    few, many = make_step(3, SHAPES["decode"]), make_step(3, [*SHAPES["decode"], (1, 9)])
-    backend = make_backend(kind_of(few, 0.3))
-    backend.allocate_fixed(16, 1000)
-    attend(backend, few, fixed=True, scale=0.3)
-    make = backend._plan_wrapper
-    size = len(few.query_lens)
-    monkeypatch.setattr(backend, "_plan_wrapper", lambda *args: make(*args[:-1], size))
-    with pytest.raises((AssertionError, ValueError), match=r"batch size|baked in"):
-        attend(backend, many, fixed=True, scale=0.3)
-
-
-def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:
-    sent = []
-    call = Upload.__call__
-
-    def counting(self, arrays):
-        sent.append(len(arrays))
-        return call(self, arrays)
-
-    monkeypatch.setattr(Upload, "__call__", counting)
-    step = make_step(4, SHAPES["mixed"])
-    backend = make_backend(kind_of(step, 0.3))
-    given = backend.plan(step.batch, np.arange(7), np.array([2**31 - 1, -5]), np.array([], int))
-    assert [tensor.tolist() for tensor in given] == [list(range(7)), [2**31 - 1, -5], []]
-    assert len(sent) == 1
-
-
 @pytest.mark.parametrize("fixed", [0, 64])
 def test_uploads_keep_their_place_until_they_outgrow_it(fixed) -> None:
     """Never, if graphs may read there."""
@@ -317,12 +245,3 @@ def test_what_flashinfer_cannot_do_is_refused() -> None:
     assert not make_backend(kind, kind._replace(window=4)).reads_shared_once
     wide = kind._replace(query_heads=128, kv_heads=8, head_dim=128, value_dim=128)
     assert not make_backend(wide).reads_shared_once
-
-
-def test_the_workspace_holds_what_a_wide_group_needs(gpu) -> None:
-    # Without graphs, on 132 SMs: Hq * floor(264 / Hkv) * 128 * D * 4 * (1 + 1 / D) bytes.
-    for heads, dim in (((32, 8), 128), ((64, 8), 128), ((32, 4), 64)):
-        bound = heads[0] * (264 // heads[1]) * 128 * dim * 4 * (1 + 1 / dim)
-        bound = max(bound, 256 * (heads[0] // heads[1] + 32) * heads[0] * (dim + 1) * 4)
-        kind = LayerKind(*heads, dim, dim, 1.0)
-        assert gpu.backend._split_kv_bytes(kind, CUDA) == bound

@@ -152,21 +152,6 @@ def test_a_block_in_two_pages_is_gone_when_both_have_forgotten_it():
         assert heard(publisher).probe([*range(4)], None) == 0
 
 
-def test_a_long_path_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
-    cache = RadixCache(PagePool(2048, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(4000)])
-        for length in range(4001, 4100):
-            store(cache, [*range(length)])
-        while cache.evict(7):
-            pass
-        assert not heard(publisher).held
-        assert publisher._wire._hash.cache_info().misses == 4099 // 4
-
-
-# A router agrees with the cache, whatever happens.
-
-
 def agree(consumer: Consumer, cache: PrefixCache, paths: list[tuple[Any, list[int]]]) -> None:
     for namespace, tokens in paths:
         whole = cache.cached_length(tokens, namespace) // cache.page_size

@@ -162,14 +162,6 @@ def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
         assert all(one.result().matcher.get_error() == "" for one in slow)
 
 
-def test_what_is_kept_is_bounded_by_memory_and_what_is_in_use_is_found(monkeypatch) -> None:
-    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
-    held = own.compile(STRUCTURES["json"])
-    monkeypatch.setattr(guides_module, "MAX_KEPT_BYTES", 0)
-    own.compile(StructuredOutputsParams.regex("z"))
-    assert not own._compiled and own.compile(STRUCTURES["json"]) is held
-
-
 LONG = {
     "items": StructuredOutputsParams.json(
         {"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}
@@ -222,14 +214,6 @@ def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: st
     while engine.has_work:
         engine.step()
     assert len(request.output().outputs[0].token_ids) == 4 and request.error is None
-
-
-def test_no_more_tokens_are_forced_in_one_step_than_may_be(monkeypatch) -> None:
-    structured = StructuredOutputsParams.regex("x" * 100)
-    tokens = grammar_backend().grammar(structured).forced(np.empty(0, np.int32))
-    assert len(tokens) > 3
-    monkeypatch.setattr(guides_module, "MAX_FORCED_TOKENS", 3)
-    assert grammar_backend().grammar(structured).forced(np.empty(0, np.int32)) == tokens[:3]
 
 
 def bounded_text(structured: StructuredOutputsParams, seed: int) -> None:

@@ -77,22 +77,6 @@ def test_tokens_are_the_same_as_step_by_step(path, cache, page_size, num_pages, 
                 assert these == pytest.approx(those, abs=1e-4)
 
 
-def test_decodes_run_ahead_and_prefills_do_not(path) -> None:
-    engine = make_engine(path, ahead=True)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    first = engine.add_request([1, 2, 3], params)
-    engine.step()
-    assert engine._ahead is not None and len(first.sequences[0].generated) == 1
-    engine.add_request([4, 5, 6], params)
-    engine.step()  # the second one waits: no further step is launched without it
-    assert engine._ahead is None
-    engine.step()
-    assert engine._ahead is not None and len(engine._ahead.sequences) == 2
-    finish(engine)
-    assert engine._ahead is None or not engine._ahead.sequences
-    assert_no_page_is_lost(engine)
-
-
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:
     """An engine whose model says token 7 at once, whatever it is given."""
     engine = make_engine(path, ahead=True, **options)

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from radixcache import SamplingParams
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
@@ -195,39 +193,6 @@ def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad) -> None:
     assert torch.equal(highest[[0, 2]], logits[[0, 2]].amax(-1)) and 0 <= tokens[1] < 50
     assert torch.equal(highest[1].nan_to_num(9), torch.tensor(bad).nan_to_num(9))
     assert logits.nan_to_num(9).equal(before.nan_to_num(9))
-
-
-class Costs(TorchDispatchMode):
-    """Names of operations on a CPU, and the dtypes of what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[str] = set()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.ops.add(func._schema.name.partition("::")[2])
-        self.dtypes |= {x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
-        return result
-
-
-def test_nothing_is_sorted_or_doubled_that_need_not_be() -> None:
-    logits, sources = torch.randn(4, 50), [torch.Generator()] * 4
-    sorted_rows = []
-
-    def keep(probs, top_k, top_p):
-        sorted_rows.append(len(probs))
-        return by_sort(probs, top_k, top_p)
-
-    for params in ([GREEDY] * 4, [PLAIN, GREEDY] * 2, [SamplingParams(min_p=0.1), PLAIN] * 2):
-        with Costs() as costs:
-            sample(logits, params, sources, keep)
-        assert "sort" not in costs.ops and torch.float64 not in costs.dtypes
-        assert params != [GREEDY] * 4 or costs.ops == {"argmax", "gather", "unsqueeze", "select"}
-    assert not sorted_rows
-    sample(logits, [PLAIN, FILTERED, GREEDY, FILTERED], sources, keep)
-    assert sorted_rows == [2]  # the rows that ask for it
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])

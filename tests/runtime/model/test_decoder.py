@@ -360,22 +360,6 @@ def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog
     assert "come out wrong" in caplog.text
 
 
-def test_the_last_layer_ends_with_the_rows_whose_logits_are_wanted(qwen, monkeypatch) -> None:
-    model = load_model(qwen, device="cpu", attention=TorchBackend(torch.device("cpu")))
-    rows: list[int] = []
-    gated = operations.Operations.gated
-
-    def count(self: Operations, x: torch.Tensor, weights: Any) -> torch.Tensor:
-        rows.append(len(x))
-        return gated(self, x, weights)
-
-    monkeypatch.setattr(operations.Operations, "gated", count)
-    pool = model.allocate(4, 4)
-    for wanted in ([6], []):
-        model.forward(np.arange(7), one_sequence(7), np.array(wanted, np.int64), pool)
-    assert rows == [7] * (NUM_LAYERS - 1) + [1] + [7] * (NUM_LAYERS - 1)
-
-
 def one_sequence(count: int) -> PagedBatch:
     return PagedBatch.of([np.array([3, 1, 0, 2], np.int32)], [count], [count], 4)
 
@@ -424,27 +408,6 @@ def test_a_step_of_many_rows_gives_what_steps_of_few_give(qwen, backend, monkeyp
             rows.append(model.forward(chunk, batch, np.arange(count), pool))
         outs.append(torch.cat(rows))
     assert relative_error(outs[:1], outs[1:]) < 1e-4
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_embedding_is_that_of_the_checkpoint(dtype, tied, tmp_path, monkeypatch) -> None:
-    """It may be read from the output layer."""
-    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=tied)
-    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    made: list[Any] = []
-    for kind in (Operations, NativeOperations):
-
-        def watch(self: Any, weights: Loaded, loaded: Any = kind.loaded) -> None:
-            made.append(weights.embedding)
-            loaded(self, weights)
-
-        monkeypatch.setattr(kind, "loaded", watch)
-    load_model(folder, device="cpu", dtype=dtype)
-    ids = torch.arange(len(weight))
-    wanted = weight.to(getattr(torch, dtype))
-    got = made[-1].rows(ids, wanted.dtype) if problem() is None else made[-1](ids)
-    assert torch.equal(got.to(wanted.dtype), wanted)
 
 
 @needs_native

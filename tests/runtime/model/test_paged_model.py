@@ -401,19 +401,6 @@ def test_bfloat16_follows_float32(family, layers, tmp_path) -> None:
     assert difference < 0.04 * torch.cat(plain).abs().mean()
 
 
-def test_only_the_logits_asked_for_are_computed(llama) -> None:
-    model = load_model(llama, device="cpu")
-    pool = model.allocate(4, 4)
-    one = np.array([0, 7], np.int32), np.array([0, 2], np.int32), np.array([3, 1], np.int32)
-    batch = PagedBatch(*one, np.array([3], np.int32), 4)
-    tokens = np.arange(7)
-    every = model.forward(tokens, batch, np.arange(7), pool)
-    some = model.forward(tokens, batch, np.array([1, 6]), pool)
-    none = model.forward(tokens, batch, np.array([], dtype=np.int64), pool)
-    torch.testing.assert_close(some, every[[1, 6]])
-    assert none.shape == (0, VOCAB_SIZE)
-
-
 def test_facts_of_a_model(llama) -> None:
     model = load_model(llama, device="cpu")
     assert model.eos_token_ids == [EOS]

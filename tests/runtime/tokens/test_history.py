@@ -38,27 +38,12 @@ Kind = Callable[[], Backend]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 WORDS = [
-    *(
-        "The cats sat on the mat didn't they're ended cat end Ärger é 漢字 🙂 👩‍👩‍👧 \ufffd 1234567"
-    ).split(" "),
-    *(
-        " ",
-        "  ",
-        "   ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "\u00a0",
-        "...",
-        "<",
-        "<|",
-        "|>",
-        "user",
-        "ﬁ",
-        "e\u0301",
+    *"The cats sat on the mat didn't they're ended cat end Ärger é 漢字 🙂 👩‍👩‍👧 \ufffd".split(
+        " "
     ),
-    *("<think>", "<|mask|>", "<|strip|>", "<<|over", "er<|user|>", "</s>", "▁", "x", "."),
+    *"<think> <|mask|> <|strip|> <<|over er<|user|> </s> ▁ x . 1234567".split(" "),
+    *"... < <| |> user ﬁ e\u0301".split(" "),
+    *(" ", "  ", "   ", "\n", "\n\n", " \n ", "\t", "\u00a0"),
 ]
 
 
@@ -457,22 +442,6 @@ def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Pa
         seen = check_turn(llm, output, seen)
         messages.append({"role": "assistant", "content": answer.text})
     assert drifted > TURNS // 2, f"seed {SEED}"
-
-
-def test_each_turn_of_twenty_with_the_bundled_model_prefills_only_its_new_tokens() -> None:
-    llm = LLM(kv_cache_memory_bytes="64MiB")
-    names = ["Clara Frost", "Hugo Marsh", "Ines Vale", "Omar Lind"]
-    rows = "".join(f"| {i} | {name} | {30 + i} |\n" for i, name in enumerate(names))
-    messages = [{"role": "system", "content": f"| ID | Name | Age |\n|---|---|---|\n{rows}"}]
-    seen = 0
-    for turn in range(TURNS):
-        name = names[turn % len(names)]
-        messages.append({"role": "user", "content": f"How old is {name}?"})
-        (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))
-        seen = check_turn(llm, output, seen)
-        messages.append({"role": "assistant", "content": output.outputs[0].text})
-        assert len(llm.history._texts) == 1  # each turn takes the place of the one before
-        assert output.outputs[0].text == f"The age of {name} is {30 + turn % len(names)}."
 
 
 def test_a_long_text_holds_up_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:

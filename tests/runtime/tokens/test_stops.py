@@ -40,32 +40,6 @@ def test_stop_strings_are_those_that_brute_force_finds():
             assert automaton.held_back(state) == max(may_begin, default=0)
 
 
-class Looked(str):
-    """A string that counts how often somebody looks at it."""
-
-    times = 0
-
-    def __getitem__(self, index):
-        Looked.times += 1
-        return str.__getitem__(self, index)
-
-    def __len__(self):
-        Looked.times += 1
-        return str.__len__(self)
-
-
-def test_a_token_costs_the_same_however_long_the_stop_strings_are():
-    stops = [Looked("x" * 500 + str(i)) for i in range(64)]
-    detokenizer = Detokenizer(lambda ids: "x" * len(ids), StopStrings(stops))
-    Looked.times = 0
-    for index in range(300):
-        detokenizer.append(7, index)
-        assert detokenizer.take(finished=False) == ""
-    assert Looked.times == 0
-    detokenizer.finish()
-    assert detokenizer.take(finished=True) == "x" * 300
-
-
 def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> None:
     """Random cuts of UTF-8 bytes into tokens, against decoding everything at once."""
     rng = random.Random(SEED)
