@@ -28,6 +28,7 @@ from tests.engines import (
     paged_model,
     plain_greedy,
     plain_model,
+    prompts,
     run,
 )
 from tests.models import tiny_model
@@ -47,27 +48,6 @@ def model_path(folder: Path, family: str) -> Path:
         return BUNDLED_MODEL
     path = folder / family
     return path if path.exists() else tiny_model(family, path, seed=SEED)
-
-
-@cache
-def prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts that share stems, end inside others, repeat, and branch in mid-page."""
-    rng = random.Random(SEED)
-
-    def text(length: int) -> list[int]:
-        return [rng.randrange(vocab_size) for _ in range(length)]
-
-    stem, other = text(37), text(21)
-    return [
-        stem + text(9),
-        stem + text(14),
-        stem[:30] + text(5),
-        stem[:30],
-        other + stem,
-        other + stem,
-        stem + text(3),
-        text(1),
-    ]
 
 
 @cache
@@ -231,58 +211,6 @@ def test_llm_takes_the_hash_block_mode_with_a_block_size() -> None:
     length = len(prompts(250)[0])
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (length - 1) // 8 * 8)
     llm.cache.check()
-
-
-def test_a_step_that_fails_while_its_tokens_are_read_loses_and_repeats_none(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = model_path(folder, "llama")
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
-    without = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    (wanted,) = generated(run(make_engine(path), [prompts(250)[1]], params))
-    engine = make_engine(path)
-    done_in_it = engine.add_request(prompts(250)[0], without)
-    request = engine.add_request(prompts(250)[1], params)
-    append, failures = Sequence.append, [RuntimeError("out of memory")]
-
-    def flaky(sequence: Sequence, token: int, told: dict[int, float] | None) -> None:
-        if sequence.request is request and len(sequence.generated) == 2 and failures:
-            raise failures.pop()
-        append(sequence, token, told)
-
-    monkeypatch.setattr(Sequence, "append", flaky)
-    ended: list[Request] = []
-    while engine.has_work:
-        try:
-            ended += [r for r in engine.step() if r.finished]
-        except RuntimeError:
-            assert done_in_it.finished
-        engine.cache.check()
-    assert not failures and sorted(ended, key=lambda r: r.request_id) == [done_in_it, request]
-    assert generated([request])[0] == wanted
-    assert len(request.sequences[0].logprobs) == 3
-    assert_no_page_is_lost(engine)
-
-
-def test_an_interrupt_while_a_request_is_admitted_loses_no_page(folder: Path) -> None:
-    engine = make_engine(model_path(folder, "llama"))
-    interrupts = iter([False, True, False])
-
-    def interrupt(*_: object) -> None:
-        if next(interrupts, False):
-            raise KeyboardInterrupt
-
-    engine.scheduler.on_publish = interrupt
-    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts(250)[:3]]
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.cache.check()
-    engine.abort(requests[1])
-    finish(engine)
-    assert [generated([requests[i]])[0][0] for i in (0, 2)] == [
-        expected(model_path(folder, "llama"))[i] for i in (0, 2)
-    ]
-    assert_no_page_is_lost(engine)
 
 
 @pytest.mark.parametrize("fails", [1, 4])

@@ -255,8 +255,7 @@ def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path
     for end in ("and its end", "and another end", "and another end that goes on"):
         request = engine.add_request([*stem, *llm.encode(end)], GREEDY)
         assert request.explanation is None
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         requests.append(request)
     first, second, third = (request.explanation for request in requests)
     assert first == [Miss("first_seen", 0, len(stem) + 10, len(stem) + 11)]
@@ -310,8 +309,7 @@ def test_a_burst_whose_stem_ends_in_mid_page_waits_for_that_page_only(path: Path
     assert explanation is not None
     assert explanation[0] == Miss("page_not_finished", 16, 20, 26, in_flight=True)
     assert [m.reason for m in explanation] == ["page_not_finished", "first_seen"]
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
 
 
 def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:

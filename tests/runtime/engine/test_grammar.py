@@ -26,7 +26,7 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.engines import assert_no_page_is_lost
+from tests.engines import assert_no_page_is_lost, finish
 from tests.hash_model import HashModel, HashPool, logits_after
 from tests.schemas import random_schema
 
@@ -78,18 +78,6 @@ def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200
     )  # fmt: skip
     engine.output_processor.forces_tokens = forces
     return engine
-
-
-def finish(engine: Engine) -> int:
-    """Step to the end, with all checks after each step; how many steps it took."""
-    steps = 0
-    while engine.has_work:
-        engine.step()
-        engine.check()
-        steps += 1
-        assert steps < 2000
-    assert not engine.model.unwritten  # type: ignore[attr-defined]
-    return steps
 
 
 @cache

@@ -25,6 +25,7 @@ from radixcache.runtime.sampling import grammar as guides_module
 from radixcache.runtime.sampling import grammar_compiler
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
 from radixcache.runtime.sampling.grammar import GrammarBackend
+from tests.engines import finish
 from tests.runtime.engine.test_grammar import (
     EOS,
     SEED,
@@ -211,8 +212,7 @@ def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: st
     assert not grammar.forced(np.empty(0, np.int32))
     engine = make_engine()
     request = engine.add_request([5], SamplingParams(structured_outputs=LONG[kind], max_tokens=4))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert len(request.output().outputs[0].token_ids) == 4 and request.error is None
 
 

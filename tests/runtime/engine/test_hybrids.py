@@ -18,7 +18,7 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.states import StateIndex
 from tests.cover import seeds
-from tests.engines import CACHES, generated, make_engine, plain_greedy, plain_model
+from tests.engines import CACHES, finish, generated, make_engine, plain_greedy, plain_model
 from tests.hash_model import VOCAB, HashPool, RecurrentHashModel, greedy
 from tests.models import HYBRIDS, tiny_model
 from tests.traffic import Asked, play
@@ -171,9 +171,7 @@ def test_a_second_prompt_that_parts_anywhere_leaves_a_state_there_for_the_third(
 
         def ask(prompt: list[int], engine: Engine = engine) -> int:
             request = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=1))
-            while engine.has_work:
-                engine.step()
-                engine.check()
+            finish(engine)
             assert request.sequences[0].generated.tolist() == greedy(prompt, 1)
             return request.sequences[0].cached_tokens
 
@@ -224,11 +222,9 @@ def test_a_failed_step_leaves_no_state_and_the_prompt_is_right_twice() -> None:
     fail_a_step(engine)
     assert engine.scheduler.states is not None
     assert engine.scheduler.states.index.num_checkpoints == 0
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     again = engine.add_request(prompt, params)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert again.sequences[0].cached_tokens == 19
     assert again.sequences[0].generated.tolist() == request.sequences[0].generated.tolist()
     assert not engine.model.wrong_states  # type: ignore[attr-defined]
@@ -268,6 +264,5 @@ def test_namespaces_share_no_state() -> None:
     params = SamplingParams(temperature=0, max_tokens=1)
     for namespace, hit in (("a", 0), ("b", 0), ("a", 19)):
         request = engine.add_request([*range(20)], params, namespace=namespace)
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert request.sequences[0].cached_tokens == hit

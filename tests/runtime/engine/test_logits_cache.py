@@ -24,7 +24,7 @@ from radixcache.runtime.engine.logits_cache import (
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.cover import seeds
-from tests.engines import assert_no_page_is_lost, generated
+from tests.engines import assert_no_page_is_lost, finish, generated, run
 from tests.hash_model import VOCAB, HashModel, HashPool, greedy
 from tests.models import tiny_model
 from tests.traffic import Asked, play
@@ -69,20 +69,10 @@ class Counting(Engine):
         assert self.scheduler.kept is not None
         return self.scheduler.kept
 
-    def run(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, **where: Any
-    ) -> list[Request]:
-        """Requests that come together, to their ends."""
-        requests = [self.add_request(prompt, params, **where) for prompt in prompts]
-        while self.has_work:
-            self.step()
-            self.check()
-        return requests
-
     def counted(self, prompt: Sequence[int], params: SamplingParams, **where: Any) -> Any:
         """Of one request alone: its tokens, its forward passes, and tokens in them."""
         before = self.calls, self.tokens
-        (request,) = self.run([prompt], params, **where)
+        (request,) = run(self, [prompt], params, **where)
         tokens = [sequence.generated.tolist() for sequence in request.sequences]
         return tokens, self.calls - before[0], self.tokens - before[1]
 
@@ -103,7 +93,7 @@ def test_a_prompt_that_is_sent_again_computes_nothing(page_size: int, length: in
     hits = engine.cache.stats.hit_tokens
     for _ in range(3):
         assert engine.counted(prompt, params) == (wanted, decodes, decodes)
-    (request,) = engine.run([prompt], params)
+    (request,) = run(engine, [prompt], params)
     assert request.prefilled_tokens == 0 and request.output().num_cached_tokens == length
     assert engine.kept.num_used == 4
     stats = engine.cache.stats
@@ -114,9 +104,9 @@ def test_a_prompt_that_is_sent_again_computes_nothing(page_size: int, length: in
 
 def test_one_token_classification_takes_no_forward_pass() -> None:
     engine, prompt = Counting(), text(21)
-    engine.run([prompt], ONE)
+    run(engine, [prompt], ONE)
     before = engine.calls
-    requests = engine.run([prompt] * 40, ONE)  # more than run at once
+    requests = run(engine, [prompt] * 40, ONE)  # more than run at once
     assert engine.calls == before
     assert generated(requests) == [[greedy(prompt, 1)]] * 40
     assert engine.cache.stats.requests == 41
@@ -124,16 +114,14 @@ def test_one_token_classification_takes_no_forward_pass() -> None:
 
 def test_the_first_token_comes_in_the_step_that_admits_it_beside_those_that_compute() -> None:
     engine, known, new = Counting(), text(21), text(22)
-    engine.run([known], GREEDY)
+    run(engine, [known], GREEDY)
     going = engine.add_request(text(9), GREEDY)
     engine.step()
     requests = [engine.add_request(prompt, GREEDY) for prompt in (new, known)]
     before = engine.tokens
     assert set(engine.step()) == {going, *requests}
     assert engine.tokens - before == 1 + len(new)
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    finish(engine)
     wanted = [[greedy(prompt, 5)] for prompt in (new, known)]
     assert [tokens[:1] for (tokens,) in generated(requests)] == [w[0][:1] for w in wanted]
 
@@ -143,7 +131,7 @@ def test_of_n_completions_and_of_twins_in_one_burst_one_computes(page_size: int)
     for length in (15, 16, 17):
         engine, prompt = Counting(page_size=page_size), text(length)
         params = SamplingParams(temperature=0, n=5, max_tokens=4, ignore_eos=True)
-        requests = engine.run([prompt] * 3, params)
+        requests = run(engine, [prompt] * 3, params)
         assert sum(request.prefilled_tokens for request in requests) == length
         assert requests[0].output().num_cached_tokens == 0
         assert requests[1].output().num_cached_tokens == length
@@ -175,20 +163,20 @@ def told(request: Request) -> Any:
 @pytest.mark.parametrize("asked", ASKED, ids=[" ".join(asked) for asked in ASKED])
 def test_whatever_is_asked_for_is_the_same_cold_and_from_kept_logits(asked: dict[str, Any]) -> None:
     engine, prompt, params = Counting(), text(18), SamplingParams(**asked)
-    (alone,) = Counting(NoCache).run([prompt], params)
+    (alone,) = run(Counting(NoCache), [prompt], params)
     for turn in range(3):
-        (request,) = engine.run([prompt], params)
+        (request,) = run(engine, [prompt], params)
         assert told(request) == told(alone)
         assert request.prefilled_tokens == (0 if turn else len(prompt))
-    (other,) = engine.run([prompt], SamplingParams(temperature=0, max_tokens=3))
+    (other,) = run(engine, [prompt], SamplingParams(temperature=0, max_tokens=3))
     assert other.prefilled_tokens == 0
 
 
 def test_a_prompt_without_scores_is_scored_as_before() -> None:
     engine, prompt = Counting(), text(18)
-    engine.run([prompt], GREEDY)
+    run(engine, [prompt], GREEDY)
     for turn in range(2):
-        (request,) = engine.run([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
+        (request,) = run(engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
         assert request.prefilled_tokens == (0 if turn else len(prompt))
         assert request.output().num_cached_tokens == (len(prompt) if turn else 0)
         assert [entry and next(iter(entry)) for entry in request.prompt_logprobs or ()] == [
@@ -200,10 +188,10 @@ def test_logits_are_kept_within_a_namespace_only() -> None:
     engine, prompt = Counting(), text(18)
     for turn in range(2):
         for namespace in ("blue", "red", None):
-            (request,) = engine.run([prompt], ONE, namespace=namespace)
+            (request,) = run(engine, [prompt], ONE, namespace=namespace)
             assert request.prefilled_tokens == (0 if turn else len(prompt))
             assert engine.match(prompt, namespace) == len(prompt)
-    engine.run([prompt + text(3)], ONE, namespace="green")  # has the KV, and nobody's logits
+    run(engine, [prompt + text(3)], ONE, namespace="green")  # has the KV, and nobody's logits
     assert engine.match(prompt, "green") == len(prompt) - 1
     assert engine.counted(prompt, ONE, namespace="green")[2] == 1
 
@@ -211,21 +199,21 @@ def test_logits_are_kept_within_a_namespace_only() -> None:
 def test_without_its_logits_a_cached_prompt_computes_its_last_token() -> None:
     engine, prompt = Counting(), text(18)
     engine.kept.num_rows = 2
-    engine.run([prompt], GREEDY)
-    engine.run([text(9)], ONE)
-    engine.run([prompt], ONE)  # used again: now the other one is the oldest
-    engine.run([text(7)], ONE)
+    run(engine, [prompt], GREEDY)
+    run(engine, [text(9)], ONE)
+    run(engine, [prompt], ONE)  # used again: now the other one is the oldest
+    run(engine, [text(7)], ONE)
     assert len(engine.kept) == 2
     assert engine.match(text(9)) == 8 and engine.match(prompt) == 18
     assert [engine.counted(p, ONE)[2] for p in (prompt, text(9), text(7))] == [0, 1, 1]
     engine.kept.num_rows = 0
-    engine.run([text(5)], ONE)
+    run(engine, [text(5)], ONE)
     assert not len(engine.kept)
 
 
 def test_without_its_kv_a_prompt_whose_logits_are_kept_computes_what_is_missing() -> None:
     engine, prompt = Counting(page_size=4), text(18)
-    engine.run([prompt], ONE)
+    run(engine, [prompt], ONE)
     engine.cache.evict(2)
     assert engine.match(prompt) == 12
     assert engine.counted(prompt, GREEDY) == ([greedy_on(prompt)], 5, 6 + 4)
@@ -234,15 +222,15 @@ def test_without_its_kv_a_prompt_whose_logits_are_kept_computes_what_is_missing(
 
 def greedy_on(prompt: list[int]) -> list[int]:
     """As `greedy`, past an end token."""
-    (alone,) = Counting(NoCache).run([prompt], GREEDY)
+    (alone,) = run(Counting(NoCache), [prompt], GREEDY)
     return alone.sequences[0].generated.tolist()
 
 
 def test_kv_in_flight_is_no_hit_however_well_the_logits_are_known() -> None:
     engine, prompt = Counting(page_size=4), text(18)
-    engine.run([prompt], ONE)
+    run(engine, [prompt], ONE)
     engine.cache.evict(100)
-    requests = engine.run([prompt] * 3, ONE)
+    requests = run(engine, [prompt] * 3, ONE)
     assert [request.prefilled_tokens for request in requests] == [18, 0, 0]
     assert generated(requests) == [[greedy(prompt, 1)]] * 3
     assert not engine.model.unwritten  # type: ignore[attr-defined]
@@ -251,15 +239,15 @@ def test_kv_in_flight_is_no_hit_however_well_the_logits_are_known() -> None:
 def test_a_longer_prompt_leaves_the_shorter_ones_logits_good() -> None:
     """KV of the shorter one is computed anew, as a part of the longer one."""
     engine, prompt = Counting(page_size=4), text(18)
-    engine.run([prompt], ONE)
+    run(engine, [prompt], ONE)
     engine.cache.evict(100)
-    engine.run([prompt + text(9)], ONE)
+    run(engine, [prompt + text(9)], ONE)
     assert engine.counted(prompt, ONE) == ([greedy(prompt, 1)], 0, 0)
 
 
 def test_a_flush_drops_the_logits_and_counts_on() -> None:
     engine, prompt = Counting(), text(18)
-    engine.run([prompt, prompt], ONE)
+    run(engine, [prompt, prompt], ONE)
     assert len(engine.kept) == engine.kept.num_used == 1
     engine.reset_cache()
     assert not len(engine.kept) and engine.kept.num_used == 1
@@ -279,10 +267,10 @@ def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: Cache)
 
 def test_a_pinned_prompt_is_a_hit_of_all_of_it_too() -> None:
     engine, prompt = Counting(page_size=4, num_pages=24), text(18)
-    engine.run([prompt], ONE)
+    run(engine, [prompt], ONE)
     engine.cache.pin("it", prompt)
     for length in (20, 17, 19, 22):
-        engine.run([text(length)], GREEDY)
+        run(engine, [text(length)], GREEDY)
     assert engine.counted(prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
 
 
@@ -290,37 +278,11 @@ def test_what_is_preempted_after_tokens_came_keeps_no_logits_of_them() -> None:
     engine = Counting(page_size=4, num_pages=12)
     prompts = [text(9), text(10), text(11)]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    requests = engine.run(prompts, params)
+    requests = run(engine, prompts, params)
     assert sum(request.output().metrics.preemptions for request in requests)
     assert {*engine.kept._rows} == {
         prompt_key(np.array(prompt, np.int32), None) for prompt in prompts
     }
-
-
-def test_a_step_that_fails_beside_a_hit_lets_it_begin_again() -> None:
-    engine, known, new = Counting(), text(18), text(12)
-    engine.run([known], GREEDY)
-    forward, failures = engine.model.forward, [RuntimeError("device lost")]
-
-    def flaky(*args: Any) -> torch.Tensor:
-        if failures:
-            raise failures.pop()
-        return forward(*args)
-
-    engine.model.forward = flaky  # type: ignore[assignment,method-assign]
-    requests = [engine.add_request(prompt, GREEDY) for prompt in (known, new)]
-    with pytest.raises(RuntimeError, match="device lost"):
-        engine.step()
-    engine.check()
-    assert not len(requests[0].sequences[0].generated)
-    while engine.has_work:
-        engine.step()
-        engine.check()
-    assert generated(requests) == [[greedy_on(known)], [greedy_on(new)]]
-    assert requests[0].prefilled_tokens == 0
-    assert requests[0].output().num_cached_tokens == len(known)
-    stats = engine.cache.stats
-    assert (stats.requests, stats.resumed_query_tokens) == (3, len(known) + len(new))
 
 
 @seeds(SEED, 20)
@@ -350,7 +312,7 @@ def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
 
     def verify(request: Request) -> None:
         prompt = request.prompt_token_ids.tolist()
-        (alone,) = Counting(NoCache).run([prompt], request.params)
+        (alone,) = run(Counting(NoCache), [prompt], request.params)
         assert told(request) == told(alone), f"seed {seed}, {request.params}, {prompt}"
 
     play(engine, rng, 90, ask, verify, arrivals=0.3, failures=0.04)
