@@ -312,22 +312,6 @@ def test_whatever_a_sampling_parameter_is_given_is_refused_in_a_sentence_or_runs
     assert [len(output.outputs) for output in outputs] == [2, 1, 1]
 
 
-def test_a_chat_of_the_wrong_types_is_refused_in_a_sentence(tabletalk: LLM) -> None:
-    flat: list[dict[str, Any]] = [{"type": "function", "name": "look_up", "parameters": {}}]
-    said = [{"role": "user", "content": "x"}]
-    calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
-        (lambda: Chat(tabletalk, said), "system is a text, not list"),  # type: ignore[arg-type]
-        (lambda: Chat(tabletalk, tools=flat), "name goes under 'function'"),
-        (lambda: tabletalk.chat(said, tools=flat), "name goes under 'function'"),
-        (lambda: Chat(tabletalk).ask("x", {"n": 1}), "SamplingParams, not dict"),  # type: ignore[arg-type]
-        (lambda: Chat(tabletalk).ask(5), "a text or a list of messages, not int"),  # type: ignore[arg-type]
-    ]
-    for call, sentence in calls:
-        with pytest.raises(InvalidRequest, match=sentence):
-            call()
-
-
 def test_a_chat_is_explained_as_it_would_be_sent(tabletalk: LLM) -> None:
     chat = Chat(tabletalk, TABLE, cache_salt="explained")
     chat.ask("How old is Clara Frost?", GREEDY)
@@ -342,13 +326,6 @@ def test_a_chat_is_explained_as_it_would_be_sent(tabletalk: LLM) -> None:
     )
     with pytest.raises(InvalidRequest, match="a prefix goes before text"):
         tabletalk.explain(messages, prefix="p")
-
-
-def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
-        llm.generate(["fine", {"prompt_token_ids": []}, "fine too"], GREEDY)
-    assert not llm.call(lambda: llm.engine.has_work)
-    assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
 def test_an_error_nobody_foresaw_leaves_nothing_queued(
@@ -368,17 +345,46 @@ def test_an_error_nobody_foresaw_leaves_nothing_queued(
     assert prompts == ["fine", "not fine"] and not llm.call(lambda: llm.engine.has_work)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sentence"),
-    [
-        (3.5, "a prompt is a string or token ids"),
-        ({"tokens": [1]}, "a prompt is a string or"),
-        ("half a pair: \ud83d", "half a surrogate pair"),
-    ],
-)
-def test_bad_prompts_are_one_sentence(llm: LLM, prompt: object, sentence: str) -> None:
+FLAT: list[dict[str, Any]] = [{"type": "function", "name": "look_up", "parameters": {}}]
+PARAMS = "sampling_params are SamplingParams, not {}: say, .*temperature=0"
+BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda llm: llm.generate([3.5]), "a prompt is a string or token ids"),
+    (lambda llm: llm.generate([{"tokens": [1]}]), "a prompt is a string or"),
+    (lambda llm: llm.generate("half a pair: \ud83d"), "half a surrogate pair"),
+    (lambda llm: llm.generate(None), "prompts are strings, token ids or dicts, not None"),
+    (lambda llm: llm.generate(["fine", {"prompt_token_ids": []}]), "prompt 1: the prompt is empty"),
+    (lambda llm: llm.generate("x", {"max_tokens": 3}), PARAMS.format("dict")),
+    (lambda llm: llm.generate("x", "greedy"), PARAMS.format("str")),
+    (lambda llm: llm.chat(message(None)), "'role' and a 'content'"),
+    (lambda llm: llm.chat(message(7)), "a text, or a list of parts"),
+    (lambda llm: llm.chat(message([{"type": "image_url"}])), "not a part of type 'image_url'"),
+    (lambda llm: llm.chat(message([{"type": "text"}])), "not a part of type 'text'"),
+    (lambda llm: llm.chat(message("x"), tools=FLAT), "name goes under 'function'"),
+    (lambda llm: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
+    (lambda llm: Chat(llm, message("x")), "system is a text, not list"),  # type: ignore[arg-type]
+    (lambda llm: Chat(llm, tools=FLAT), "name goes under 'function'"),
+    (lambda llm: Chat(llm).ask("x", {"n": 1}), "SamplingParams, not dict"),  # type: ignore[arg-type]
+    (lambda llm: Chat(llm).ask(5), "a text or a list of messages, not int"),  # type: ignore[arg-type]
+]
+
+
+def message(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(("call", "sentence"), BAD_CALLS, ids=[said for _, said in BAD_CALLS])
+def test_bad_calls_are_one_sentence_and_leave_nothing_queued(
+    llm: LLM, call: Callable[[LLM], Any], sentence: str
+) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+        call(llm)
+    assert not llm.call(lambda: llm.engine.has_work)
+
+
+def test_parts_of_text_are_joined_by_lines(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    whole, joined = (llm.chat(message(content), GREEDY)[0].prompt for content in ("ab\nc", parts))
+    assert whole == joined
 
 
 def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path) -> None:
@@ -428,32 +434,6 @@ def test_token_ids_are_a_prompt_in_every_spelling(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
     assert [*llm.stream(ids, GREEDY)][-1].prompt_token_ids == ids
     llm.cache.check()
-
-
-def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompts are strings, token ids or dicts, not None"):
-        llm.generate(None)  # type: ignore[arg-type]
-    for params in ({"max_tokens": 3}, {}, "greedy", 0):
-        kind = type(params).__name__
-        sentence = rf"sampling_params are SamplingParams, not {kind}: say, .*temperature=0"
-        with pytest.raises(InvalidRequest, match=sentence):
-            llm.generate("x", params)  # type: ignore[arg-type]
-
-
-def test_bad_messages_are_one_sentence(llm: LLM) -> None:
-    for content, sentence in (
-        (None, "'role' and a 'content'"),
-        (7, "a text, or a list of parts"),
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "not a part of type 'image_url'"),
-        ([{"type": "text", "text": None}], "not a part of type 'text'"),
-    ):
-        with pytest.raises(InvalidRequest, match=sentence):
-            llm.chat([{"role": "user", "content": content}])
-    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
-    whole, joined = (
-        llm.chat([{"role": "user", "content": content}])[0].prompt for content in ("ab\nc", parts)
-    )
-    assert whole == joined
 
 
 @pytest.mark.exhaustive  # for the seconds that a process takes to start

@@ -14,20 +14,17 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from radixcache import (
-    PagePool,
-    RadixCache,
     SamplingParams,
     StructuredOutputsParams,
 )
 from radixcache.runtime.engine import sampler
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost, finish
-from tests.hash_model import HashModel, HashPool, logits_after
+from tests.hash_model import HashModel, hash_engine, logits_after
 from tests.schemas import random_schema
 
 SEED = 20_261_122
@@ -65,15 +62,10 @@ def grammar_backend() -> GrammarBackend:
 
 def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200) -> Engine:
     """Over a model whose every token depends on all tokens before it."""
-    index = RadixCache(PagePool(num_pages, 4))
-    model, pool, scheduler = (
-        HashModel(VOCAB, EOS),
-        HashPool(num_pages, 4),
-        Scheduler(index, tokens, 32),
-    )
     text = tokenizer()
-    engine = Engine(
-        model, pool, index, scheduler, text.decode,  # type: ignore[arg-type]
+    engine = hash_engine(
+        num_pages=num_pages, max_num_batched_tokens=tokens, max_num_seqs=32,
+        model=HashModel(VOCAB, EOS), decode=text.decode,
         encode=lambda word: text.encode(word, special=False), grammar_backend=grammar_backend(),
     )  # fmt: skip
     engine.output_processor.forces_tokens = forces
@@ -201,26 +193,6 @@ def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
     assert max(np.diff(lengths)) > 4 and len(lengths) < len(sequence.generated)
     assert request.prefilled_tokens == 4
     assert engine.match(sequence.tokens) == lengths[-2]  # what the last step gave has no KV
-
-
-def test_forced_tokens_have_their_pages_when_there_are_few() -> None:
-    forced = StructuredOutputsParams.regex("[ab]" + "the whole of a long way " * 3 + "[cd]" * 9)
-    asked = [
-        ([9 + i] * 5, SamplingParams(temperature=0, max_tokens=60, structured_outputs=forced))
-        for i in range(4)
-    ]
-    alone = []
-    for prompt, params in asked:
-        engine = make_engine(forces=False)
-        request = engine.add_request(prompt, params)
-        finish(engine)
-        alone.append(told(request))
-    for num_pages in range(18, 60, 9):
-        engine = make_engine(num_pages=num_pages)
-        requests = [engine.add_request(prompt, params) for prompt, params in asked]
-        finish(engine)
-        assert [told(request) for request in requests] == alone
-        assert_no_page_is_lost(engine)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from radixcache import LLM, InvalidRequest, ModelError, PagePool, SamplingParams
+from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.states import StateIndex
 from tests.cover import seeds
-from tests.engines import CACHES, finish, generated, make_engine, plain_greedy, plain_model
-from tests.hash_model import VOCAB, HashPool, RecurrentHashModel, greedy
+from tests.engines import finish, generated, make_engine, plain_greedy, plain_model
+from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.models import HYBRIDS, tiny_model
 from tests.traffic import Asked, play
 
@@ -38,15 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def hash_engine(
-    num_states: int, cache: str = "radix", num_pages: int = 200, page_size: int = 4,
-    budget: int = 64, running: int = 8,
-) -> Engine:  # fmt: skip
-    model: Any = RecurrentHashModel()
-    pool: Any = HashPool(num_pages, page_size, num_states)
-    pages = CACHES[cache](PagePool(num_pages, page_size))
-    states = StatePlanner(StateIndex(num_states), cache != "none")
-    return Engine(model, pool, pages, Scheduler(pages, budget, running, states=states))
+def small_engine(num_states: int) -> Engine:
+    return hash_engine(max_num_batched_tokens=64, max_num_seqs=8, num_states=num_states)
 
 
 def serve(
@@ -112,12 +102,12 @@ def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
         if not turn:  # somebody is put back
             running, tokens = 8, 170
         engine = hash_engine(
-            running + rng.choice([1, 1, 2, 4, 40]),
             rng.choice(["radix", "radix", "hash-block", "none"]),
-            max(10, -(-tokens // page_size)) + 2,
             page_size,
-            rng.choice([7, 30, 64, 500]),
-            running,
+            max(10, -(-tokens // page_size)) + 2,
+            max_num_batched_tokens=rng.choice([7, 30, 64, 500]),
+            max_num_seqs=running,
+            num_states=running + rng.choice([1, 1, 2, 4, 40]),
         )
         total += serve(engine, rng, 45, greedy, VOCAB, ignore_eos=False, arrivals=0.2)
         model: Any = engine.model
@@ -167,7 +157,7 @@ def test_random_requests_get_the_tokens_of_transformers(
 def test_a_second_prompt_that_parts_anywhere_leaves_a_state_there_for_the_third() -> None:
     rng = random.Random(3)
     for cut in range(1, 41):
-        engine, stem = hash_engine(30), [rng.randrange(VOCAB) for _ in range(40)]
+        engine, stem = small_engine(30), [rng.randrange(VOCAB) for _ in range(40)]
 
         def ask(prompt: list[int], engine: Engine = engine) -> int:
             request = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=1))
@@ -182,7 +172,6 @@ def test_a_second_prompt_that_parts_anywhere_leaves_a_state_there_for_the_third(
         # The state at the end of the first prompt is of 39 or of all 40 tokens.
         assert second == (cut if cut >= 39 else 0)
         assert third == (cut + 1 if cut + 1 < len(branches[1]) else cut) or cut < 16
-        engine = hash_engine(30)
 
 
 def test_the_next_turn_of_a_chat_goes_on_where_its_template_parts(
@@ -216,7 +205,7 @@ def test_what_lacks_a_state_is_explained_and_counted(folder: Callable[[str], Pat
 
 
 def test_a_failed_step_leaves_no_state_and_the_prompt_is_right_twice() -> None:
-    engine, prompt = hash_engine(6), [*range(20)]
+    engine, prompt = small_engine(6), [*range(20)]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     request = engine.add_request(prompt, params)
     fail_a_step(engine)
@@ -260,7 +249,7 @@ def test_a_model_without_recurrent_layers_takes_no_state_memory(
 
 
 def test_namespaces_share_no_state() -> None:
-    engine = hash_engine(6)
+    engine = small_engine(6)
     params = SamplingParams(temperature=0, max_tokens=1)
     for namespace, hit in (("a", 0), ("b", 0), ("a", 19)):
         request = engine.add_request([*range(20)], params, namespace=namespace)

@@ -17,7 +17,6 @@ import torch
 from radixcache import LLM, HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import (
-    PROMPT_LOGITS_BYTES,
     PromptLogitsCache,
     prompt_key,
 )
@@ -236,15 +235,6 @@ def test_kv_in_flight_is_no_hit_however_well_the_logits_are_known() -> None:
     assert not engine.model.unwritten  # type: ignore[attr-defined]
 
 
-def test_a_longer_prompt_leaves_the_shorter_ones_logits_good() -> None:
-    """KV of the shorter one is computed anew, as a part of the longer one."""
-    engine, prompt = Counting(page_size=4), text(18)
-    run(engine, [prompt], ONE)
-    engine.cache.evict(100)
-    run(engine, [prompt + text(9)], ONE)
-    assert engine.counted(prompt, ONE) == ([greedy(prompt, 1)], 0, 0)
-
-
 def test_a_flush_drops_the_logits_and_counts_on() -> None:
     engine, prompt = Counting(), text(18)
     run(engine, [prompt, prompt], ONE)
@@ -338,13 +328,3 @@ def test_an_llm_says_that_nothing_is_computed(path: Path) -> None:
         assert str(llm.explain("How old is she?", cache_salt="x")).startswith("0 of 15 tokens")
         llm.reset_prefix_cache()
         assert str(llm.explain("How old is she?")).startswith("0 of 15 tokens cached\n")
-
-
-def test_the_budget_holds_as_many_rows_as_it_says() -> None:
-    assert PromptLogitsCache(128_000).num_rows == PROMPT_LOGITS_BYTES // (4 * 128_000) == 131
-    kept, row = PromptLogitsCache(4, num_bytes=32), torch.arange(4.0)
-    for name in (b"a", b"b", b"a", b"c"):
-        kept.keep((None, name), row)
-        row += 1  # a row is a copy
-    assert [(None, name) in kept for name in (b"a", b"b", b"c")] == [True, False, True]
-    assert kept.use((None, b"a")).tolist() == [2.0, 3.0, 4.0, 5.0]

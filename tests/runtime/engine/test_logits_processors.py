@@ -25,8 +25,9 @@ from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
 from tests.kernels.gpu import pretend_gpu
 from tests.models import EOS, VOCAB_SIZE, tiny_model
+from tests.traffic import Asked, play
 
-SEED = random.randrange(1 << 30)
+SEED = 20_261_125
 CPU = torch.device("cpu")
 
 
@@ -227,37 +228,23 @@ def alone(path) -> list[list[list[int]]]:
     ahead=[False, True],
     cache=["radix", "none"],
     pages=[(16, 256), (4, 30)],
-    fails=[False, True],
+    failures=[0, 0.2],
 )
-def test_tokens_do_not_depend_on_the_company(path, alone, monkeypatch, ahead, cache, pages, fails):
+def test_tokens_do_not_depend_on_the_company(path, alone, ahead, cache, pages, failures):
     """Together, put back for want of pages, launched ahead, cut off, from kept logits."""
-    asked = mixed(random.Random(SEED))
+    rng, asked = random.Random(SEED), mixed(random.Random(SEED))
     engine = make_engine(path, ahead=ahead, cache=cache, page_size=pages[0], num_pages=pages[1])
-    forward, calls = engine.model.forward, []
 
-    def flaky(*args):
-        calls.append(1)
-        if fails and len(calls) % 5 == 0:
-            raise RuntimeError("out of luck")
-        return forward(*args)
+    def ask(_: object) -> Asked:
+        return *rng.choice(asked), None
 
-    monkeypatch.setattr(engine.model, "forward", flaky)
-    together = [engine.add_request(prompt, params) for prompt, params in asked]
-    while engine.has_work:
-        try:
-            engine.step()
-        except RuntimeError:
-            assert fails
-        engine.check()
-    assert generated(together) == alone, f"seed {SEED}"
-    if cache == "radix":  # from kept logits, where prompts are cached in full
-        again = [engine.add_request(prompt, params) for prompt, params in asked]
-        monkeypatch.setattr(engine.model, "forward", forward)
-        finish(engine)
-        assert generated(again) == alone, f"seed {SEED}"
-    if pages[1] == 30:
-        assert any(s.preemptions for request in together for s in request.sequences)
-    assert_no_page_is_lost(engine)
+    def verify(request: Request) -> None:
+        number = next(i for i, (_, params) in enumerate(asked) if params is request.params)
+        assert generated([request]) == [alone[number]], f"seed {SEED}"
+
+    seen = play(engine, rng, 20, ask, verify, arrivals=0.5, failures=failures)
+    assert bool(seen["preempted"]) == (pages[1] == 30)
+    assert not failures or seen["failures"]
 
 
 def test_greedy_tokens_are_the_likeliest_by_the_definitions_over_transformers_logits(path) -> None:

@@ -23,7 +23,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import base as operations
-from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct, join
+from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct
 from radixcache.runtime.model.operations.native import NativeOperations
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.models import EOS, NUM_LAYERS, tiny_model
@@ -427,17 +427,3 @@ def test_weights_stored_in_bfloat16_take_half_the_memory_in_float32(qwen, tmp_pa
         for m in (narrow, wide)
     ]
     assert torch.equal(*logits)
-
-
-def test_weights_side_by_side_are_joined_without_a_copy() -> None:
-    whole = torch.randn(9, 4)
-    first, second, third = whole.split([2, 3, 4])
-    joined = join([first, second, third])
-    assert torch.equal(joined, whole) and joined.data_ptr() == whole.data_ptr()
-    assert join([second, third]).data_ptr() == second.data_ptr()
-    for parts in ([second, first], [first, third], [first[:, :2], second[:, :2]]):
-        copied = join(list(parts))
-        assert torch.equal(copied, torch.cat(list(parts)))
-        assert copied.data_ptr() not in {part.data_ptr() for part in parts}
-    biases = torch.randn(6)
-    assert join([biases[:2], biases[2:]]).data_ptr() == biases.data_ptr()
