@@ -163,6 +163,12 @@ def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
         assert all(one.result().matcher.get_error() == "" for one in slow)
 
 
+def twice(name: str) -> dict[str, Any]:
+    """An array of two of what has this name."""
+    items = [{"$ref": f"#/$defs/{name}"}] * 2
+    return {"type": "array", "prefixItems": items, "minItems": 2, "items": False}
+
+
 LONG = {
     "items": StructuredOutputsParams.json(
         {"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}
@@ -174,18 +180,7 @@ LONG = {
     "references": StructuredOutputsParams.json(
         {
             "$ref": "#/$defs/a0",
-            "$defs": {
-                **{
-                    f"a{i}": {
-                        "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 2,
-                        "minItems": 2,
-                        "items": False,
-                        "type": "array",
-                    }
-                    for i in range(16)
-                },
-                "a16": {"const": "x"},
-            },
+            "$defs": {**{f"a{i}": twice(f"a{i + 1}") for i in range(16)}, "a16": {"const": "x"}},
         }
     ),
 }

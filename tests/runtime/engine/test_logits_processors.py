@@ -33,7 +33,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    print(f"seed {SEED}")
     return tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
@@ -113,7 +112,6 @@ def make_sequence(
 def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> None:
     """In batches whose members come, go, pause and change places; the last tokens of some steps are
     known on the device alone, as when a step is launched ahead."""
-    print(f"seed {SEED}")
     rng = random.Random(SEED)
     common = [*rng.choices(range(vocab), k=3), 97, 98, 32]  # so that words come about
     common, ends = [token % vocab for token in common], {vocab - 2}
@@ -162,7 +160,6 @@ def test_without_edits_the_logits_are_passed_on_as_they_are() -> None:
 
 
 def test_transformers_processors_agree() -> None:
-    print(f"seed {SEED}")
     rng, generator = random.Random(SEED), torch.manual_seed(SEED)
     prompt, said = (rng.choices(b"ab c", k=9) for _ in range(2))
     logits = 5 * torch.randn(1, VOCAB_SIZE, generator=generator)

@@ -22,7 +22,6 @@ SEED = 20_261_125
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    print(f"seed {SEED}")
     return tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 

@@ -45,11 +45,6 @@ def scoring(count: int = 3, **options: Any) -> SamplingParams:
 ONLY_SCORE = scoring(max_tokens=0)
 
 
-@pytest.fixture(autouse=True)
-def print_the_seed() -> None:
-    print(f"seed {SEED}")
-
-
 @pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=SEED)

@@ -74,7 +74,6 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("vocab", [5, 1000, 128_000])
 @pytest.mark.parametrize("by", ["sort", "flashinfer"])
 def test_the_kept_tokens_and_their_weights_are_those_of_brute_force(by, vocab, kind, gpu) -> None:
-    print(f"seed {SEED}")
     generator = np.random.default_rng(SEED)
     logits = make_logits(kind, vocab, torch.Generator().manual_seed(int(generator.integers(99999))))
     params = [SamplingParams(**options) for options in CASES]
@@ -113,7 +112,6 @@ def test_only_ties_at_the_border_tell_the_filters_apart(by, gpu) -> None:
 @pytest.mark.parametrize("options", CASES[:-1], ids=str)
 def test_frequencies_follow_the_distribution(options) -> None:
     """Chi-square over 6 tokens; beyond 60 once in 10^11."""
-    print(f"seed {SEED}")
     generator, draws = torch.Generator().manual_seed(SEED), 20_000
     logits = torch.randn(6, generator=generator)
     params = SamplingParams(**options)
@@ -128,7 +126,6 @@ def test_frequencies_follow_the_distribution(options) -> None:
 
 def test_frequencies_in_a_large_vocabulary() -> None:
     """Chi-square over 8 stretches of 128k tokens."""
-    print(f"seed {SEED}")
     generator, rows, vocab = torch.Generator().manual_seed(SEED), 50, 128_000
     logits = 2 * torch.randn(vocab, generator=generator)
     params = [SamplingParams()] * rows
@@ -160,7 +157,6 @@ def test_a_huge_temperature_makes_all_that_is_possible_equal(temperature) -> Non
 
 @pytest.mark.parametrize("by", ["sort", "flashinfer"])
 def test_a_seed_gives_the_same_token_in_any_slot_of_any_batch(by, gpu) -> None:
-    print(f"seed {SEED}")
     device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
     keep, rng = choose_filter(device), random.Random(SEED)
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(SEED))

@@ -31,19 +31,8 @@ STEPS = [(13,), (1,), (30,), (1,)]
 PROMPT = 45
 """Tokens: more than most windows, and than the length that RoPE was scaled from."""
 NONSENSE: tuple[Any, ...] = (
-    None,
-    0,
-    -1,
-    3,
-    4.0,
-    "2",
-    True,
-    False,
-    [],
-    {},
-    [2, 2],
-    {"full_attention": 1},
-)
+    None, 0, -1, 3, 4.0, "2", True, False, [], {}, [2, 2], {"full_attention": 1},
+)  # fmt: skip
 
 
 def draw(rng: Random) -> Settings:

@@ -19,7 +19,7 @@ from radixcache.runtime.engine import build, engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model import cuda_graphs as decode_graphs
 from radixcache.runtime.model import kv_pool
-from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, batch_sizes
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines
@@ -51,18 +51,6 @@ def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
     """Batch sizes that were captured, without shared prefixes and with them."""
     assert made._graphs is not None
     return {key for key, replay in made._graphs._replays.items() if replay is not None}
-
-
-def test_sizes_grow_and_end_with_the_largest_batch() -> None:
-    assert batch_sizes(1) == [1] and batch_sizes(3) == [1, 2, 3]
-    assert batch_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert batch_sizes(256) == [*batch_sizes(64), 96, 128, 160, 192, 224, 256]
-    for largest in range(1, 257):
-        sizes = batch_sizes(largest)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == largest
-        for count in range(1, largest + 1):  # a third of the rows is wasted at most, or 8 rows
-            size = next(size for size in sizes if size >= count)
-            assert size - count <= max(7, 31 if size > 64 else 0)
 
 
 @covering(family=["llama", "qwen3", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
