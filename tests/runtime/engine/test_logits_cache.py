@@ -6,7 +6,8 @@ Most run over `HashModel`, whose next token hangs on every token before it as th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache import LLM, HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
+from radixcache import LLM, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import (
     PromptLogitsCache,
     prompt_key,
 )
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import Scheduler
 from tests.cover import seeds
 from tests.engines import assert_no_page_is_lost, finish, generated, run
-from tests.hash_model import VOCAB, HashModel, HashPool, greedy
+from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.models import tiny_model
 from tests.traffic import Asked, play
 
@@ -33,47 +33,36 @@ TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
-Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
+
+def make_engine(cache: str = "radix", page_size: int = 4, **options: int) -> Engine:
+    decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
+    return hash_engine(cache, page_size, decode=decode, **options)
 
 
-class Counting(Engine):
-    """An engine over `HashModel`; counts what the model is given.
+def kept_by(engine: Engine) -> PromptLogitsCache:
+    assert engine.scheduler.kept is not None
+    return engine.scheduler.kept
 
-    Attributes:
-        calls, tokens: forward passes, and tokens in them.
-    """
 
-    def __init__(
-        self, cache: Cache = RadixCache, page_size: int = 4, num_pages: int = 200, **limits: int
-    ) -> None:
-        index = cache(PagePool(num_pages, page_size))
-        scheduler = Scheduler(
-            index, limits.get("max_num_batched_tokens", 200), limits.get("max_num_seqs", 16)
-        )
-        model: Any = HashModel()
-        pool: Any = HashPool(num_pages, page_size)
-        super().__init__(model, pool, index, scheduler, lambda ids: "".join(TEXTS[i] for i in ids))
-        self.calls = self.tokens = 0
-        forward = model.forward
+@contextmanager
+def forward_passes(engine: Engine) -> Iterator[list[int]]:
+    """The number of tokens in each."""
+    forward, counts = engine.model.forward, list[int]()
 
-        def counted(token_ids: Any, *args: Any) -> torch.Tensor:
-            self.calls += 1
-            self.tokens += len(token_ids)
-            return forward(token_ids, *args)
+    def counted(token_ids: Any, *args: Any) -> torch.Tensor:
+        counts.append(len(token_ids))
+        return forward(token_ids, *args)
 
-        model.forward = counted
+    engine.model.forward = counted  # type: ignore[method-assign, assignment]
+    yield counts
+    engine.model.forward = forward  # type: ignore[method-assign]
 
-    @property
-    def kept(self) -> PromptLogitsCache:
-        assert self.scheduler.kept is not None
-        return self.scheduler.kept
 
-    def counted(self, prompt: Sequence[int], params: SamplingParams, **where: Any) -> Any:
-        """Of one request alone: its tokens, its forward passes, and tokens in them."""
-        before = self.calls, self.tokens
-        (request,) = run(self, [prompt], params, **where)
-        tokens = [sequence.generated.tolist() for sequence in request.sequences]
-        return tokens, self.calls - before[0], self.tokens - before[1]
+def counted(engine: Engine, prompt: list[int], params: SamplingParams, **where: Any) -> Any:
+    """Of one request alone: its tokens, its forward passes, and tokens in them."""
+    with forward_passes(engine) as counts:
+        requests = run(engine, [prompt], params, **where)
+    return generated(requests)[0], len(counts), sum(counts)
 
 
 def text(length: int, seed: int = SEED) -> list[int]:
@@ -84,17 +73,17 @@ def text(length: int, seed: int = SEED) -> list[int]:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
 def test_a_prompt_that_is_sent_again_computes_nothing(page_size: int, length: int) -> None:
-    engine, prompt = Counting(page_size=page_size), text(length)
+    engine, prompt = make_engine(page_size=page_size), text(length)
     wanted = [greedy(prompt, 5)]
     decodes = len(wanted[0]) - 1
     params = SamplingParams(temperature=0, max_tokens=5)
-    assert engine.counted(prompt, params) == (wanted, 1 + decodes, length + decodes)
+    assert counted(engine, prompt, params) == (wanted, 1 + decodes, length + decodes)
     hits = engine.cache.stats.hit_tokens
     for _ in range(3):
-        assert engine.counted(prompt, params) == (wanted, decodes, decodes)
+        assert counted(engine, prompt, params) == (wanted, decodes, decodes)
     (request,) = run(engine, [prompt], params)
     assert request.prefilled_tokens == 0 and request.output().num_cached_tokens == length
-    assert engine.kept.num_used == 4
+    assert kept_by(engine).num_used == 4
     stats = engine.cache.stats
     assert (stats.requests, stats.hit_tokens - hits) == (5, 4 * length)
     assert not engine.model.unwritten  # type: ignore[attr-defined]
@@ -102,24 +91,24 @@ def test_a_prompt_that_is_sent_again_computes_nothing(page_size: int, length: in
 
 
 def test_one_token_classification_takes_no_forward_pass() -> None:
-    engine, prompt = Counting(), text(21)
+    engine, prompt = make_engine(), text(21)
     run(engine, [prompt], ONE)
-    before = engine.calls
-    requests = run(engine, [prompt] * 40, ONE)  # more than run at once
-    assert engine.calls == before
+    with forward_passes(engine) as counts:
+        requests = run(engine, [prompt] * 40, ONE)  # more than run at once
+    assert not counts
     assert generated(requests) == [[greedy(prompt, 1)]] * 40
     assert engine.cache.stats.requests == 41
 
 
 def test_the_first_token_comes_in_the_step_that_admits_it_beside_those_that_compute() -> None:
-    engine, known, new = Counting(), text(21), text(22)
+    engine, known, new = make_engine(), text(21), text(22)
     run(engine, [known], GREEDY)
     going = engine.add_request(text(9), GREEDY)
     engine.step()
     requests = [engine.add_request(prompt, GREEDY) for prompt in (new, known)]
-    before = engine.tokens
-    assert set(engine.step()) == {going, *requests}
-    assert engine.tokens - before == 1 + len(new)
+    with forward_passes(engine) as counts:
+        assert set(engine.step()) == {going, *requests}
+    assert sum(counts) == 1 + len(new)
     finish(engine)
     wanted = [[greedy(prompt, 5)] for prompt in (new, known)]
     assert [tokens[:1] for (tokens,) in generated(requests)] == [w[0][:1] for w in wanted]
@@ -128,7 +117,7 @@ def test_the_first_token_comes_in_the_step_that_admits_it_beside_those_that_comp
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_of_n_completions_and_of_twins_in_one_burst_one_computes(page_size: int) -> None:
     for length in (15, 16, 17):
-        engine, prompt = Counting(page_size=page_size), text(length)
+        engine, prompt = make_engine(page_size=page_size), text(length)
         params = SamplingParams(temperature=0, n=5, max_tokens=4, ignore_eos=True)
         requests = run(engine, [prompt] * 3, params)
         assert sum(request.prefilled_tokens for request in requests) == length
@@ -161,8 +150,8 @@ def told(request: Request) -> Any:
 
 @pytest.mark.parametrize("asked", ASKED, ids=[" ".join(asked) for asked in ASKED])
 def test_whatever_is_asked_for_is_the_same_cold_and_from_kept_logits(asked: dict[str, Any]) -> None:
-    engine, prompt, params = Counting(), text(18), SamplingParams(**asked)
-    (alone,) = run(Counting(NoCache), [prompt], params)
+    engine, prompt, params = make_engine(), text(18), SamplingParams(**asked)
+    (alone,) = run(make_engine("none"), [prompt], params)
     for turn in range(3):
         (request,) = run(engine, [prompt], params)
         assert told(request) == told(alone)
@@ -172,7 +161,7 @@ def test_whatever_is_asked_for_is_the_same_cold_and_from_kept_logits(asked: dict
 
 
 def test_a_prompt_without_scores_is_scored_as_before() -> None:
-    engine, prompt = Counting(), text(18)
+    engine, prompt = make_engine(), text(18)
     run(engine, [prompt], GREEDY)
     for turn in range(2):
         (request,) = run(engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
@@ -184,7 +173,7 @@ def test_a_prompt_without_scores_is_scored_as_before() -> None:
 
 
 def test_logits_are_kept_within_a_namespace_only() -> None:
-    engine, prompt = Counting(), text(18)
+    engine, prompt = make_engine(), text(18)
     for turn in range(2):
         for namespace in ("blue", "red", None):
             (request,) = run(engine, [prompt], ONE, namespace=namespace)
@@ -192,41 +181,41 @@ def test_logits_are_kept_within_a_namespace_only() -> None:
             assert engine.match(prompt, namespace) == len(prompt)
     run(engine, [prompt + text(3)], ONE, namespace="green")  # has the KV, and nobody's logits
     assert engine.match(prompt, "green") == len(prompt) - 1
-    assert engine.counted(prompt, ONE, namespace="green")[2] == 1
+    assert counted(engine, prompt, ONE, namespace="green")[2] == 1
 
 
 def test_without_its_logits_a_cached_prompt_computes_its_last_token() -> None:
-    engine, prompt = Counting(), text(18)
-    engine.kept.num_rows = 2
+    engine, prompt = make_engine(), text(18)
+    kept_by(engine).num_rows = 2
     run(engine, [prompt], GREEDY)
     run(engine, [text(9)], ONE)
     run(engine, [prompt], ONE)  # used again: now the other one is the oldest
     run(engine, [text(7)], ONE)
-    assert len(engine.kept) == 2
+    assert len(kept_by(engine)) == 2
     assert engine.match(text(9)) == 8 and engine.match(prompt) == 18
-    assert [engine.counted(p, ONE)[2] for p in (prompt, text(9), text(7))] == [0, 1, 1]
-    engine.kept.num_rows = 0
+    assert [counted(engine, p, ONE)[2] for p in (prompt, text(9), text(7))] == [0, 1, 1]
+    kept_by(engine).num_rows = 0
     run(engine, [text(5)], ONE)
-    assert not len(engine.kept)
+    assert not len(kept_by(engine))
 
 
 def test_without_its_kv_a_prompt_whose_logits_are_kept_computes_what_is_missing() -> None:
-    engine, prompt = Counting(page_size=4), text(18)
+    engine, prompt = make_engine(page_size=4), text(18)
     run(engine, [prompt], ONE)
     engine.cache.evict(2)
     assert engine.match(prompt) == 12
-    assert engine.counted(prompt, GREEDY) == ([greedy_on(prompt)], 5, 6 + 4)
-    assert engine.counted(prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
+    assert counted(engine, prompt, GREEDY) == ([greedy_on(prompt)], 5, 6 + 4)
+    assert counted(engine, prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
 
 
 def greedy_on(prompt: list[int]) -> list[int]:
     """As `greedy`, past an end token."""
-    (alone,) = run(Counting(NoCache), [prompt], GREEDY)
+    (alone,) = run(make_engine("none"), [prompt], GREEDY)
     return alone.sequences[0].generated.tolist()
 
 
 def test_kv_in_flight_is_no_hit_however_well_the_logits_are_known() -> None:
-    engine, prompt = Counting(page_size=4), text(18)
+    engine, prompt = make_engine(page_size=4), text(18)
     run(engine, [prompt], ONE)
     engine.cache.evict(100)
     requests = run(engine, [prompt] * 3, ONE)
@@ -236,58 +225,58 @@ def test_kv_in_flight_is_no_hit_however_well_the_logits_are_known() -> None:
 
 
 def test_a_flush_drops_the_logits_and_counts_on() -> None:
-    engine, prompt = Counting(), text(18)
+    engine, prompt = make_engine(), text(18)
     run(engine, [prompt, prompt], ONE)
-    assert len(engine.kept) == engine.kept.num_used == 1
+    assert len(kept_by(engine)) == kept_by(engine).num_used == 1
     engine.reset_cache()
-    assert not len(engine.kept) and engine.kept.num_used == 1
-    assert engine.counted(prompt, ONE)[2] == len(prompt)
+    assert not len(kept_by(engine)) and kept_by(engine).num_used == 1
+    assert counted(engine, prompt, ONE)[2] == len(prompt)
 
 
-@pytest.mark.parametrize("cache", [HashBlockCache, NoCache])
-def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: Cache) -> None:
-    engine, prompt = Counting(cache, page_size=4), text(16)
+@pytest.mark.parametrize("cache", ["hash-block", "none"])
+def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: str) -> None:
+    engine, prompt = make_engine(cache, page_size=4), text(16)
     for _ in range(2):
-        tokens, _, computed = engine.counted(prompt, ONE)
+        tokens, _, computed = counted(engine, prompt, ONE)
     assert tokens == [greedy(prompt, 1)]
-    assert computed == (4 if cache is HashBlockCache else 16)
+    assert computed == (4 if cache == "hash-block" else 16)
     engine.reset_cache()
     assert engine.scheduler.kept is None and engine.match(prompt) == 0
 
 
 def test_a_pinned_prompt_is_a_hit_of_all_of_it_too() -> None:
-    engine, prompt = Counting(page_size=4, num_pages=24), text(18)
+    engine, prompt = make_engine(page_size=4, num_pages=24), text(18)
     run(engine, [prompt], ONE)
     engine.cache.pin("it", prompt)
     for length in (20, 17, 19, 22):
         run(engine, [text(length)], GREEDY)
-    assert engine.counted(prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
+    assert counted(engine, prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
 
 
 def test_what_is_preempted_after_tokens_came_keeps_no_logits_of_them() -> None:
-    engine = Counting(page_size=4, num_pages=12)
+    engine = make_engine(page_size=4, num_pages=12)
     prompts = [text(9), text(10), text(11)]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     requests = run(engine, prompts, params)
     assert sum(request.output().metrics.preemptions for request in requests)
-    assert {*engine.kept._rows} == {
+    assert {*kept_by(engine)._rows} == {
         prompt_key(np.array(prompt, np.int32), None) for prompt in prompts
     }
 
 
 @seeds(SEED, 20)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("page_size", "ahead"), [(1, True), (4, False), (4, True), (16, True)])
 def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
-    page_size: int, seed: int
+    page_size: int, ahead: bool, seed: int
 ) -> None:
     """Each answer is that of an engine without a cache that runs the request alone."""
     rng = random.Random(seed + page_size)
-    engine = Counting(
+    engine = make_engine(
         page_size=page_size, num_pages=100 // page_size + 4, max_num_batched_tokens=24,
         max_num_seqs=5,
     )  # fmt: skip
-    engine.kept.num_rows = 6
-    engine._runs_ahead = rng.random() < 0.5
+    kept_by(engine).num_rows = 6
+    engine._runs_ahead = ahead
     stems = [text(n, seed) for n in (8, 16, 21, 33)]
 
     def ask(_: object) -> Asked:
@@ -296,19 +285,21 @@ def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
             temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(3), n=rng.choice([1, 3]),
             max_tokens=rng.choice([1, 1, 4, 12]), logprobs=rng.choice([None, 2]),
             prompt_logprobs=rng.choice([None, None, None, 1]),
+            stop=rng.choice([None, None, ["a", "bc"]]), ignore_eos=rng.random() < 0.5,
+            stop_token_ids=rng.choice([None, [3, 5]]),
         )  # fmt: skip
         more = text(rng.choice([0, 0, 0, 1, 5]), rng.randrange(3))
         return prompt + more, params, rng.choice([None, "x"])
 
     def verify(request: Request) -> None:
         prompt = request.prompt_token_ids.tolist()
-        (alone,) = run(Counting(NoCache), [prompt], request.params)
+        (alone,) = run(make_engine("none"), [prompt], request.params)
         assert told(request) == told(alone), f"seed {seed}, {request.params}, {prompt}"
 
     play(engine, rng, 90, ask, verify, arrivals=0.3, failures=0.04)
-    assert engine.kept.num_used > 10
+    assert kept_by(engine).num_used > 10
     assert not engine.model.unwritten  # type: ignore[attr-defined]
-    assert len(engine.kept) <= 6
+    assert len(kept_by(engine)) <= 6
 
 
 @pytest.fixture(scope="module")

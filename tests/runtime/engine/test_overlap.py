@@ -1,11 +1,11 @@
 """Steps that are launched before the tokens of the step before are read, as on a GPU.
 
-On a CPU a launch computes at once, so that all but the timing is the same.
+On a CPU a launch computes at once, so that all but the timing is the same. That the tokens are the
+same, too, is in test_engine.py, test_logits_cache.py and test_logits_processors.py.
 """
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,8 @@ import torch
 from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from tests import engines
-from tests.engines import assert_no_page_is_lost, finish, generated
+from tests.engines import assert_no_page_is_lost, finish
 from tests.models import tiny_model
-
-SEED = 20_261_125
 
 
 @pytest.fixture(scope="module")
@@ -25,60 +23,10 @@ def path(tmp_path_factory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
-def make_engine(path: Path, *, ahead: bool, **options) -> Engine:
-    engine = engines.make_engine(path, **options)
-    engine._runs_ahead = ahead
-    return engine
-
-
-def mixed_requests(engine: Engine, rng: random.Random) -> list:
-    """Greedy and sampled, long and short, with stops, completions and logprobs; added in steps."""
-    stem = [rng.randrange(250) for _ in range(30)]
-    requests = []
-    for i in range(14):
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 1.0]),
-            seed=i,
-            max_tokens=rng.choice([1, 2, 5, 17, 30]),
-            n=rng.choice([1, 1, 3]),
-            stop_token_ids=[rng.randrange(256) for _ in range(rng.choice([0, 6]))],
-            logprobs=2 if i == 5 or rng.random() < 0.1 else None,
-            ignore_eos=rng.random() < 0.5,
-        )
-        prompt = stem[: rng.randrange(31)] + [rng.randrange(250) for _ in range(1 + i)]
-        requests.append(engine.add_request(prompt, params))
-        for _ in range(rng.choice([0, 0, 1, 4, 9])):
-            engine.step()
-            engine.cache.check()
-    finish(engine)
-    return requests
-
-
-@pytest.mark.parametrize("cache", ["radix", "hash-block", "none"])
-@pytest.mark.parametrize(
-    ("page_size", "num_pages", "max_num_seqs"), [(16, 512, 64), (4, 512, 3), (4, 24, 64)]
-)
-def test_tokens_are_the_same_as_step_by_step(path, cache, page_size, num_pages, max_num_seqs):
-    options = {
-        "cache": cache, "page_size": page_size, "num_pages": num_pages,
-        "max_num_seqs": max_num_seqs,
-    }  # fmt: skip
-    one, other = (
-        mixed_requests(engine, random.Random(SEED))
-        for engine in (make_engine(path, ahead=flag, **options) for flag in (False, True))
-    )
-    assert generated(one) == generated(other)
-    for mine, yours in zip(one, other, strict=True):
-        for a, b in zip(mine.sequences, yours.sequences, strict=True):
-            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
-            assert len(a.logprobs) == len(b.logprobs)
-            for these, those in zip(a.logprobs, b.logprobs, strict=True):
-                assert these == pytest.approx(those, abs=1e-4)
-
-
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:
     """An engine whose model says token 7 at once, whatever it is given."""
-    engine = make_engine(path, ahead=True, **options)
+    engine = engines.make_engine(path, **options)
+    engine._runs_ahead = True
     logits = torch.zeros(64, engine.model.vocab_size).index_fill_(1, torch.tensor([7]), 1.0)
     monkeypatch.setattr(
         engine.model, "forward", lambda tokens, batch, rows, pool: logits[: len(rows)]

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
 from radixcache import LLM, SamplingParams
-from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.models import tiny_model
@@ -418,14 +417,6 @@ def drifting_model(folder: Path) -> Path:
     return folder
 
 
-def check_turn(llm: LLM, output: RequestOutput, seen: int) -> int:
-    """A turn prefills what is new and the last token of the answer before; returns its length."""
-    prompt, generated = output.prompt_token_ids, output.outputs[0].token_ids
-    assert output.metrics.prefilled_tokens == len(prompt) - seen
-    llm.cache.check()
-    return len(prompt) + len(generated) - 1
-
-
 def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Path) -> None:
     llm = LLM(drifting_model(tmp_path), page_size=4, kv_cache_memory_bytes="16MiB")
     tokenizer = llm.history.tokenizer
@@ -439,7 +430,9 @@ def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Pa
         (output,) = llm.chat(messages, params)
         answer = output.outputs[0]
         drifted += tokenizer.encode(answer.text, special=False) != answer.token_ids
-        seen = check_turn(llm, output, seen)
+        assert output.metrics.prefilled_tokens == len(output.prompt_token_ids) - seen
+        llm.cache.check()
+        seen = len(output.prompt_token_ids) + len(answer.token_ids) - 1
         messages.append({"role": "assistant", "content": answer.text})
     assert drifted > TURNS // 2, f"seed {SEED}"
 
