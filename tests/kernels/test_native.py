@@ -91,7 +91,12 @@ def random_step(seed: int) -> tuple[Step, dict]:
     return step, options
 
 
-def check_rows(seed: int) -> None:
+SEEDS = [*range(20), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(20, 200))]
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_row_has_the_same_bits_alone_and_in_any_company(seed: int) -> None:
     step, options = random_step(seed)
     alone = rows_one_by_one(step, NativeBackend(), **options)
     for threads in (1, 2, 3):
@@ -99,19 +104,6 @@ def check_rows(seed: int) -> None:
         together = run(step, NativeBackend(), **options)
         np.testing.assert_array_equal(bits(together), bits(alone), f"{threads} threads")
     assert error(step, together, **options) < (3e-5 if step.query.dtype == F32 else 5e-2)
-
-
-@needs_kernels
-@pytest.mark.parametrize("seed", range(20))
-def test_a_row_has_the_same_bits_alone_and_in_any_company(seed) -> None:
-    check_rows(seed)
-
-
-@needs_kernels
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(20, 200))
-def test_more_rows_have_the_same_bits(seed) -> None:
-    check_rows(seed)
 
 
 @needs_kernels
@@ -377,3 +369,23 @@ def test_a_model_answers_alike_without_a_compiler_and_says_once_what_is_slower(b
     assert done.returncode == 0 and "attention by torch" in done.stderr
     assert done.stderr.count("slower without the native kernels (no C++ compiler") == 1
     assert len(done.stderr.splitlines()) == 2
+
+
+COMPILER = """#!/bin/sh
+said="$*"
+while [ "$1" != -o ]; do shift; done
+printf '%s' "$said" > "$2"
+"""
+
+
+def test_a_level_of_the_processor_can_be_asked_for(bare, monkeypatch) -> None:
+    (bare / "c++").write_text(COMPILER)
+    (bare / "c++").chmod(0o755)
+    monkeypatch.delenv("RADIXCACHE_MARCH", raising=False)
+    usual = native_build.build()
+    monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64-v3")
+    asked = native_build.build()
+    assert "=native" in usual.read_text() and "-march=x86-64-v3" not in usual.read_text()
+    assert "-march=x86-64-v3" in asked.read_text() and "=native" not in asked.read_text()
+    monkeypatch.delenv("RADIXCACHE_MARCH")
+    assert native_build.build() == usual

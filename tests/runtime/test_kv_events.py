@@ -122,36 +122,6 @@ def test_both_caches_call_blocks_by_the_hashes_of_vllm():
     assert int.from_bytes(first, "big") % (1 << 64) in names[0]
 
 
-def test_a_step_that_fails_leaves_nothing():
-    cache = RadixCache(PagePool(16, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(6)])
-        assert len(heard(publisher).held) == 1
-        lease = cache.acquire([*range(20)])
-        cache.reserve(lease, 20)
-        cache.publish(lease, [*range(lease.num_tokens, 20)])
-        publisher.end_step()  # too early: nothing is computed
-        assert heard(publisher).next == 1
-        cache.rollback()
-        assert cache.cached_length([*range(20)]) == 6
-        consumer = heard(publisher)
-        assert consumer.next == 2 and consumer.held.keys() == heard(publisher).held.keys()
-        assert consumer.probe([*range(20)], None) == 1
-        cache.release(lease)
-        cache.check()
-
-
-def test_a_block_in_two_pages_is_gone_when_both_have_forgotten_it():
-    cache = HashBlockCache(PagePool(16, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(4)])
-        store(cache, [*range(4)])  # vLLM always computes the last token: a page of its own
-        cache.evict(1)
-        assert heard(publisher).probe([*range(4)], None) == 1
-        cache.evict(1)
-        assert heard(publisher).probe([*range(4)], None) == 0
-
-
 def agree(consumer: Consumer, cache: PrefixCache, paths: list[tuple[Any, list[int]]]) -> None:
     for namespace, tokens in paths:
         whole = cache.cached_length(tokens, namespace) // cache.page_size

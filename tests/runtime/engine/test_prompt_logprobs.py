@@ -6,16 +6,14 @@ import random
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-import numpy as np
 import pytest
 import torch
 
 from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling import prompt_logprobs
-from radixcache.runtime.sampling.prompt_logprobs import SCORE, ScoredPrompts
+from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from tests.cover import covering, seeds
 from tests.engines import (
     assert_no_page_is_lost,
@@ -298,38 +296,6 @@ def test_an_aborted_request_has_no_half_of_its_scores(path: Path) -> None:
     engine.abort(request)
     assert request.output().finished and request.output().prompt_logprobs is None
     assert_no_page_is_lost(engine)
-
-
-def test_scored_prompts_keep_to_their_size_and_drop_what_was_used_longest_ago() -> None:
-    """Each prefix has scores of its own, told by a number that depends on all of it."""
-    rng = random.Random(SEED)
-    known = ScoredPrompts(vocab_size=5, num_tokens=64)
-    assert known.width == 6
-
-    def scores_of(tokens: np.ndarray) -> np.ndarray:
-        scores = np.zeros((len(tokens), known.width), SCORE)
-        scores["token"] = tokens[:, None]
-        scores["logprob"] = [
-            [crc32(tokens[: i + 1].tobytes()) % 10_000] for i in range(len(tokens))
-        ]
-        return scores
-
-    favourite = np.array(text(20, rng), np.int32)
-    found = 0
-    for _ in range(300):
-        stem = favourite[: rng.choice([0, 5, 20])]
-        tokens = np.concatenate((stem, np.array(text(rng.randint(1, 80), rng), np.int32)))
-        for prompt in (favourite, tokens):
-            known.store(prompt, None, scores_of(prompt))
-            known.tree.check()
-        longer = np.append(tokens, np.int32(0))
-        got = known.find(longer, None)
-        assert len(got) == min(len(tokens), 64)
-        assert np.array_equal(got, scores_of(tokens)[:64])
-        assert len(known.find(longer, "other namespace")) == 0
-        found += len(known.find(favourite, None)) == len(favourite)
-    assert found > 100  # what is used often stays, where it fits
-    assert known.tree.pool.num_pages == 64
 
 
 def test_the_scores_of_a_vocabulary_smaller_than_20_tokens_are_all_of_it(tmp_path: Path) -> None:
