@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -90,25 +91,48 @@ def run(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     concurrent: bool = True,
+    **where: Any,
 ) -> list[Request]:
-    """Run prompts to their end, checking the cache's invariants after every step."""
+    """Run prompts to their end, with all checks after every step."""
     requests = []
     for prompt in prompts:
-        requests.append(engine.add_request(prompt, params))
+        requests.append(engine.add_request(prompt, params, **where))
         if not concurrent:
             finish(engine)
     finish(engine)
     return requests
 
 
-def finish(engine: Engine, max_steps: int = 10_000) -> None:
-    """Step until nothing is left, checking the cache's invariants after every step."""
-    for _ in range(max_steps):
+def finish(engine: Engine, max_steps: int = 10_000) -> int:
+    """Step until nothing is left, with all checks after every step; how many steps it took."""
+    for steps in range(max_steps):
         if not engine.has_work:
-            break
+            return steps
         engine.step()
-        engine.cache.check()
-    assert not engine.has_work
+        engine.check()
+    raise AssertionError(f"more than {max_steps} steps")
+
+
+@cache
+def prompts(vocab_size: int = 250, seed: int = 20_261_120) -> list[list[int]]:
+    """Prompts that share stems, end inside others, repeat, and branch in mid-page."""
+    rng = random.Random(seed)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(length)]
+
+    stem, other = text(37), text(21)
+    return [
+        stem + text(9),
+        stem + text(14),
+        stem[:30] + text(5),
+        stem[:30],
+        other + stem,
+        other + stem,
+        stem + text(3),
+        text(1),
+        text(2),
+    ]
 
 
 def assert_no_page_is_lost(engine: Engine) -> None:

@@ -15,8 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixcache import PagePool
 from radixcache.kernels.attention import PagedBatch
-from radixcache.states import SequenceStates
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.states import SequenceStates, StateIndex
+from tests.engines import CACHES
 
 VOCAB = 29
 
@@ -100,6 +105,25 @@ class RecurrentHashModel(HashModel):
                 self.wrong_states += 1
                 logits[out] = logits[out].flip(0)
         return logits
+
+
+def hash_engine(
+    cache: str = "radix",
+    page_size: int = 4,
+    num_pages: int = 200,
+    max_num_batched_tokens: int = 200,
+    max_num_seqs: int = 16,
+    num_states: int = 0,
+    model: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine over a model of hashes; over a recurrent one, if there are slots for its states."""
+    model = model or (RecurrentHashModel() if num_states else HashModel())
+    pool: Any = HashPool(num_pages, page_size, num_states)
+    index = CACHES[cache](PagePool(num_pages, page_size))
+    states = StatePlanner(StateIndex(num_states), cache != "none") if num_states else None
+    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs, states=states)
+    return Engine(model, pool, index, scheduler, **options)
 
 
 def read_rows(

@@ -12,8 +12,8 @@ computes on them. What a CPU forgives is an error, as it is on a GPU:
 - an attention mask that the kernels would read at an odd address.
 
 A graph records the operations of its capture and replays them on the same memory: none of the
-captured Python runs again, and before the first replay what it allocated is NaN. `Device.waits`
-tells how the host waited. All streams are one, there are no gradients, and times mean nothing.
+captured Python runs again, and before the first replay what it allocated is NaN. All streams are
+one, there are no gradients, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -204,7 +204,6 @@ class Device(TorchDispatchMode):
         launches: operations so far.
         ops: their names, but for views, until somebody clears the list.
         waits: for each time that the host waited, how many of them it did not wait for.
-        staged: copies from memory that is not pinned, for which nobody waits, but the driver.
         capturing: the graph that records, if any.
     """
 
@@ -215,12 +214,10 @@ class Device(TorchDispatchMode):
         self.launches = 0
         self.ops: list[str] = []
         self.waits: list[int] = []
-        self.staged = 0
         self.capturing: Graph | None = None
         self._pinned: dict[int, torch.Tensor] = {}  # by address, which is so not used again
 
     def wait(self, what: str) -> None:
-        """The host waits until the device is idle."""
         if self.capturing is not None:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         self.waits.append(0)
@@ -304,16 +301,13 @@ class Device(TorchDispatchMode):
         mine = {id(leaf.memory): leaf for leaf in arguments if isinstance(leaf, DeviceTensor)}
         if self.capturing is not None:
             storages = {leaf.memory.untyped_storage().data_ptr() for leaf in mine.values()}
-            self.capturing.add(
-                work,
-                [
-                    leaf
-                    if isinstance(leaf, torch.Tensor)
-                    and leaf.untyped_storage().data_ptr() not in storages
-                    else None
-                    for leaf in tree_leaves(results)
-                ],
-            )
+            leaves = tree_leaves(results)
+            is_new = [
+                isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in storages
+                for leaf in leaves
+            ]
+            new = [leaf if own else None for leaf, own in zip(leaves, is_new, strict=True)]
+            self.capturing.add(work, new)
 
         def wrap(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -350,10 +344,8 @@ class Device(TorchDispatchMode):
                 self.wait("a copy that is not asynchronous")
             elif self.is_pinned(source):
                 Copies("a copy to the device", {"the source": source})
-            elif self.capturing is not None:
+            elif self.capturing is not None:  # else CUDA keeps a copy of it and returns
                 raise RuntimeError("a copy from pageable memory: not permitted in a capture")
-            else:  # CUDA keeps a copy of it and returns
-                self.staged += 1
 
 
 def _check_mask(attn_mask: torch.Tensor | None = None, **_: object) -> None:
@@ -433,12 +425,9 @@ def pretend_cuda(index: int = 0) -> Iterator[Device]:
     device = Device(torch.device("cuda", index))
     streams = [_Stream()]  # the last one is current
     properties = SimpleNamespace(
-        name="a GPU pretended on a CPU: no time means anything",
-        total_memory=1 << 30,
-        multi_processor_count=132,
-        major=9,
-        minor=0,
-    )
+        name="a GPU pretended on a CPU: no time means anything", total_memory=1 << 30,
+        multi_processor_count=132, major=9, minor=0,
+    )  # fmt: skip
 
     @contextmanager
     def on_device(place: torch.device) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("radixcache", "runtime", "kernels", "bench")
@@ -31,32 +30,12 @@ MODULES = [
 ]
 
 
-class Import(NamedTuple):
-    """One imported name, absolute; `lazy` if importing the file does not execute the import."""
-
-    name: str
-    lazy: bool
-
-    @property
-    def top(self) -> str:
-        return self.name.partition(".")[0]
-
-
-def imports(path: Path) -> list[Import]:
-    """Everything that a source file imports. `from a import b` counts as a.b."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    lazy = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
-        for child in ast.walk(node)
-    }
-    found = []
-    for node in ast.walk(tree):
+def imports(path: Path) -> set[str]:
+    """The packages that a source file imports, by their first names."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found += [Import(alias.name, id(node) in lazy) for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [Import(name, id(node) in lazy) for name in names]
-    return found
+            found.add(node.module or "")
+    return {name.partition(".")[0] for name in found}

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
+from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -240,11 +240,13 @@ def test_a_checkpoint_without_a_tokenizer_completes_token_ids_only(family, tmp_p
     """For some families transformers makes up an empty tokenizer, which reads every text as []."""
     llm = LLM(tiny_model(family, tmp_path, SEED, tokenizer=False), kv_cache_memory_bytes="1MiB")
     assert llm.tokenizer is None
-    with pytest.raises(InvalidRequest, match="has no tokenizer: give prompt_token_ids"):
-        llm.generate("hello")
+    chat = [{"role": "user", "content": "hello"}]
+    for call in (lambda: llm.generate("hello"), lambda: llm.chat(chat), lambda: Chat(llm).ask("x")):
+        with pytest.raises(InvalidRequest, match="has no tokenizer"):
+            call()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, params)
-    assert len(output.outputs[0].token_ids) == 2
+    assert len(output.outputs[0].token_ids) == 2 and output.outputs[0].text == ""
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,8 +21,6 @@ from hypothesis.stateful import invariant
 
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.block_hash import first_parent, hash_block
-from radixcache.errors import InvalidRequest, MissingDependency
-from radixcache.runtime.cli import main
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from tests.index.test_contract import Contract, run_examples
@@ -124,51 +120,6 @@ def test_both_caches_call_blocks_by_the_hashes_of_vllm():
     assert names[0] == names[1] and len(names[0]) == 4
     first = hash_block((first_parent(), (0, 1, 2, 3), None))
     assert int.from_bytes(first, "big") % (1 << 64) in names[0]
-
-
-def test_a_step_that_fails_leaves_nothing():
-    cache = RadixCache(PagePool(16, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(6)])
-        assert len(heard(publisher).held) == 1
-        lease = cache.acquire([*range(20)])
-        cache.reserve(lease, 20)
-        cache.publish(lease, [*range(lease.num_tokens, 20)])
-        publisher.end_step()  # too early: nothing is computed
-        assert heard(publisher).next == 1
-        cache.rollback()
-        assert cache.cached_length([*range(20)]) == 6
-        consumer = heard(publisher)
-        assert consumer.next == 2 and consumer.held.keys() == heard(publisher).held.keys()
-        assert consumer.probe([*range(20)], None) == 1
-        cache.release(lease)
-        cache.check()
-
-
-def test_a_block_in_two_pages_is_gone_when_both_have_forgotten_it():
-    cache = HashBlockCache(PagePool(16, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(4)])
-        store(cache, [*range(4)])  # vLLM always computes the last token: a page of its own
-        cache.evict(1)
-        assert heard(publisher).probe([*range(4)], None) == 1
-        cache.evict(1)
-        assert heard(publisher).probe([*range(4)], None) == 0
-
-
-def test_a_long_path_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
-    cache = RadixCache(PagePool(2048, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(4000)])
-        for length in range(4001, 4100):
-            store(cache, [*range(length)])
-        while cache.evict(7):
-            pass
-        assert not heard(publisher).held
-        assert publisher._wire._hash.cache_info().misses == 4099 // 4
-
-
-# A router agrees with the cache, whatever happens.
 
 
 def agree(consumer: Consumer, cache: PrefixCache, paths: list[tuple[Any, list[int]]]) -> None:
@@ -302,42 +253,6 @@ def test_a_batch_that_cannot_be_sent_is_made_up_for(caplog: pytest.LogCaptureFix
     assert "a batch of KV events is lost" in caplog.text
 
 
-GARBAGE = [
-    (b"",),
-    (b"\x00" * 8,),
-    (b"", b""),
-    (b"", b"\x00"),
-    (b"", b"\x00" * 9),
-    (b"", b"\xff" * 8),  # -1, or later than all
-    (b"", (1 << 63).to_bytes(8, "big")),
-    (b"", bytes(8), b"", b""),
-    (b"x", b"y", b"z"),
-    tuple(b"%d" % i for i in range(100)),
-]
-
-
-def test_requests_of_garbage_get_an_end_and_nothing_else():
-    cache = RadixCache(PagePool(16, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(8)])
-        assert len(heard(publisher).held) == 2
-        place = str(publisher.replay_endpoint)
-        for frames in GARBAGE:
-            assert ask(place, *frames) == [], frames
-        assert len(heard(publisher).held) == 2
-
-
-def test_who_sends_too_much_is_disconnected():
-    cache = RadixCache(PagePool(16, 4))
-    with publishing(cache, replay_endpoint="tcp://127.0.0.1:0") as publisher:
-        with opened(zmq.DEALER) as client:
-            client.connect(str(publisher.replay_endpoint))
-            client.send_multipart((b"", b"x" * 100_000))
-            assert not client.poll(50)
-        store(cache, [*range(8)])
-        assert len(heard(publisher).held) == 2
-
-
 def test_what_is_kept_for_late_ones_is_bounded():
     cache = RadixCache(PagePool(64, 4))
     with publishing(cache, buffer_steps=3) as publisher:
@@ -351,115 +266,6 @@ def test_what_is_kept_for_late_ones_is_bounded():
 
 
 # Configuration.
-
-
-def refusal(given: Any, page_size: int = 16, caches: bool = True) -> str:
-    with pytest.raises(InvalidRequest) as refused:
-        KVEventsConfig.asked(given, page_size, caches)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-ON = '{"enable_kv_cache_events": true}'
-
-
-def test_what_is_asked_for_is_read_or_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
-    for nothing in (None, "{}", {"publisher": "zmq"}, '{"enable_kv_cache_events": false}'):
-        assert KVEventsConfig.asked(nothing, 1, False) is None
-    null = {"enable_kv_cache_events": True, "publisher": "null"}
-    assert KVEventsConfig.asked(null, 16, True) is None
-    assert KVEventsConfig.asked(ON, 16, True) == KVEventsConfig(True)
-    assert "'port'" in refusal('{"port": 1}') and "replay_endpoint" in refusal('{"port": 1}')
-    assert "`int`" in refusal({"hwm": "many"}) and "hwm" in refusal({"hwm": "many"})
-    assert "publisher" in refusal({"publisher": "kafka"})
-    assert "max_queue_size of KV events must be from 1" in refusal({"max_queue_size": 0})
-    assert "from 0 to 1,000,000,000" in refusal({"buffer_steps": -1})
-    assert "from 0 to 1,000,000,000" in refusal({"buffer_steps": (1 << 31) - 1})
-    for broken in (
-        "",
-        "{",
-        "[]",
-        "3",
-        '"a"',
-        "[" * 100_000,
-        "\ud800",
-        {"topic": "\ud800"},
-        {"hwm": object()},
-    ):
-        assert "configuration of KV events" in refusal(broken), broken
-    assert "block size" in refusal(ON, page_size=1)
-    assert "block size" in refusal(ON, caches=False)
-    with pytest.raises(InvalidRequest, match="they need a cache"):
-        LLM("no-such-model", page_size=1, kv_events_config=ON)  # before a model is looked for
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(MissingDependency, match=r"KV events need zmq: .*'\.\[kv-events\]'"):
-        KVEventsConfig.asked(ON, 16, True)
-    assert KVEventsConfig.asked(None, 16, True) is None
-
-
-@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
-@pytest.mark.parametrize(
-    "place",
-    [
-        "nowhere",
-        "tcp://*",
-        "smoke://a",
-        "tcp://*:port",
-        "tcp://*:99999",  # ZeroMQ would bind 34463
-        "tcp://*:-1",
-        "tcp://a\0b:1",
-        "ipc:///no/x/y",
-    ],
-)
-def test_a_place_that_makes_no_sense_is_named(name: str, place: str):
-    cache = RadixCache(PagePool(16, 4))
-    with (
-        pytest.raises(InvalidRequest, match="KV events cannot be at "),
-        publishing(cache, **{name: place}),
-    ):
-        pass
-    assert not cache.events
-
-
-def wait_until_nobody_listens(file: Path) -> None:
-    """ZeroMQ lets go of a closed socket's file in a thread of its own, in its own time."""
-    end = time.monotonic() + 30
-    while True:
-        with socket.socket(socket.AF_UNIX) as other:
-            if other.connect_ex(str(file)):
-                return
-        assert time.monotonic() < end, "it still listens"
-        time.sleep(0.005)
-
-
-def test_a_file_that_another_publisher_listens_at_is_taken(tmp_path: Path):
-    place, cache = f"ipc://{tmp_path}/e", RadixCache(PagePool(16, 4))
-    with pytest.raises(InvalidRequest, match="already in use"):
-        publishing(cache, endpoint=place, replay_endpoint=place).__enter__()
-    wait_until_nobody_listens(tmp_path / "e")
-    with publishing(cache, endpoint=place):
-        for name in ("endpoint", "replay_endpoint"):
-            with pytest.raises(InvalidRequest, match="already in use"):
-                publishing(cache, **{name: place}).__enter__()
-    wait_until_nobody_listens(tmp_path / "e")
-    with publishing(cache, endpoint=place):  # what is left of one that has ended is no publisher
-        pass
-
-
-def test_a_place_that_is_taken_ends_serve(capsys: pytest.CaptureFixture[str]):
-    with opened(zmq.ROUTER) as other:
-        other.bind("tcp://127.0.0.1:0")
-        taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
-        config = {"enable_kv_cache_events": True, "endpoint": "ipc://*", "replay_endpoint": taken}
-        flags = ["serve", "--port", "0", "--kv-cache-memory-bytes", "8MiB"]
-        assert main([*flags, "--kv-events-config", json.dumps(config)]) == 2
-    error = capsys.readouterr().err
-    assert f"KV events cannot be at '{taken}': Address already in use" in error
-    assert main(["serve", "--kv-events-config", '{"port": 1}']) == 2
-    assert "--kv-events-config: KV events have no 'port'" in capsys.readouterr().err
-
-
-# A server.
 
 
 def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):

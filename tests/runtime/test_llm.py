@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,15 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import radixcache
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.input_processor import Prompt
-from radixcache.runtime.sampling.sampler import sample, top_logprobs
-from radixcache.runtime.tokens.detokenizer import Detokenizer
-from radixcache.runtime.tokens.stops import StopStrings
-from tests.models import BYTES_PER_TOKEN, tiny_model
+from tests.models import tiny_model
 
 SEED = 20_261_121
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -175,17 +170,6 @@ def test_a_stream_tells_its_end_if_another_call_ran_the_last_steps(llm: LLM) -> 
     assert Chat(llm).ask("both", GREEDY).outputs[0].text == chat.messages[-1]["content"]
 
 
-def test_a_text_never_shows_what_a_stop_string_takes_back(llm: LLM) -> None:
-    text = llm.generate("stop here", GREEDY)[0].outputs[0].text
-    params = SamplingParams(temperature=0, max_tokens=12, stop=text[-4:-1])
-    states = [state.outputs[0] for state in llm.stream("stop here", params)]
-    shown = ""
-    for state in states:
-        shown += state.new_text
-        assert state.text == shown
-    assert shown == text[: text.index(text[-4:-1])]
-
-
 def test_a_token_that_gives_no_text_ends_its_own_request_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,48 +222,6 @@ def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     assert tokens[0] != tokens[1]
 
 
-def test_sampled_frequencies_follow_the_filtered_distribution() -> None:
-    """Against probabilities worked out by hand for each filter."""
-    probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
-    draws = 4000
-    logits = probs.log().expand(draws, -1)
-    cases: list[tuple[dict, list[float]]] = [
-        ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
-        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0, 0]),
-        ({"top_p": 0.8}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
-        ({"min_p": 0.3}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
-        ({"temperature": 0.5}, [p * p / 0.285 for p in probs.tolist()]),
-        ({"top_p": 1e-6}, [1, 0, 0, 0, 0]),
-        ({"temperature": 1e-30}, [1, 0, 0, 0, 0]),
-        ({"temperature": 1e-300}, [1, 0, 0, 0, 0]),
-    ]
-    generator = torch.Generator().manual_seed(SEED)
-    for options, wanted in cases:
-        params = [SamplingParams(**options)] * draws
-        tokens, _ = sample(logits, params, [generator] * draws)
-        seen = torch.bincount(tokens, minlength=5) / draws
-        assert (seen - torch.tensor(wanted)).abs().max() < 0.035, f"{options}, seed {SEED}"
-
-
-def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    logits = torch.tensor([[0.0, 5.0, 1.0]]).expand(3, -1)
-    params = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0)]
-    assert sample(logits, params, [torch.Generator()] * 3)[0].tolist() == [1, 1, 1]
-
-
-def test_logprobs_are_those_of_the_whole_distribution() -> None:
-    logits = torch.randn(9, generator=torch.Generator().manual_seed(SEED))
-    wanted = logits.log_softmax(-1)
-    tokens = torch.stack([wanted.argmax(), wanted.argmin()])
-    found = top_logprobs(logits.expand(2, -1), tokens, [3, 3])
-    for token, ids, values in zip(tokens.tolist(), *(x.tolist() for x in found), strict=True):
-        top = dict(zip(ids, values, strict=True))
-        likeliest = set(wanted.topk(3).indices.tolist())
-        assert set(top) == likeliest | {token} and next(iter(top)) == token
-        for index, value in top.items():
-            assert value == pytest.approx(float(wanted[index]))
-
-
 def test_logprobs_come_with_every_token(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
     completion = llm.generate("logprobs", params)[0].outputs[0]
@@ -303,45 +245,12 @@ def test_stop_tokens_and_eos_end_the_text_and_are_not_part_of_it(llm: LLM) -> No
     assert completion.text == llm.tokenizer.decode(completion.token_ids[:-1])
 
 
-def test_no_stops_may_be_said_as_none(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, stop=None, stop_token_ids=None)
-    first, second = (llm.generate(["dice"], p)[0].outputs[0] for p in (params, GREEDY))
-    assert first.token_ids == second.token_ids
-
-
-def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> None:
-    """Random cuts of UTF-8 bytes into tokens, against decoding everything at once."""
-    rng = random.Random(SEED)
-
-    def decode(ids: list[int]) -> str:
-        return bytes(ids).decode("utf-8", "replace")
-
-    for _ in range(300):
-        text = "".join(rng.choice("aб漢🙂|STOP ") for _ in range(rng.randint(1, 25)))
-        stops = rng.choice([[], ["STOP"], ["|", "TO"], ["🙂a"], ["OP ", "STOP |"]])
-        detokenizer = Detokenizer(decode, StopStrings(stops))
-        shown = ""
-        for index, token in enumerate(text.encode()):
-            detokenizer.append(token, index)
-            detokenizer.append(token, index)  # as after a step that was cut off
-            if detokenizer.stopped_by is not None:
-                break
-            shown += detokenizer.take(finished=False)
-            assert "\ufffd" not in shown
-            assert not any(stop in shown for stop in stops)
-        detokenizer.finish()
-        shown += detokenizer.take(finished=True)
-        cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-        assert shown == detokenizer.text == text[:cut], f"{text!r} {stops}, seed {SEED}"
-
-
-# -------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens must be at least 0, not -1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21"),
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"top_p": 0}, "top_p must be in"),
         ({"top_k": -2}, "top_k must be"),
@@ -349,6 +258,13 @@ def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> N
         ({"n": 0}, "n must be at least 1"),
         ({"logprobs": -1}, "logprobs must be"),
         ({"stop": ""}, "stop must be"),
+        ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\], not 2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, not 0"),
+        ({"logit_bias": {5: 101}}, r"logit_bias must be of token ids and numbers in \[-100, 100\]"),
+        ({"bad_words": "word"}, "bad_words must be a list of strings"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be token ids, one at least"),
+        ({"min_tokens": 17}, r"min_tokens must be at least 0 and at most max_tokens \(16\)"),
     ],
 )
 def test_bad_sampling_parameters_are_one_sentence(options: dict, sentence: str) -> None:
@@ -396,22 +312,6 @@ def test_whatever_a_sampling_parameter_is_given_is_refused_in_a_sentence_or_runs
     assert [len(output.outputs) for output in outputs] == [2, 1, 1]
 
 
-def test_a_chat_of_the_wrong_types_is_refused_in_a_sentence(tabletalk: LLM) -> None:
-    flat: list[dict[str, Any]] = [{"type": "function", "name": "look_up", "parameters": {}}]
-    said = [{"role": "user", "content": "x"}]
-    calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
-        (lambda: Chat(tabletalk, said), "system is a text, not list"),  # type: ignore[arg-type]
-        (lambda: Chat(tabletalk, tools=flat), "name goes under 'function'"),
-        (lambda: tabletalk.chat(said, tools=flat), "name goes under 'function'"),
-        (lambda: Chat(tabletalk).ask("x", {"n": 1}), "SamplingParams, not dict"),  # type: ignore[arg-type]
-        (lambda: Chat(tabletalk).ask(5), "a text or a list of messages, not int"),  # type: ignore[arg-type]
-    ]
-    for call, sentence in calls:
-        with pytest.raises(InvalidRequest, match=sentence):
-            call()
-
-
 def test_a_chat_is_explained_as_it_would_be_sent(tabletalk: LLM) -> None:
     chat = Chat(tabletalk, TABLE, cache_salt="explained")
     chat.ask("How old is Clara Frost?", GREEDY)
@@ -426,13 +326,6 @@ def test_a_chat_is_explained_as_it_would_be_sent(tabletalk: LLM) -> None:
     )
     with pytest.raises(InvalidRequest, match="a prefix goes before text"):
         tabletalk.explain(messages, prefix="p")
-
-
-def test_one_bad_prompt_names_itself_and_leaves_nothing_queued(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
-        llm.generate(["fine", {"prompt_token_ids": []}, "fine too"], GREEDY)
-    assert not llm.call(lambda: llm.engine.has_work)
-    assert llm.generate("fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
 def test_an_error_nobody_foresaw_leaves_nothing_queued(
@@ -452,21 +345,46 @@ def test_an_error_nobody_foresaw_leaves_nothing_queued(
     assert prompts == ["fine", "not fine"] and not llm.call(lambda: llm.engine.has_work)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sentence"),
-    [
-        ("", "the prompt is empty"),
-        ("x" * 600, "the context of 512 leaves no room"),
-        (3.5, "a prompt is a string or token ids"),
-        ([1, "x"], "tokens must be a flat sequence of integers"),
-        ([[1]], "tokens must be a flat sequence of integers"),
-        ({"tokens": [1]}, "a prompt is a string or"),
-        ("half a pair: \ud83d", "half a surrogate pair"),
-    ],
-)
-def test_bad_prompts_are_one_sentence(llm: LLM, prompt: object, sentence: str) -> None:
+FLAT: list[dict[str, Any]] = [{"type": "function", "name": "look_up", "parameters": {}}]
+PARAMS = "sampling_params are SamplingParams, not {}: say, .*temperature=0"
+BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda llm: llm.generate([3.5]), "a prompt is a string or token ids"),
+    (lambda llm: llm.generate([{"tokens": [1]}]), "a prompt is a string or"),
+    (lambda llm: llm.generate("half a pair: \ud83d"), "half a surrogate pair"),
+    (lambda llm: llm.generate(None), "prompts are strings, token ids or dicts, not None"),
+    (lambda llm: llm.generate(["fine", {"prompt_token_ids": []}]), "prompt 1: the prompt is empty"),
+    (lambda llm: llm.generate("x", {"max_tokens": 3}), PARAMS.format("dict")),
+    (lambda llm: llm.generate("x", "greedy"), PARAMS.format("str")),
+    (lambda llm: llm.chat(message(None)), "'role' and a 'content'"),
+    (lambda llm: llm.chat(message(7)), "a text, or a list of parts"),
+    (lambda llm: llm.chat(message([{"type": "image_url"}])), "not a part of type 'image_url'"),
+    (lambda llm: llm.chat(message([{"type": "text"}])), "not a part of type 'text'"),
+    (lambda llm: llm.chat(message("x"), tools=FLAT), "name goes under 'function'"),
+    (lambda llm: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
+    (lambda llm: Chat(llm, message("x")), "system is a text, not list"),  # type: ignore[arg-type]
+    (lambda llm: Chat(llm, tools=FLAT), "name goes under 'function'"),
+    (lambda llm: Chat(llm).ask("x", {"n": 1}), "SamplingParams, not dict"),  # type: ignore[arg-type]
+    (lambda llm: Chat(llm).ask(5), "a text or a list of messages, not int"),  # type: ignore[arg-type]
+]
+
+
+def message(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(("call", "sentence"), BAD_CALLS, ids=[said for _, said in BAD_CALLS])
+def test_bad_calls_are_one_sentence_and_leave_nothing_queued(
+    llm: LLM, call: Callable[[LLM], Any], sentence: str
+) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+        call(llm)
+    assert not llm.call(lambda: llm.engine.has_work)
+
+
+def test_parts_of_text_are_joined_by_lines(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    whole, joined = (llm.chat(message(content), GREEDY)[0].prompt for content in ("ab\nc", parts))
+    assert whole == joined
 
 
 def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path) -> None:
@@ -516,53 +434,6 @@ def test_token_ids_are_a_prompt_in_every_spelling(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
     assert [*llm.stream(ids, GREEDY)][-1].prompt_token_ids == ids
     llm.cache.check()
-
-
-def test_a_budget_too_small_for_one_request_says_so_and_serves_the_rest(byte_model: Path) -> None:
-    small = LLM(byte_model, page_size=4, kv_cache_memory_bytes=6 * 4 * BYTES_PER_TOKEN)  # six pages
-    assert small.cache.pool.num_pages == 6
-    with pytest.raises(InvalidRequest, match="KV memory of 20 tokens: give it more"):
-        small.generate("x" * 30, GREEDY)
-    assert len(small.generate("fits", GREEDY)[0].outputs[0].token_ids) > 0
-
-
-def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
-    bare = LLM(tiny_model("llama", tmp_path, tokenizer=False), kv_cache_memory_bytes="1MiB")
-    output = bare.generate({"prompt_token_ids": [1, 2]}, GREEDY)[0].outputs[0]
-    assert output.token_ids and output.text == ""
-    for call in (
-        lambda: bare.generate("text", GREEDY),
-        lambda: bare.chat([{"role": "user", "content": "x"}]),
-        lambda: Chat(bare).ask("x"),
-    ):
-        with pytest.raises(InvalidRequest, match="has no tokenizer"):
-            call()
-
-
-def test_arguments_of_other_types_are_one_sentence(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompts are strings, token ids or dicts, not None"):
-        llm.generate(None)  # type: ignore[arg-type]
-    for params in ({"max_tokens": 3}, {}, "greedy", 0):
-        kind = type(params).__name__
-        sentence = rf"sampling_params are SamplingParams, not {kind}: say, .*temperature=0"
-        with pytest.raises(InvalidRequest, match=sentence):
-            llm.generate("x", params)  # type: ignore[arg-type]
-
-
-def test_bad_messages_are_one_sentence(llm: LLM) -> None:
-    for content, sentence in (
-        (None, "'role' and a 'content'"),
-        (7, "a text, or a list of parts"),
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "not a part of type 'image_url'"),
-        ([{"type": "text", "text": None}], "not a part of type 'text'"),
-    ):
-        with pytest.raises(InvalidRequest, match=sentence):
-            llm.chat([{"role": "user", "content": content}])
-    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
-    whole, joined = (
-        llm.chat([{"role": "user", "content": content}])[0].prompt for content in ("ab\nc", parts)
-    )
-    assert whole == joined
 
 
 @pytest.mark.exhaustive  # for the seconds that a process takes to start

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams, WrongThread
+from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams, WrongThread
 from radixcache.errors import EngineFailed, EngineStopped
 from radixcache.runtime.engine.input_processor import EngineInput
 from radixcache.runtime.engine.worker import Job
-from radixcache.runtime.model.load import load_model
 from tests.models import tiny_model
 
 SEED = 20_261_122
@@ -187,25 +186,6 @@ def test_steps_that_fail_again_and_again_fail_their_requests_only(
     assert again.outputs[0].token_ids == wanted.outputs[0].token_ids
 
 
-def test_a_failure_while_telling_ends_every_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(news: Any) -> None:
-        raise MemoryError
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(llm.generate, "x", LONG)
-        wait_until(lambda: llm.engine.has_work)
-        tell = llm.worker._tell
-        failures = iter([fail])
-        monkeypatch.setattr(llm.worker, "_tell", lambda news: next(failures, tell)(news))
-        monkeypatch.setattr(
-            llm.engine, "step", lambda step=llm.engine.step: [*step(), *llm.worker._jobs]
-        )
-        with pytest.raises(EngineFailed):
-            waiting.result(20)
-        monkeypatch.undo()
-    assert llm.generate("x", GREEDY)[0].finished
-
-
 @pytest.mark.parametrize("place", ["schedule", "_run", "finish"])
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_aborted_after_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
@@ -263,23 +243,6 @@ def test_a_process_that_was_forked_off_says_that_it_has_no_engine(llm: LLM) -> N
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert llm.generate("x", GREEDY)[0].finished
-
-
-def test_a_model_is_loaded_on_a_thread_that_takes_its_pool_of_threads_with_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded_on = []
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        loaded_on.append(threading.current_thread())
-        return load_model(*args, **kwargs)
-
-    monkeypatch.setattr("radixcache.runtime.engine.build.load_model", load)
-    with LLM(path, kv_cache_memory_bytes="1MiB", device="cpu"):
-        (thread,) = loaded_on
-        assert thread is not threading.current_thread() and not thread.is_alive()
-    with pytest.raises(ModelError, match="no model at"):
-        LLM(path / "nowhere")
 
 
 def test_an_interrupt_while_a_model_is_loaded_ends_its_thread_first(

@@ -22,29 +22,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import radixcache
 from radixcache import (
-    HashBlockCache,
-    NoCache,
-    PagePool,
-    PrefixCache,
-    RadixCache,
     SamplingParams,
     StructuredOutputsParams,
 )
-from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.sampling.grammar import GrammarBackend
-from radixcache.states import StateIndex
 from tests.engines import assert_no_page_is_lost
-from tests.hash_model import VOCAB, HashModel, HashPool, RecurrentHashModel, greedy
+from tests.hash_model import VOCAB, greedy, hash_engine
 
 ROOT = Path(radixcache.__file__).resolve().parents[1]
 FOLDERS = tuple(str(ROOT / name) + "/" for name in ("radixcache", "runtime", "kernels"))
-CACHES: tuple[type[RadixCache] | type[HashBlockCache] | type[NoCache], ...] = (
-    RadixCache, RadixCache, HashBlockCache, NoCache,
-)  # fmt: skip
+CACHES = ("radix", "radix", "hash-block", "none")
 ERRORS = (MemoryError, KeyboardInterrupt)
 TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
 STRUCTURES = (
@@ -120,20 +109,15 @@ class Run:
         rng = self.rng = random.Random(seed)
         page_size = rng.choice([1, 2, 4, 8])
         num_pages = rng.choice([120, 300]) // page_size + 4
-        cache: PrefixCache = rng.choice(CACHES)(PagePool(num_pages, page_size))
-        budget, running, states = rng.choice([8, 24, 200]), rng.choice([2, 16]), None
-        self.model = HashModel()
+        running, states = rng.choice([2, 16]), 0
         if rng.random() < 0.4:
-            self.model = RecurrentHashModel()
-            index = StateIndex(running + rng.choice([1, 2, 9]))
-            states = StatePlanner(index, keeps=cache.granularity > 0)
-        self.pool = HashPool(num_pages, page_size, states.index.num_slots if states else 0)
-        scheduler = Scheduler(cache, budget, running, states=states)
-        model: Any = self.model
-        pool: Any = self.pool
-        decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
-        self.engine = Engine(model, pool, cache, scheduler, decode, grammar_backend=GUIDES)
-        explainer = Explainer(cache, 400)
+            states = running + rng.choice([1, 2, 9])
+        self.engine = hash_engine(
+            rng.choice(CACHES), page_size, num_pages, rng.choice([8, 24, 200]), running, states,
+            decode=lambda ids: "".join(TEXTS[i] for i in ids), grammar_backend=GUIDES,
+        )  # fmt: skip
+        self.model: Any = self.engine.model
+        scheduler, explainer = self.engine.scheduler, Explainer(self.engine.cache, 400)
         scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])
         stem = [rng.randrange(VOCAB - 1) for _ in range(30)]
         self.jobs: list[tuple[list[int], SamplingParams, bool]] = []

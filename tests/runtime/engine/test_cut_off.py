@@ -66,8 +66,7 @@ def test_steps_cut_off_by_a_signal_give_the_same_tokens(tmp_path: Path, cache: s
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     print(f"seed {SEED}: interrupted {interrupted} times")
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert interrupted
     assert generated(requests) == [[plain_greedy(path, prompt, 12)] for prompt in prompts]
     assert_no_page_is_lost(engine)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from threading import Event
-from time import sleep
 from typing import Any
 
 import jsonschema
@@ -15,29 +12,19 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
-from pydantic import BaseModel
 
 from radixcache import (
-    Busy,
-    InvalidRequest,
-    PagePool,
-    RadixCache,
     SamplingParams,
     StructuredOutputsParams,
 )
 from radixcache.runtime.engine import sampler
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.model.system_memory import resident_bytes
-from radixcache.runtime.sampling import grammar as guides_module
-from radixcache.runtime.sampling import grammar_compiler
-from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.engines import assert_no_page_is_lost
-from tests.hash_model import HashModel, HashPool, logits_after
+from tests.engines import assert_no_page_is_lost, finish
+from tests.hash_model import HashModel, hash_engine, logits_after
 from tests.schemas import random_schema
 
 SEED = 20_261_122
@@ -75,31 +62,14 @@ def grammar_backend() -> GrammarBackend:
 
 def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200) -> Engine:
     """Over a model whose every token depends on all tokens before it."""
-    index = RadixCache(PagePool(num_pages, 4))
-    model, pool, scheduler = (
-        HashModel(VOCAB, EOS),
-        HashPool(num_pages, 4),
-        Scheduler(index, tokens, 32),
-    )
     text = tokenizer()
-    engine = Engine(
-        model, pool, index, scheduler, text.decode,  # type: ignore[arg-type]
+    engine = hash_engine(
+        num_pages=num_pages, max_num_batched_tokens=tokens, max_num_seqs=32,
+        model=HashModel(VOCAB, EOS), decode=text.decode,
         encode=lambda word: text.encode(word, special=False), grammar_backend=grammar_backend(),
     )  # fmt: skip
     engine.output_processor.forces_tokens = forces
     return engine
-
-
-def finish(engine: Engine) -> int:
-    """Step to the end, with all checks after each step; how many steps it took."""
-    steps = 0
-    while engine.has_work:
-        engine.step()
-        engine.check()
-        steps += 1
-        assert steps < 2000
-    assert not engine.model.unwritten  # type: ignore[attr-defined]
-    return steps
 
 
 @cache
@@ -223,26 +193,6 @@ def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
     assert max(np.diff(lengths)) > 4 and len(lengths) < len(sequence.generated)
     assert request.prefilled_tokens == 4
     assert engine.match(sequence.tokens) == lengths[-2]  # what the last step gave has no KV
-
-
-def test_forced_tokens_have_their_pages_when_there_are_few() -> None:
-    forced = StructuredOutputsParams.regex("[ab]" + "the whole of a long way " * 3 + "[cd]" * 9)
-    asked = [
-        ([9 + i] * 5, SamplingParams(temperature=0, max_tokens=60, structured_outputs=forced))
-        for i in range(4)
-    ]
-    alone = []
-    for prompt, params in asked:
-        engine = make_engine(forces=False)
-        request = engine.add_request(prompt, params)
-        finish(engine)
-        alone.append(told(request))
-    for num_pages in range(18, 60, 9):
-        engine = make_engine(num_pages=num_pages)
-        requests = [engine.add_request(prompt, params) for prompt, params in asked]
-        finish(engine)
-        assert [told(request) for request in requests] == alone
-        assert_no_page_is_lost(engine)
 
 
 @pytest.mark.parametrize(
@@ -410,251 +360,3 @@ def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
     finish(engine)
     assert told(endless)[0][1] == "length" and len(told(endless)[0][0]) == 50
     assert told(ending)[0][1] == "stop" and len(told(ending)[0][3]) == 10
-
-
-@pytest.mark.parametrize(
-    ("structured", "reason"),
-    [
-        (StructuredOutputsParams.json({"not": {}}), 'Unimplemented keys: ["not"]'),
-        (StructuredOutputsParams.json("{"), "json does not compile: EOF while parsing"),
-        (StructuredOutputsParams.json({"type": "text"}), "Invalid type: text"),
-        (
-            StructuredOutputsParams.json({"not": {}, "x-guidance": {"lenient": True}}),
-            "Unimplemented keys",
-        ),
-        (StructuredOutputsParams.json({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
-        (StructuredOutputsParams("choice", "5"), "not iterable"),
-        (StructuredOutputsParams.regex("(a"), "regex does not compile: at 1(8): invalid regex"),
-        (StructuredOutputsParams.regex("(?=a)b"), "look-around"),
-        (StructuredOutputsParams.regex("\ud800"), "surrogates not allowed"),
-        (StructuredOutputsParams.grammar("start: x"), 'unknown name: "x"'),
-        (StructuredOutputsParams.grammar("root ::= ("), "Failed to convert"),
-    ],
-)
-def test_what_does_not_compile_is_refused_with_the_reason(
-    structured: StructuredOutputsParams, reason: str
-) -> None:
-    engine = make_engine()
-    with pytest.raises(InvalidRequest) as refused:
-        engine.add_request([5], SamplingParams(structured_outputs=structured))
-    assert reason in str(refused.value) and "\n" not in str(refused.value)
-    assert not engine.has_work
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: StructuredOutputsParams.json(False), "no JSON is of the schema false"),
-        (lambda: StructuredOutputsParams.json({"x": {1, 2}}), "the schema is no JSON"),
-        (lambda: StructuredOutputsParams.choice([]), "a choice is a list of strings, one at least"),
-        (lambda: StructuredOutputsParams.choice("yes"), "a choice is a list of strings"),
-        (lambda: StructuredOutputsParams("xml", ""), "the kind of a structure must be one of"),  # type: ignore[arg-type]
-        (lambda: StructuredOutputsParams.regex(7), "text is wanted, not int"),  # type: ignore[arg-type]
-        (lambda: StructuredOutputsParams.regex("a", after=""), "None is at once"),
-        (
-            lambda: StructuredOutputsParams.regex("a" * (1 << 17)),
-            "regex of 131072 characters: 65536 at most",
-        ),
-        (
-            lambda: SamplingParams(structured_outputs={"json": {}}),  # type: ignore[arg-type]
-            "structured_outputs must be StructuredOutputsParams",
-        ),
-    ],
-)
-def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -> None:
-    with pytest.raises(InvalidRequest, match=reason):
-        make()
-
-
-def test_a_model_without_a_fast_tokenizer_says_so() -> None:
-    with pytest.raises(InvalidRequest, match="tokenizers library, and this model has none"):
-        GrammarBackend(None, VOCAB, [EOS]).compile(STRUCTURES["json"])
-
-
-def test_rules_that_lead_through_thousands_of_others_compile() -> None:
-    """On a stack of 8 MiB, as other threads have, the library ends the process."""
-    rules = {f"r{i}": {"items": {"$ref": f"#/$defs/r{i + 1}"}} for i in range(1500)}
-    schema = {"$ref": "#/$defs/r0", "$defs": {**rules, "r1500": {"type": "null"}}}
-    grammar_backend().compile(
-        StructuredOutputsParams.json(json.dumps(schema, separators=(",", ":")))
-    )
-
-
-PATTERNS = [
-    {"type": "string", "pattern": f".*{letter}.{{10}}"} for letter in "abcdefghijklmnopqrst"
-]
-ENDLESS = {
-    "memory": StructuredOutputsParams.json({"allOf": PATTERNS}),
-    "time": StructuredOutputsParams.json({"type": "integer", "multipleOf": 99_999_999}),
-}
-
-
-@pytest.mark.parametrize("kind", ENDLESS)
-def test_a_grammar_that_compiles_for_ever_is_refused_and_leaves_nothing(monkeypatch, kind) -> None:
-    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
-    own.compile(StructuredOutputsParams.regex("first"))
-    monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", 1)
-    before = resident_bytes()
-    with pytest.raises(InvalidRequest, match="too complex: it takes more than 1 seconds or 128"):
-        own.compile(ENDLESS[kind])
-    assert resident_bytes() < before + (20 << 20)
-    assert own.compile(StructuredOutputsParams.regex("second")).num_bytes < 20 << 20
-    monkeypatch.setattr(guides_module, "try_compile", None)  # it is not tried again
-    with pytest.raises(InvalidRequest, match="too complex"):
-        own.compile(ENDLESS[kind])
-
-
-def test_a_process_that_compiles_may_end_and_is_begun_anew() -> None:
-    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
-    own.compile(StructuredOutputsParams.regex("one"))
-    for process in grammar_compiler._idle:
-        process._process.kill()
-        process._process.wait()
-    assert own.compile(StructuredOutputsParams.regex("two")).matcher.get_error() == ""
-
-
-def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
-    own, go_on = GrammarBackend(tokenizer(), VOCAB, [EOS]), Event()
-    done = own.compile(STRUCTURES["json"])
-
-    def take_long(*_: object) -> int:
-        assert go_on.wait(30)
-        return 0
-
-    monkeypatch.setattr(guides_module, "try_compile", take_long)
-    monkeypatch.setattr(guides_module, "PATIENCE", 0.05)
-    with ThreadPoolExecutor(2) as pool:
-        slow = [
-            pool.submit(own.compile, StructuredOutputsParams.regex(f"slow{i}")) for i in range(2)
-        ]
-        while own._compilers._value:
-            sleep(0.01)
-        with pytest.raises(Busy, match="try again"):
-            own.compile(StructuredOutputsParams.regex("another"))
-        assert own.compile(STRUCTURES["json"]) is done
-        go_on.set()
-        assert all(one.result().matcher.get_error() == "" for one in slow)
-
-
-def test_what_is_kept_is_bounded_by_memory_and_what_is_in_use_is_found(monkeypatch) -> None:
-    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
-    held = own.compile(STRUCTURES["json"])
-    monkeypatch.setattr(guides_module, "MAX_KEPT_BYTES", 0)
-    own.compile(StructuredOutputsParams.regex("z"))
-    assert not own._compiled and own.compile(STRUCTURES["json"]) is held
-
-
-LONG = {
-    "items": StructuredOutputsParams.json(
-        {"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}
-    ),
-    "regex": StructuredOutputsParams.regex("(a{1000}){1000}"),
-    "rules": StructuredOutputsParams.grammar(
-        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(20)) + '\nr20: "x"'
-    ),
-    "references": StructuredOutputsParams.json(
-        {
-            "$ref": "#/$defs/a0",
-            "$defs": {
-                **{
-                    f"a{i}": {
-                        "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 2,
-                        "minItems": 2,
-                        "items": False,
-                        "type": "array",
-                    }
-                    for i in range(16)
-                },
-                "a16": {"const": "x"},
-            },
-        }
-    ),
-}
-
-
-_TEXT = {"const": "x" * 9000}
-_SCHEMAS: dict[str, dict[str, Any]] = {
-    "a property of any name": {
-        "type": "object", "properties": {"description": _TEXT}, "required": ["description"],
-    },
-    "a constant with any key": {"const": {"title": "x" * 9000}},
-    "a separator": {
-        "type": "array", "minItems": 900, "items": {"const": 1},
-        "x-guidance": {"item_separator": "," + " " * 99, "whitespace_flexible": False},
-    },
-    "a length": {"type": "string", "pattern": "^a*$", "minLength": 9000},
-}  # fmt: skip
-LONG |= {name: StructuredOutputsParams.json(schema) for name, schema in _SCHEMAS.items()}
-
-
-@pytest.mark.parametrize("kind", LONG)
-def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: str) -> None:
-    grammar = grammar_backend().grammar(LONG[kind])
-    assert not grammar.forced(np.empty(0, np.int32))
-    engine = make_engine()
-    request = engine.add_request([5], SamplingParams(structured_outputs=LONG[kind], max_tokens=4))
-    while engine.has_work:
-        engine.step()
-    assert len(request.output().outputs[0].token_ids) == 4 and request.error is None
-
-
-def test_no_more_tokens_are_forced_in_one_step_than_may_be(monkeypatch) -> None:
-    structured = StructuredOutputsParams.regex("x" * 100)
-    tokens = grammar_backend().grammar(structured).forced(np.empty(0, np.int32))
-    assert len(tokens) > 3
-    monkeypatch.setattr(guides_module, "MAX_FORCED_TOKENS", 3)
-    assert grammar_backend().grammar(structured).forced(np.empty(0, np.int32)) == tokens[:3]
-
-
-def bounded_text(structured: StructuredOutputsParams, seed: int) -> None:
-    """Along a random answer, the library forces no more than `forced_length` says."""
-    bound = forced_length(structured.kind, structured.value)
-    text = structured.value or '{"type": "object"}'
-    if structured.kind in ("json", "json_object"):
-        source = LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": False})
-    else:
-        source = grammar_from(structured.kind, text)  # type: ignore[arg-type]
-    matcher, choose = LLMatcher(vocabulary(), source, log_level=0), random.Random(seed)
-    for _ in range(60):
-        if matcher.is_error() or matcher.is_stopped():
-            return
-        assert len(matcher.compute_ff_bytes().decode(errors="replace")) <= bound
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-        if not len(allowed) or not matcher.consume_token(int(choose.choice(allowed))):
-            return
-
-
-def test_forced_texts_are_no_longer_than_their_bound() -> None:
-    choose, finite = random.Random(SEED), 0
-    structures = [*STRUCTURES.values()] + [
-        StructuredOutputsParams.json(random_schema(choose)) for _ in range(60)
-    ]
-    for seed, structured in enumerate(structures):
-        finite += forced_length(structured.kind, structured.value) <= MAX_FORCED_BYTES
-        bounded_text(structured, seed)
-    assert finite > len(structures) / 2
-
-
-def test_threads_share_what_is_compiled_and_the_least_used_is_dropped(monkeypatch) -> None:
-    own = GrammarBackend(tokenizer(), VOCAB, [EOS])
-    many = [StructuredOutputsParams.regex(f"a{{{i}}}") for i in range(1, 9)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(own.compile, many * 4))
-    assert all(own.compile(one) is matcher for one, matcher in zip(many, found[-8:], strict=True))
-    monkeypatch.setattr(guides_module, "MAX_GRAMMARS", 4)
-    own.compile(many[0])
-    own.compile(StructuredOutputsParams.regex("z"))
-    assert own.compile(many[0]) is found[-8]
-    assert ("regex", "a{2}") not in own._compiled and len(own._compiled) == 4
-    assert own.compile(many[1]) is found[-7]  # which is in use, in this test
-
-
-def test_a_pydantic_model_is_its_schema():
-    class Person(BaseModel):
-        name: str
-        age: int
-
-    assert StructuredOutputsParams.json(Person) == StructuredOutputsParams.json(
-        Person.model_json_schema()
-    )

@@ -1,11 +1,11 @@
 """Steps that are launched before the tokens of the step before are read, as on a GPU.
 
-On a CPU a launch computes at once, so that all but the timing is the same.
+On a CPU a launch computes at once, so that all but the timing is the same. That the tokens are the
+same, too, is in test_engine.py, test_logits_cache.py and test_logits_processors.py.
 """
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -14,99 +14,19 @@ import torch
 from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from tests import engines
-from tests.engines import assert_no_page_is_lost, finish, generated
+from tests.engines import assert_no_page_is_lost, finish
 from tests.models import tiny_model
-
-SEED = random.randrange(1 << 30)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    print(f"seed {SEED}")
     return tiny_model("llama", tmp_path_factory.mktemp("model"))
-
-
-def make_engine(path: Path, *, ahead: bool, **options) -> Engine:
-    engine = engines.make_engine(path, **options)
-    engine._runs_ahead = ahead
-    return engine
-
-
-def mixed_requests(engine: Engine, rng: random.Random) -> list:
-    """Greedy and sampled, long and short, with stops, completions and logprobs; added in steps."""
-    stem = [rng.randrange(250) for _ in range(30)]
-    requests = []
-    for i in range(14):
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 1.0]),
-            seed=i,
-            max_tokens=rng.choice([1, 2, 5, 17, 30]),
-            n=rng.choice([1, 1, 3]),
-            stop_token_ids=[rng.randrange(256) for _ in range(rng.choice([0, 6]))],
-            logprobs=2 if i == 5 or rng.random() < 0.1 else None,
-            ignore_eos=rng.random() < 0.5,
-        )
-        prompt = stem[: rng.randrange(31)] + [rng.randrange(250) for _ in range(1 + i)]
-        requests.append(engine.add_request(prompt, params))
-        for _ in range(rng.choice([0, 0, 1, 4, 9])):
-            engine.step()
-            engine.cache.check()
-    finish(engine)
-    return requests
-
-
-@pytest.mark.parametrize("cache", ["radix", "hash-block", "none"])
-@pytest.mark.parametrize(
-    ("page_size", "num_pages", "max_num_seqs"), [(16, 512, 64), (4, 512, 3), (4, 24, 64)]
-)
-def test_tokens_are_the_same_as_step_by_step(path, cache, page_size, num_pages, max_num_seqs):
-    options = {
-        "cache": cache, "page_size": page_size, "num_pages": num_pages,
-        "max_num_seqs": max_num_seqs,
-    }  # fmt: skip
-    one, other = (
-        mixed_requests(engine, random.Random(SEED))
-        for engine in (make_engine(path, ahead=flag, **options) for flag in (False, True))
-    )
-    assert generated(one) == generated(other)
-    for mine, yours in zip(one, other, strict=True):
-        for a, b in zip(mine.sequences, yours.sequences, strict=True):
-            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
-            assert len(a.logprobs) == len(b.logprobs)
-            for these, those in zip(a.logprobs, b.logprobs, strict=True):
-                assert these == pytest.approx(those, abs=1e-4)
-
-
-def test_sequences_preempted_for_want_of_pages_go_on_with_the_same_tokens(path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    prompts = [[10 * i + j for j in range(20)] for i in range(5)]  # 13 pages each in the end
-    roomy = engines.run(make_engine(path, ahead=False, page_size=4), prompts, params)
-    engine = make_engine(path, ahead=True, page_size=4, num_pages=24)
-    requests = engines.run(engine, prompts, params)
-    assert any(sequence.preemptions for request in requests for sequence in request.sequences)
-    assert generated(requests) == generated(roomy)
-    assert_no_page_is_lost(engine)
-
-
-def test_decodes_run_ahead_and_prefills_do_not(path) -> None:
-    engine = make_engine(path, ahead=True)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    first = engine.add_request([1, 2, 3], params)
-    engine.step()
-    assert engine._ahead is not None and len(first.sequences[0].generated) == 1
-    engine.add_request([4, 5, 6], params)
-    engine.step()  # the second one waits: no further step is launched without it
-    assert engine._ahead is None
-    engine.step()
-    assert engine._ahead is not None and len(engine._ahead.sequences) == 2
-    finish(engine)
-    assert engine._ahead is None or not engine._ahead.sequences
-    assert_no_page_is_lost(engine)
 
 
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:
     """An engine whose model says token 7 at once, whatever it is given."""
-    engine = make_engine(path, ahead=True, **options)
+    engine = engines.make_engine(path, **options)
+    engine._runs_ahead = True
     logits = torch.zeros(64, engine.model.vocab_size).index_fill_(1, torch.tensor([7]), 1.0)
     monkeypatch.setattr(
         engine.model, "forward", lambda tokens, batch, rows, pool: logits[: len(rows)]
@@ -174,55 +94,4 @@ def test_out_of_pages_ahead_ends_the_run_ahead_and_puts_the_newest_back(path, mo
     share_that_ran_ahead(engine)
     assert [len(r.sequences[0].generated) for r in requests] == [100] * 3
     assert not requests[0].sequences[0].preemptions and requests[2].sequences[0].preemptions
-    assert_no_page_is_lost(engine)
-
-
-def test_an_abort_while_a_step_is_under_way_loses_no_page(path) -> None:
-    rng = random.Random(SEED)
-    engine = make_engine(path, ahead=True, page_size=4, num_pages=128)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for _ in range(20):
-        requests = [
-            engine.add_request([rng.randrange(250) for _ in range(rng.randrange(1, 20))], params)
-            for _ in range(3)
-        ]
-        for _ in range(rng.randrange(1, 8)):
-            engine.step()
-        engine.abort(requests[0])
-        engine.cache.check()
-        for _ in range(rng.randrange(1, 8)):
-            engine.step()
-            engine.cache.check()
-        for request in requests:
-            engine.abort(request)
-        assert not engine.has_work
-        assert not requests[0].sequences[0].lease
-    engine.cache.check()
-    assert_no_page_is_lost(engine)
-
-
-def test_a_launch_that_fails_is_repeated_with_the_same_tokens(path, monkeypatch) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompts = [[1, 2, 3], [4, 5, 6, 7], [1, 2, 9]]
-    calm = engines.run(make_engine(path, ahead=False), prompts, params)
-    engine = make_engine(path, ahead=True)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    forward, calls = engine.model.forward, []
-
-    def flaky(*args):
-        calls.append(1)
-        if len(calls) % 4 == 0:
-            raise RuntimeError("out of luck")
-        return forward(*args)
-
-    monkeypatch.setattr(engine.model, "forward", flaky)
-    failures = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except RuntimeError:
-            failures += 1
-            assert engine._ahead is None
-        engine.cache.check()
-    assert failures and generated(requests) == generated(calm)
     assert_no_page_is_lost(engine)

@@ -6,16 +6,14 @@ import random
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-import numpy as np
 import pytest
 import torch
 
 from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling import prompt_logprobs
-from radixcache.runtime.sampling.prompt_logprobs import SCORE, ScoredPrompts
+from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from tests.cover import covering, seeds
 from tests.engines import (
     assert_no_page_is_lost,
@@ -25,9 +23,11 @@ from tests.engines import (
     paged_model,
     plain_greedy,
     plain_model,
+    prompts,
     run,
 )
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.traffic import Asked, play
 
 SEED = 20_261_121
 NEW_TOKENS = 5
@@ -43,11 +43,6 @@ def scoring(count: int = 3, **options: Any) -> SamplingParams:
 ONLY_SCORE = scoring(max_tokens=0)
 
 
-@pytest.fixture(autouse=True)
-def print_the_seed() -> None:
-    print(f"seed {SEED}")
-
-
 @pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=SEED)
@@ -55,23 +50,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text(length: int, rng: random.Random) -> list[int]:
     return [rng.randrange(250) for _ in range(length)]
-
-
-@cache
-def prompts() -> list[list[int]]:
-    """Prompts that share stems, end inside others, repeat, and branch in mid-page."""
-    rng = random.Random(SEED)
-    stem, other = text(37, rng), text(21, rng)
-    return [
-        stem + text(9, rng),
-        stem[:30] + text(5, rng),
-        stem[:30],
-        other + stem,
-        other + stem,
-        stem + text(3, rng),
-        text(1, rng),
-        text(2, rng),
-    ]
 
 
 @cache
@@ -103,10 +81,16 @@ def assert_scored(path: Path, request: Request) -> None:
             assert not likeliest
 
 
-@covering(page_size=[1, 4, 16], chunk=[8, 64], mode=["radix", "hash-block", "none"])
+@covering(
+    family=["llama", "qwen3", "gemma3_text"],
+    page_size=[1, 4, 16],
+    chunk=[8, 64],
+    mode=["radix", "hash-block", "none"],
+)
 def test_scores_equal_plain_transformers_cold_and_warm_among_other_requests(
-    path: Path, page_size: int, chunk: int, mode: str
+    tmp_path: Path, family: str, page_size: int, chunk: int, mode: str
 ) -> None:
+    path = tiny_model(family, tmp_path / family, seed=SEED)
     engine = make_engine(path, mode, page_size, max_num_batched_tokens=chunk)
     for _ in range(2):
         requests = [
@@ -129,14 +113,6 @@ def test_scores_equal_plain_transformers_cold_and_warm_among_other_requests(
             if len(request.prompt_token_ids) > page_size + 1
         )
     assert_no_page_is_lost(engine)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_other_families_are_scored_too(tmp_path: Path, family: str) -> None:
-    path = tiny_model(family, tmp_path / family, seed=SEED)
-    engine = make_engine(path, page_size=4, max_num_batched_tokens=16)
-    for request in run(engine, prompts(), ONLY_SCORE) + run(engine, prompts(), ONLY_SCORE):
-        assert_scored(path, request)
 
 
 def test_what_was_scored_is_computed_once(path: Path) -> None:
@@ -203,38 +179,6 @@ def test_n_completions_score_the_prompt_once(path: Path) -> None:
     assert [c.finish_reason for c in only.output().outputs] == ["length"] * 3
 
 
-@pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_requests_preempted_while_they_are_scored_get_the_same_scores(
-    path: Path, mode: str, page_size: int
-) -> None:
-    longest = max(map(len, prompts())) + NEW_TOKENS
-    half_scored = 0
-    for chunk in (7, 12, 20):
-        engine = make_engine(path, mode, page_size, -(-longest // page_size) + 3, chunk)
-        preempted = engine.scheduler._preempt
-
-        def spy(sequence: Any, preempted: Any = preempted) -> None:
-            nonlocal half_scored
-            half_scored += sequence.scoring is not None and sequence.num_computed > 0
-            preempted(sequence)
-
-        engine.scheduler._preempt = spy  # type: ignore[method-assign]
-        requests = []
-        for prompt in prompts():
-            requests += [engine.add_request(prompt, params) for params in (scoring(), GREEDY)]
-            engine.step()
-        finish(engine)
-        for request in requests:
-            assert request.error is None
-            wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
-            assert generated([request])[0][0] == wanted
-            if request.params is not GREEDY:
-                assert_scored(path, request)
-        assert_no_page_is_lost(engine)
-    assert half_scored > 0
-
-
 @seeds(SEED, 4)
 @pytest.mark.parametrize(
     "mode", ["radix", "hash-block", pytest.param("none", marks=pytest.mark.exhaustive)]
@@ -243,55 +187,32 @@ def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
     path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
 ) -> None:
     rng = random.Random(seed)
-    engine = make_engine(path, mode, page_size=4, num_pages=60, max_num_batched_tokens=20)
-    small = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
-    engine._scored = small
-    forward, score = engine.model.forward, prompt_logprobs._score
-
-    def flaky(*args: Any) -> torch.Tensor:
-        if rng.random() < 0.1:
-            raise RuntimeError("device lost")
-        logits = forward(*args)
-        if rng.random() < 0.05:
-            raise RuntimeError("device lost too late")
-        return logits
+    engine = make_engine(path, mode, page_size=4, num_pages=26, max_num_batched_tokens=20)
+    engine._scored = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
+    score = prompt_logprobs._score
 
     def flaky_score(*args: Any) -> Any:
         if rng.random() < 0.05:
             raise RuntimeError("no memory for scores")
         return score(*args)
 
-    monkeypatch.setattr(engine.model, "forward", flaky)
     monkeypatch.setattr(prompt_logprobs, "_score", flaky_score)
-    live: list[Request] = []
-    failures = finished = 0
-    for _ in range(300):
-        if rng.random() < 0.3:
-            known = rng.choice(prompts())
-            prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)
-            params = rng.choice([GREEDY, ONLY_SCORE, scoring(0), scoring(5), scoring(n=2)])
-            live.append(engine.add_request(prompt, params, namespace=rng.choice([None, "salt"])))
-        if live and rng.random() < 0.05:
-            engine.abort(live.pop(rng.randrange(len(live))))
-        try:
-            engine.step()
-        except RuntimeError:
-            failures += 1
-        engine.cache.check()
-        small.tree.check()
-        for request in [r for r in live if r.finished]:
-            prompt = request.prompt_token_ids.tolist()
-            max_tokens = request.params.max_tokens or 0
-            wanted = plain_greedy(path, prompt, NEW_TOKENS)[:max_tokens]
-            assert generated([request])[0] == [wanted] * request.params.n
-            if request.params is not GREEDY:
-                assert_scored(path, request)
-            live.remove(request)
-            finished += 1
-    for request in live:
-        engine.abort(request)
-    assert failures > 10 and finished > 50
-    assert_no_page_is_lost(engine)
+
+    def ask(_: object) -> Asked:
+        known = rng.choice(prompts())
+        prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)
+        params = rng.choice([GREEDY, ONLY_SCORE, scoring(0), scoring(5), scoring(n=2)])
+        return prompt, params, rng.choice([None, "salt"])
+
+    def verify(request: Request) -> None:
+        engine._scored.tree.check()
+        wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
+        assert generated([request])[0] == [wanted[: request.params.max_tokens]] * request.params.n
+        if request.params is not GREEDY:
+            assert_scored(path, request)
+
+    seen = play(engine, rng, 80, ask, verify, arrivals=0.3)
+    assert seen["failures"] > 10 and seen["preempted"]
 
 
 @pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])
@@ -356,24 +277,6 @@ def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
     assert longest == 64  # the others are not held back
 
 
-def test_requests_that_ask_for_none_get_logits_for_their_last_token_only(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(path, page_size=4, max_num_batched_tokens=16)
-    forward = engine.model.forward
-    rows_of_steps = []
-
-    def spy(tokens: Any, batch: Any, rows: Any, pool: Any) -> torch.Tensor:
-        rows_of_steps.append(len(rows))
-        return forward(tokens, batch, rows, pool)
-
-    monkeypatch.setattr(engine.model, "forward", spy)
-    requests = run(engine, prompts(), GREEDY)
-    kept = engine.scheduler.kept
-    assert kept is not None and kept.num_used == 1  # one prompt is there twice
-    assert sum(rows_of_steps) + 1 == sum(len(tokens) for (tokens,) in generated(requests))
-
-
 def test_a_stream_tells_the_scores_as_soon_as_all_are_known() -> None:
     llm = LLM(kv_cache_memory_bytes="16MiB", max_num_batched_tokens=8)
     prompt = prompts()[0]
@@ -393,52 +296,6 @@ def test_an_aborted_request_has_no_half_of_its_scores(path: Path) -> None:
     engine.abort(request)
     assert request.output().finished and request.output().prompt_logprobs is None
     assert_no_page_is_lost(engine)
-
-
-@pytest.mark.parametrize(
-    ("params", "sentence"),
-    [
-        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20, not -1"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens must be at least 0, not -1"),
-    ],
-)
-def test_bad_parameters_are_told_in_one_sentence(params: dict[str, int], sentence: str) -> None:
-    with pytest.raises(InvalidRequest, match=sentence):
-        SamplingParams(**params)  # type: ignore[arg-type]
-
-
-def test_scored_prompts_keep_to_their_size_and_drop_what_was_used_longest_ago() -> None:
-    """Each prefix has scores of its own, told by a number that depends on all of it."""
-    rng = random.Random(SEED)
-    known = ScoredPrompts(vocab_size=5, num_tokens=64)
-    assert known.width == 6
-
-    def scores_of(tokens: np.ndarray) -> np.ndarray:
-        scores = np.zeros((len(tokens), known.width), SCORE)
-        scores["token"] = tokens[:, None]
-        scores["logprob"] = [
-            [crc32(tokens[: i + 1].tobytes()) % 10_000] for i in range(len(tokens))
-        ]
-        return scores
-
-    favourite = np.array(text(20, rng), np.int32)
-    found = 0
-    for _ in range(300):
-        stem = favourite[: rng.choice([0, 5, 20])]
-        tokens = np.concatenate((stem, np.array(text(rng.randint(1, 80), rng), np.int32)))
-        for prompt in (favourite, tokens):
-            known.store(prompt, None, scores_of(prompt))
-            known.tree.check()
-        longer = np.append(tokens, np.int32(0))
-        got = known.find(longer, None)
-        assert len(got) == min(len(tokens), 64)
-        assert np.array_equal(got, scores_of(tokens)[:64])
-        assert len(known.find(longer, "other namespace")) == 0
-        found += len(known.find(favourite, None)) == len(favourite)
-    assert found > 100  # what is used often stays, where it fits
-    assert known.tree.pool.num_pages == 64
 
 
 def test_the_scores_of_a_vocabulary_smaller_than_20_tokens_are_all_of_it(tmp_path: Path) -> None:

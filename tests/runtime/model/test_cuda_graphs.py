@@ -19,7 +19,7 @@ from radixcache.runtime.engine import build, engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model import cuda_graphs as decode_graphs
 from radixcache.runtime.model import kv_pool
-from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, batch_sizes, pad
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines
@@ -51,34 +51,6 @@ def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
     """Batch sizes that were captured, without shared prefixes and with them."""
     assert made._graphs is not None
     return {key for key, replay in made._graphs._replays.items() if replay is not None}
-
-
-def test_sizes_grow_and_end_with_the_largest_batch() -> None:
-    assert batch_sizes(1) == [1] and batch_sizes(3) == [1, 2, 3]
-    assert batch_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert batch_sizes(256) == [*batch_sizes(64), 96, 128, 160, 192, 224, 256]
-    for largest in range(1, 257):
-        sizes = batch_sizes(largest)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == largest
-        for count in range(1, largest + 1):  # a third of the rows is wasted at most, or 8 rows
-            size = next(size for size in sizes if size >= count)
-            assert size - count <= max(7, 31 if size > 64 else 0)
-
-
-def test_filling_rows_stand_on_the_spare_page() -> None:
-    batch = PagedBatch(
-        np.arange(4, dtype=np.int32),
-        np.array([0, 2, 3, 6], np.int32),
-        np.arange(6, dtype=np.int32),
-        np.array([1, 4, 2], np.int32),
-        4,
-    )
-    padded = pad(batch, 5, 99)
-    assert padded.qo_indptr.tolist() == [0, 1, 2, 3, 4, 5]
-    assert padded.kv_indptr.tolist() == [0, 2, 3, 6, 7, 8]
-    assert padded.kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 99, 99]
-    assert padded.kv_lens.tolist() == [5, 4, 10, 1, 1]
-    assert padded.slots().tolist()[3:] == [396, 396]
 
 
 @covering(family=["llama", "qwen3", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
@@ -132,21 +104,6 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     assert max(grouped) == 2
     assert gpu.kernels.calls["merge"]
     assert (16, True) in graphs_of(made)  # eleven rows, filled up
-
-
-def test_completions_of_one_prompt_share_it(folders, gpu, monkeypatch) -> None:
-    monkeypatch.setattr(
-        engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16)
-    )
-    prompt = np.random.default_rng(8).integers(0, 256, 61).tolist()
-    params = SamplingParams(n=6, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
-    made = engines.make_engine(folders["llama"], page_size=4)
-    gpu.kernels.calls.clear()
-    tokens = generated(run(made, [prompt], params))
-    assert bool(gpu.kernels.calls["merge"])
-    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: (range(len(tables)), ()))
-    again = engines.make_engine(folders["llama"], page_size=4)
-    assert generated(run(again, [prompt], params)) == tokens
 
 
 def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> None:
@@ -262,41 +219,6 @@ def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
     logits = seqs * 260 * (4 * 7 + 4)  # float32, with the sampler's; the model's own
     kept = 64 << 20  # logits at the ends of prompts
     assert beside == [8 * 2**20 * wrappers + 4 * fixed + graphs + logits + kept]
-
-
-def test_captures_that_fail_at_the_start_are_told_once(folders, gpu, monkeypatch, caplog) -> None:
-    computes = CudaGraphRunner._compute
-
-    def fail(self, *inputs):
-        if gpu.device.capturing is not None and len(inputs[0]) > 2:
-            raise RuntimeError("out of memory")
-        return computes(self, *inputs)
-
-    monkeypatch.setattr(CudaGraphRunner, "_compute", fail)
-    made = engines.make_engine(folders["llama"], max_num_seqs=8)
-    made.capture_graphs()
-    assert graphs_of(made) == {(2, False), (1, False)}
-    (record,) = caplog.records
-    assert record.getMessage().endswith("without a CUDA graph: out of memory")
-    prompts = [[i, 3, 4] for i in range(5)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    requests = run(made, prompts, params)
-    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
-
-
-def test_a_graph_writes_its_logits_once_as_float32(folders, gpu) -> None:
-    model = load_model(folders["llama"], device="cuda", dtype="bfloat16")
-    graphs = CudaGraphRunner(model, model.allocate(8, 4), 1)
-    batch = PagedBatch(
-        np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
-        np.array([2], np.int32), 4,
-    )  # fmt: skip
-    gpu.device.ops.clear()
-    logits = graphs.run(np.array([5], np.int32), batch)
-    assert logits is not None and logits.dtype == torch.float32
-    assert gpu.device.ops[-2:] == ["mm", "copy_"]  # the end of the capture
-    plain = model.forward(np.array([5]), batch, np.array([0]), model.allocate(8, 4))
-    assert plain.dtype == torch.float32 and torch.equal(logits.cpu(), plain.cpu())
 
 
 def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:

@@ -23,7 +23,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import base as operations
-from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct, join
+from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct
 from radixcache.runtime.model.operations.native import NativeOperations
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.models import EOS, NUM_LAYERS, tiny_model
@@ -360,22 +360,6 @@ def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog
     assert "come out wrong" in caplog.text
 
 
-def test_the_last_layer_ends_with_the_rows_whose_logits_are_wanted(qwen, monkeypatch) -> None:
-    model = load_model(qwen, device="cpu", attention=TorchBackend(torch.device("cpu")))
-    rows: list[int] = []
-    gated = operations.Operations.gated
-
-    def count(self: Operations, x: torch.Tensor, weights: Any) -> torch.Tensor:
-        rows.append(len(x))
-        return gated(self, x, weights)
-
-    monkeypatch.setattr(operations.Operations, "gated", count)
-    pool = model.allocate(4, 4)
-    for wanted in ([6], []):
-        model.forward(np.arange(7), one_sequence(7), np.array(wanted, np.int64), pool)
-    assert rows == [7] * (NUM_LAYERS - 1) + [1] + [7] * (NUM_LAYERS - 1)
-
-
 def one_sequence(count: int) -> PagedBatch:
     return PagedBatch.of([np.array([3, 1, 0, 2], np.int32)], [count], [count], 4)
 
@@ -426,27 +410,6 @@ def test_a_step_of_many_rows_gives_what_steps_of_few_give(qwen, backend, monkeyp
     assert relative_error(outs[:1], outs[1:]) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_embedding_is_that_of_the_checkpoint(dtype, tied, tmp_path, monkeypatch) -> None:
-    """It may be read from the output layer."""
-    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=tied)
-    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    made: list[Any] = []
-    for kind in (Operations, NativeOperations):
-
-        def watch(self: Any, weights: Loaded, loaded: Any = kind.loaded) -> None:
-            made.append(weights.embedding)
-            loaded(self, weights)
-
-        monkeypatch.setattr(kind, "loaded", watch)
-    load_model(folder, device="cpu", dtype=dtype)
-    ids = torch.arange(len(weight))
-    wanted = weight.to(getattr(torch, dtype))
-    got = made[-1].rows(ids, wanted.dtype) if problem() is None else made[-1](ids)
-    assert torch.equal(got.to(wanted.dtype), wanted)
-
-
 @needs_native
 def test_weights_stored_in_bfloat16_take_half_the_memory_in_float32(qwen, tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
@@ -464,17 +427,3 @@ def test_weights_stored_in_bfloat16_take_half_the_memory_in_float32(qwen, tmp_pa
         for m in (narrow, wide)
     ]
     assert torch.equal(*logits)
-
-
-def test_weights_side_by_side_are_joined_without_a_copy() -> None:
-    whole = torch.randn(9, 4)
-    first, second, third = whole.split([2, 3, 4])
-    joined = join([first, second, third])
-    assert torch.equal(joined, whole) and joined.data_ptr() == whole.data_ptr()
-    assert join([second, third]).data_ptr() == second.data_ptr()
-    for parts in ([second, first], [first, third], [first[:, :2], second[:, :2]]):
-        copied = join(list(parts))
-        assert torch.equal(copied, torch.cat(list(parts)))
-        assert copied.data_ptr() not in {part.data_ptr() for part in parts}
-    biases = torch.randn(6)
-    assert join([biases[:2], biases[2:]]).data_ptr() == biases.data_ptr()

@@ -30,7 +30,6 @@ from tests.gguf_files import (
     gguf_bytes,
     metadata_of,
     random_blocks,
-    value_of,
     write_folder,
     write_model,
 )
@@ -481,10 +480,6 @@ def test_long_arrays_of_a_hostile_file_are_not_read_until_asked_for(path):
     raw = struct.pack("<IQ", 7, count) + bytes(count)
     path.write_bytes(gguf_bytes({"a": (9, raw)}))
     assert GGUFFile(path).metadata["a"].length == count
-
-
-def test_value_of_writes_what_the_format_says():
-    assert value_of([1, 2]) == struct.pack("<IIQII", 9, 4, 2, 1, 2)
 
 
 @pytest.mark.skipif("RADIXCACHE_GGUF" not in os.environ, reason="needs a file to try")

@@ -169,29 +169,16 @@ def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 32,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
+    "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 32, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 PER_LAYER = {
-    "global_head_dim": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "num_kv_shared_layers": 0,
-    "sliding_window": 11,
-    "num_hidden_layers": 3,
+    "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_hidden_layers": 3,
+    "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 0, "sliding_window": 11,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -411,19 +398,6 @@ def test_bfloat16_follows_float32(family, layers, tmp_path) -> None:
     assert all(rows.dtype == torch.float32 for rows in got)
     difference = (torch.cat(got) - torch.cat(plain)).abs().mean()
     assert difference < 0.04 * torch.cat(plain).abs().mean()
-
-
-def test_only_the_logits_asked_for_are_computed(llama) -> None:
-    model = load_model(llama, device="cpu")
-    pool = model.allocate(4, 4)
-    one = np.array([0, 7], np.int32), np.array([0, 2], np.int32), np.array([3, 1], np.int32)
-    batch = PagedBatch(*one, np.array([3], np.int32), 4)
-    tokens = np.arange(7)
-    every = model.forward(tokens, batch, np.arange(7), pool)
-    some = model.forward(tokens, batch, np.array([1, 6]), pool)
-    none = model.forward(tokens, batch, np.array([], dtype=np.int64), pool)
-    torch.testing.assert_close(some, every[[1, 6]])
-    assert none.shape == (0, VOCAB_SIZE)
 
 
 def test_facts_of_a_model(llama) -> None:

@@ -251,14 +251,6 @@ def test_an_idle_model_that_loses_a_rank_is_not_alive(tmp_path: Path) -> None:
             llm.generate([[1, 2, 3]])
 
 
-@pytest.mark.exhaustive
-def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
-        with pytest.raises(RanksLost, match="rank"), ranks_of(llm).together("forward", 1):
-            raise RuntimeError("out of memory")
-        assert not is_running(ranks_of(llm)._processes[0].pid)
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("place", ["join", "load_stock"])  # before all have met, and after
 def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(

@@ -9,13 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixcache.runtime.model.system_memory import HUGE, _merge, give_back, use_huge_pages
-
-
-def test_neighbours_are_taken_together() -> None:
-    blocks = [(5 * HUGE, HUGE), (0, 10), (HUGE, HUGE), (2 * HUGE, 7), (HUGE, 3)]
-    assert _merge(blocks) == [(0, 2 * HUGE + 7), (5 * HUGE, 6 * HUGE)]
-    assert _merge([]) == []
+from radixcache.runtime.model.system_memory import HUGE, give_back, use_huge_pages
 
 
 def test_contents_stay_and_no_more_than_the_blocks_moves() -> None:

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
 from radixcache import LLM, SamplingParams
-from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.models import tiny_model
@@ -38,27 +37,12 @@ Kind = Callable[[], Backend]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 WORDS = [
-    *(
-        "The cats sat on the mat didn't they're ended cat end Ärger é 漢字 🙂 👩‍👩‍👧 \ufffd 1234567"
-    ).split(" "),
-    *(
-        " ",
-        "  ",
-        "   ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "\u00a0",
-        "...",
-        "<",
-        "<|",
-        "|>",
-        "user",
-        "ﬁ",
-        "e\u0301",
+    *"The cats sat on the mat didn't they're ended cat end Ärger é 漢字 🙂 👩‍👩‍👧 \ufffd".split(
+        " "
     ),
-    *("<think>", "<|mask|>", "<|strip|>", "<<|over", "er<|user|>", "</s>", "▁", "x", "."),
+    *"<think> <|mask|> <|strip|> <<|over er<|user|> </s> ▁ x . 1234567".split(" "),
+    *"... < <| |> user ﬁ e\u0301".split(" "),
+    *(" ", "  ", "   ", "\n", "\n\n", " \n ", "\t", "\u00a0"),
 ]
 
 
@@ -433,14 +417,6 @@ def drifting_model(folder: Path) -> Path:
     return folder
 
 
-def check_turn(llm: LLM, output: RequestOutput, seen: int) -> int:
-    """A turn prefills what is new and the last token of the answer before; returns its length."""
-    prompt, generated = output.prompt_token_ids, output.outputs[0].token_ids
-    assert output.metrics.prefilled_tokens == len(prompt) - seen
-    llm.cache.check()
-    return len(prompt) + len(generated) - 1
-
-
 def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Path) -> None:
     llm = LLM(drifting_model(tmp_path), page_size=4, kv_cache_memory_bytes="16MiB")
     tokenizer = llm.history.tokenizer
@@ -454,25 +430,11 @@ def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Pa
         (output,) = llm.chat(messages, params)
         answer = output.outputs[0]
         drifted += tokenizer.encode(answer.text, special=False) != answer.token_ids
-        seen = check_turn(llm, output, seen)
+        assert output.metrics.prefilled_tokens == len(output.prompt_token_ids) - seen
+        llm.cache.check()
+        seen = len(output.prompt_token_ids) + len(answer.token_ids) - 1
         messages.append({"role": "assistant", "content": answer.text})
     assert drifted > TURNS // 2, f"seed {SEED}"
-
-
-def test_each_turn_of_twenty_with_the_bundled_model_prefills_only_its_new_tokens() -> None:
-    llm = LLM(kv_cache_memory_bytes="64MiB")
-    names = ["Clara Frost", "Hugo Marsh", "Ines Vale", "Omar Lind"]
-    rows = "".join(f"| {i} | {name} | {30 + i} |\n" for i, name in enumerate(names))
-    messages = [{"role": "system", "content": f"| ID | Name | Age |\n|---|---|---|\n{rows}"}]
-    seen = 0
-    for turn in range(TURNS):
-        name = names[turn % len(names)]
-        messages.append({"role": "user", "content": f"How old is {name}?"})
-        (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))
-        seen = check_turn(llm, output, seen)
-        messages.append({"role": "assistant", "content": output.outputs[0].text})
-        assert len(llm.history._texts) == 1  # each turn takes the place of the one before
-        assert output.outputs[0].text == f"The age of {name} is {30 + turn % len(names)}."
 
 
 def test_a_long_text_holds_up_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""Random arrivals at an engine: requests, aborts, evictions and steps that fail."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from radixcache import SamplingParams
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from tests.engines import assert_no_page_is_lost
+
+Asked = tuple[list[int], SamplingParams, str | None]
+"""A prompt, what is asked of it, and its namespace."""
+
+
+def play(
+    engine: Engine,
+    rng: random.Random,
+    num_requests: int,
+    ask: Callable[[list[list[int]]], Asked],
+    verify: Callable[[Request], None],
+    *,
+    arrivals: float = 0.15,
+    failures: float = 0.1,
+) -> Counter[str]:
+    """Add `num_requests` and step to the end of all, with all checks after every step.
+
+    Args:
+        ask: draws a request, given the texts of the last ones that were finished.
+        verify: asserts that a finished request has got its answer.
+        arrivals: the chance that one request comes before a step, or five at once; one of five of
+            such steps aborts a request.
+        failures: the chance that a step fails, before the model has run or after.
+    """
+    live: list[Request] = []
+    texts: list[list[int]] = []
+    seen: Counter[str] = Counter()
+    forward = engine.model.forward
+
+    def flaky(*args: Any) -> Any:
+        fails = rng.random() < failures
+        if fails and rng.random() < 0.5:  # nothing is written
+            raise RuntimeError("device lost")
+        logits = forward(*args)
+        if fails:
+            raise RuntimeError("device lost")
+        return logits
+
+    engine.model.forward = flaky  # type: ignore[method-assign, assignment]
+    try:
+        while seen["asked"] < num_requests or live:
+            if rng.random() < arrivals:
+                for _ in range(min(rng.choice([1, 1, 5]), num_requests - seen["asked"])):
+                    prompt, params, namespace = ask(texts)
+                    live.append(engine.add_request(prompt, params, namespace=namespace))
+                    seen["asked"] += 1
+            if live and rng.random() < arrivals / 5:
+                engine.abort(live.pop(rng.randrange(len(live))))
+            if rng.random() < 0.02:
+                engine.cache.evict(rng.randrange(5))
+            if not engine.has_work and rng.random() < 0.05:
+                engine.reset_cache()
+            try:
+                engine.step()
+            except RuntimeError:
+                seen["failures"] += 1
+            engine.check()
+            for request in [request for request in live if request.finished]:
+                live.remove(request)
+                assert request.error is None, request.error
+                verify(request)
+                seen["finished"] += 1
+                seen["hits"] += request.output().num_cached_tokens > 0
+                texts = [*texts, request.sequences[0].tokens.tolist()][-12:]
+    finally:
+        engine.model.forward = forward  # type: ignore[method-assign]
+    seen["preempted"] = engine.scheduler.num_preemptions
+    assert_no_page_is_lost(engine)
+    return seen
