@@ -96,9 +96,15 @@ class LLM:
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
         size = format_memory(tokens * self.engine.model.bytes_per_token)
+        states, hybrid = self.engine.scheduler.states, ""
+        if states is not None:
+            count = states.index.num_slots
+            memory = format_memory(count * self.engine.model.bytes_per_state)
+            hybrid = f"; {count:,} recurrent states in {memory}"
+        context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
-            f"context {self.engine.max_model_len:,} tokens; KV memory {size} = {tokens:,} tokens",
+            f"{context}; KV memory {size} = {tokens:,} tokens{hybrid}",
             f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
             f"use, {threads} thread{'s' * (threads != 1)}",
         ]

@@ -63,7 +63,16 @@ def test_nothing_says_to_install_what_is_not_published() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["pages", "radix", "none", "block_hash", "free_queue", "hash_block", "runtime.engine.explain"],
+    [
+        "pages",
+        "states",
+        "radix",
+        "none",
+        "block_hash",
+        "free_queue",
+        "hash_block",
+        "runtime.engine.explain",
+    ],
 )
 def test_doctests(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"radixcache.{module}"))
@@ -96,7 +105,15 @@ def test_every_picture_is_shown() -> None:
     assert PICTURES and shown == set(PICTURES)
 
 
+def test_every_block_of_code_has_an_end() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^ *```(\w*)$", page.read_text(), re.MULTILINE)
+        assert len(fences) % 2 == 0, page.name
+        assert not any(fences[1::2]), f"{page.name}: a block begins within another"
+
+
 def anchors_of(page: Path) -> set[str]:
     """What GitHub calls the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

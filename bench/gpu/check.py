@@ -68,6 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="run nothing: merge what these hold into --out")  # fmt: skip
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(arguments)
+    try:
+        if not args.merge and not args.rehearse:
+            _find_device()
+    except NoDevice as error:
+        print(error, file=sys.stderr)
+        return CANNOT_RUN
     args.out.mkdir(parents=True, exist_ok=True)
     if args.section:
         return run_here(args)
@@ -132,9 +138,6 @@ def run_here(args: argparse.Namespace) -> int:
     try:
         with _place(args) as place:
             run_section(name, place, report)
-    except NoDevice as error:
-        print(error, file=sys.stderr)
-        return CANNOT_RUN
     finally:
         faulthandler.cancel_dump_traceback_later()
     return 0
@@ -155,15 +158,18 @@ def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
         rehearsal: Any = importlib.import_module("tests.bench.gpu.rehearsal")
         place: AbstractContextManager[Place] = rehearsal.rehearsal_place(args.out)
         return place
+    from radixcache.bench.gpu.place import gpu_place
+
+    return nullcontext(gpu_place(args.out, with_flashinfer=not args.torch))
+
+
+def _find_device() -> None:
     try:
         import torch
-
-        if not torch.cuda.is_available():
-            raise NoDevice("the GPU check cannot run here: no CUDA device is visible")
-        from radixcache.bench.gpu.place import gpu_place
     except ImportError as error:
         raise NoDevice(f"the GPU check cannot run here: {error}") from error
-    return nullcontext(gpu_place(args.out, with_flashinfer=not args.torch))
+    if not torch.cuda.is_available():
+        raise NoDevice("the GPU check cannot run here: no CUDA device is visible")
 
 
 def merge(out: Path, folders: Sequence[Path]) -> int:

@@ -51,7 +51,7 @@ class EngineArgs:
     )
     state_memory: int | str | None = setting(
         None,
-        "of the KV memory, for states of recurrent layers (a quarter)",
+        "for states of recurrent layers, out of the KV memory (a quarter of it)",
         metavar="SIZE",
         rule=_MEMORY,
     )

@@ -128,6 +128,8 @@ class Miss:
         if self.reason == "diverged":
             return self._describe_divergence(decode)
         where = f"{_tokens(len(self))} from token {self.start:,} on"
+        if self.reason == "no_state" and not self.start:
+            return f"no state: {where}, whose KV is cached, but no recurrent state is kept of them"
         return _SENTENCES[self.reason, self.in_flight].format(where)
 
     def _describe_divergence(self, decode: Decode | None) -> str:

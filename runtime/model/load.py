@@ -232,9 +232,9 @@ def load_stock(
 
     config = load_config(name_or_path)
     if exact and gate.is_recurrent(config):
-        raise gate.refusal(
-            config.model_type,
-            "exact mode is not for recurrent layers, which sum in blocks from where a chunk begins",
+        raise ModelError(
+            f"model type {config.model_type!r} cannot run in exact mode, but without it: recurrent "
+            "layers sum in blocks from wherever a chunk begins"
         )
     parallel: dict[str, Any] = {}
     if ranks > 1:

@@ -162,7 +162,7 @@ class TransformersModel(PagedModel):
         if count != len({layer for _, layer, _ in self._state_shapes}):
             raise gate.refusal(
                 model_type,
-                "its recurrent layers keep their states otherwise than transformers 5.23",
+                "its recurrent layers keep their states in a way of their own (as Mamba 1 does)",
             )
         self.bytes_per_state = bytes_per_state(self._state_shapes)
 

@@ -185,6 +185,7 @@ def row(name, status):
 """
             return [sys.executable, "-S", "-c", prelude + started[name]]
 
+        monkeypatch.setattr(check, "_find_device", lambda: None)
         monkeypatch.setattr(check, "command_of", command)
         code = check.main(["--out", str(tmp_path), *options])
         rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]

@@ -225,7 +225,7 @@ def test_a_failed_step_leaves_no_state_and_the_prompt_is_right_twice() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"exact": True}, "exact mode is not for recurrent layers"),
+        ({"exact": True}, "cannot run in exact mode, but without it: recurrent layers"),
         ({"state_memory": 10}, "a sequence takes two states of 1,536 bytes"),
         ({"state_memory": "1GB"}, "leave no room"),
         ({"state_memory": "lots"}, "state_memory must be an amount like 2GB"),
@@ -242,7 +242,7 @@ def test_a_model_that_keeps_states_in_its_own_way_is_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers_model, "replace_recurrent_layers", lambda model: 1)
-    with pytest.raises(ModelError, match="keep their states otherwise than transformers"):
+    with pytest.raises(ModelError, match="keep their states in a way of their own"):
         LLM(folder("lfm2"))
 
 
