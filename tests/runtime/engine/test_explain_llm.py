@@ -49,7 +49,11 @@ def test_each_reason_is_one_sentence() -> None:
             "same step"
         ),
         Miss("no_state", 0, 30, 32): (
-            "no state: 30 tokens from token 0 on, whose KV is cached, but the last recurrent state "
+            "no state: 30 tokens from token 0 on, whose KV is cached, but no recurrent state is "
+            "kept of them"
+        ),
+        Miss("no_state", 8, 30, 32): (
+            "no state: 22 tokens from token 8 on, whose KV is cached, but the last recurrent state "
             "is kept before them"
         ),
         Miss("caching_off", 0, 4, 9): "caching is off: 4 tokens from token 0 on, computed before",
