@@ -99,13 +99,13 @@ def test_without_flashinfer_the_torch_backend_is_measured(tmp_path, monkeypatch)
     assert found["speed"][name].status in ("met", "missed")
 
 
-def test_why_flashinfer_does_not_run_is_told_in_full(tmp_path) -> None:
+def test_why_flashinfer_does_not_run_is_told_in_full(tmp_path, monkeypatch) -> None:
     def breaks(*_: object) -> None:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
     def break_backend(place: Place) -> None:
         assert place.kernels is not None
-        vars(place.kernels[1])["FlashInferBackend"] = breaks
+        monkeypatch.setattr(place.kernels[1], "FlashInferBackend", breaks)
 
     row = run(tmp_path, "environment", prepare=break_backend)["environment"]["FlashInfer runs"]
     assert row.status == "FAIL" and "libcudart.so.13" in row.text
