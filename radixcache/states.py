@@ -135,7 +135,7 @@ class StateIndex:
 
     def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         """Length of the deepest one that the step being scheduled will have left."""
-        return self._deepest(tokens, namespace, limit)[1]
+        return self._deepest(tokens, namespace, limit)[1] if self._written else 0
 
     def release(self, checkpoint: Checkpoint) -> None:
         """Who has found this one does not go on from it after all."""

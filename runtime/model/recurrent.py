@@ -39,9 +39,9 @@ class StatePool:
             name: torch.zeros(num_slots, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in shapes.items()
         }
-
-    def of_layer(self, layer: int) -> dict[_Name, torch.Tensor]:
-        return {name: tensor for name, tensor in self.tensors.items() if name[1] == layer}
+        self.of_layer: dict[int, dict[_Name, torch.Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            self.of_layer.setdefault(name[1], {})[name] = tensor
 
 
 def bytes_per_state(shapes: StateShapes) -> int:
@@ -138,7 +138,7 @@ def _over_slots(forward: Callable[..., Any], cache: str, layer: int) -> Callable
             out: torch.Tensor = forward(hidden_states, *args, **options)
             return out
         options = {name: value for name, value in options.items() if name not in _DROPPED}
-        tensors, flat, parts = step.pool.of_layer(layer), hidden_states[0], []
+        tensors, flat, parts = step.pool.of_layer[layer], hidden_states[0], []
 
         def run(rows: torch.Tensor, states: Sequence[SequenceStates]) -> torch.Tensor:
             view = _States(tensors, states)

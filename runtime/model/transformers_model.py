@@ -144,7 +144,7 @@ class TransformersModel(PagedModel):
                 scale=call.kind.scale,
                 window=call.kind.window,
                 softcap=call.kind.softcap,
-                **({} if sinks is None else {"sinks": sinks}),
+                sinks=sinks,
             )
 
         with _serving(serve):
