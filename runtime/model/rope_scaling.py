@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
-
-from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing import TYPE_CHECKING, Any
 
 from radixcache.errors import ModelError
+
+if TYPE_CHECKING:  # importing them takes seconds, of which our own loop has no need
+    from transformers import PreTrainedModel
+    from transformers.configuration_utils import PreTrainedConfig
 
 _log = logging.getLogger("radixcache")
 
@@ -44,6 +44,8 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
                 kind,
             )
         return min(short, longest)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     length = max_model_len if kind == "dynamic" else short + 1
     modules: Iterable[Any] = model.modules()
     for module in modules:

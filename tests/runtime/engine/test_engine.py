@@ -98,7 +98,9 @@ def test_greedy_tokens_equal_plain_transformers_cold_and_warm_with_any_cache_and
             assert not any(request.prefilled_tokens for request in requests)
         preempted += engine.scheduler.num_preemptions
         assert_no_page_is_lost(engine)
-    assert bool(preempted) == (tight and concurrent)
+    assert not preempted or (tight and concurrent)
+    if tight and concurrent and chunk > 8:  # prompts in small chunks may come one by one
+        assert preempted
 
 
 @covering(

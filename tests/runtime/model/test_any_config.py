@@ -29,7 +29,7 @@ Settings = dict[str, Any]
 SEEDS = [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 158))]
 STEPS = [(13,), (1,), (30,), (1,)]
 PROMPT = 45
-"""Tokens: more than most windows, and than the length that RoPE was scaled from."""
+"""Tokens, as many as are allowed: more than most windows, and than RoPE was scaled from."""
 NONSENSE: tuple[Any, ...] = (
     None, 0, -1, 3, 4.0, "2", True, False, [], {}, [2, 2], {"full_attention": 1},
 )  # fmt: skip
@@ -162,7 +162,7 @@ def understood(settings: Settings) -> Architecture | None:
 def load(folder: Path, dtype: str) -> PagedModel | None:
     """None if it is refused, in one sentence."""
     try:
-        return load_model(folder, device="cpu", dtype=dtype)
+        return load_model(folder, device="cpu", dtype=dtype, max_model_len=PROMPT)
     except ModelError as error:
         if "\n" in str(error):
             raise
