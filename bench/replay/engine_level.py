@@ -19,11 +19,11 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.request import Sequence as RequestSequence
-from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.sampler import PendingStep, Sampler
 
 _CERTAIN = torch.finfo(torch.float32).max
 """A logit above all others; an infinite one is no number to the engine."""

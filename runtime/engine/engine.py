@@ -19,7 +19,6 @@ from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
 from radixcache.runtime.engine.output_processor import OutputProcessor
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
@@ -28,6 +27,7 @@ from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
+from radixcache.runtime.sampling.sampler import PendingStep, Sampler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

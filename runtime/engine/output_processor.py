@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from math import inf
 
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.sampling.grammar import GrammarError
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT
+from radixcache.runtime.sampling.sampler import PendingStep
 
 NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
 """Why a sequence fails."""

@@ -227,7 +227,7 @@ def load_stock(
     """
     report("importing transformers' layers")
     from radixcache.runtime.model.operations.exact import make_exact
-    from radixcache.runtime.model.row_parallel_linear import take_local
+    from radixcache.runtime.model.operations.row_parallel_linear import take_local
     from radixcache.runtime.model.transformers_model import TransformersModel
 
     config = load_config(name_or_path)

@@ -17,10 +17,10 @@ from radixcache import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from radixcache.runtime.engine import sampler
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.sampling import sampler
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost, finish

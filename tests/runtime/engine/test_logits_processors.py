@@ -16,9 +16,9 @@ from radixcache import InvalidRequest, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.output_processor import NOT_A_NUMBER
 from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.sampling.logits_processors import LogitsProcessors
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from tests import engines
 from tests.cover import covering

@@ -29,7 +29,7 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
-from radixcache.runtime.model import row_parallel_linear as local_linear
+from radixcache.runtime.model.operations import row_parallel_linear as local_linear
 from radixcache.runtime.model.operations.linear import NativeLinear
 from radixcache.runtime.model.parallel import load as parallel
 from radixcache.runtime.model.parallel import workers as ranks

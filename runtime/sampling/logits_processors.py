@@ -7,13 +7,17 @@ before: that one may not be known on the host yet.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.upload import send
-from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from radixcache.runtime.engine.request import Sequence
 
 
 class LogitsProcessors:
