@@ -16,6 +16,7 @@ from radixcache.lease import RadixLease as RadixLease
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
+from radixcache.tier import LowerTier
 from radixcache.tree import RadixTree
 
 
@@ -36,6 +37,8 @@ class RadixCache(PrefixCache):
     """
 
     full_prompt_hits = True
+    lower: LowerTier | None = None
+    """Where pages go that are evicted; None forgets them."""
 
     def __init__(self, pool: PagePool) -> None:
         self._clock = 0
@@ -49,6 +52,8 @@ class RadixCache(PrefixCache):
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
         self._pins = {}
+        if self.lower is not None:
+            self.lower.clear()
 
     # -- look-ups ------------------------------------------------------------------------------
 
@@ -291,6 +296,9 @@ class RadixCache(PrefixCache):
             end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
             self.stats.evicted_tokens += leaf.end - end
             self._emit_about(Evicted, leaf, end)
+            if self.lower is not None and self._tree.namespace_of(leaf) is None:
+                path = self._tree.path_tokens(leaf)
+                self.lower.demote(path, leaf.first_page + kept, leaf.pages[kept:])
             if kept:
                 freed += self.pool.drop(leaf.truncate(end))
             else:
@@ -465,6 +473,8 @@ class RadixCache(PrefixCache):
                 held[at.pages[: -(-end // self.page_size) - at.first_page]] = True
                 at = at.parent
         self._held.check(int(held.sum()))
+        if self.lower is not None:
+            self.lower.check()
         assert self._in_flight.keys() <= self._leases.keys()
         assert self._tree.in_flight.keys() <= set(self._tree), "a node in flight has gone"
         assert self._in_flight or not self._tree.in_flight, "in flight for nobody"

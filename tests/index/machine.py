@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixcache import (
@@ -22,6 +24,7 @@ from radixcache import (
     RadixCache,
     Stored,
 )
+from radixcache.tier import LowerTier
 from tests.index.model import (
     KV,
     NAMESPACES,
@@ -30,6 +33,7 @@ from tests.index.model import (
     Event,
     Model,
     Request,
+    Store,
     TreeModel,
     as_event,
     names_of,
@@ -43,11 +47,17 @@ MODELS: dict[Kind, type[Model]] = {
 }
 
 
+ENDLESS = 10_000
+"""Slots that hold all that a test evicts."""
+
+
 class Machine:
     """A cache, its model, and a KV memory that an engine would have.
 
     Args:
         counts: is told how often what happened.
+        slots: of a tier below the pool; one that holds all that is ever evicted loses nothing, in
+            others saves and loads fail at random.
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class Machine:
         num_pages: int,
         budget: int | None = None,
         counts: Counter[str] | None = None,
+        slots: int = 0,
     ) -> None:
         self.kind, self.page_size = kind, page_size
         self.pool = PagePool(num_pages, page_size)
@@ -78,6 +89,11 @@ class Machine:
         """Of each eviction, pages that were free before, and pages that it touched."""
         self.failing = False
         self.cache.events.append(self.hear)
+        self.store = Store(self.kv, None if slots >= ENDLESS else Random(0))
+        self.gone: set[tuple[int, ...]] = set()
+        """What was evicted into the tier."""
+        if slots and isinstance(self.cache, RadixCache):
+            self.cache.lower = LowerTier(slots, page_size, self.store)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -211,6 +227,45 @@ class Machine:
         self.cache.publish(self.leases[request], [], written=True)
         if not request.used:
             self.admit(request)
+
+    def load(self, request: Request) -> None:
+        """What the tier has of the prompt, in pages of the request's own."""
+        tier, start = self.lower, len(request.tokens)
+        if tier is None or request.namespace is not None or request in self.flight:
+            return
+        self.store.settle()
+        prompt = np.array(request.prompt[:-1], np.int32)
+        pages, end = tier.find(prompt, start)
+        first = start // self.page_size
+        names = names_of(None, request.prompt)
+        assert [page.slot for page in pages] == list(dict.fromkeys(page.slot for page in pages))
+        assert bool(pages) == (end > start) and len(pages) == -(-end // self.page_size) - (
+            first if pages else -(-end // self.page_size)
+        )
+        tier.begin_load(pages)
+        loads = bool(pages) and request.tokens == request.prompt[:start]
+        if self.store.fails is not None and self.store.fails.random() < 0.2 and pages:
+            pages[0].state, loads = "lost", False
+        if loads and self.make_room(request, end):
+            loaded = np.concatenate([self.store.slots[page.slot] for page in pages])
+            assert loaded[start % self.page_size :][: end - start].tolist() == names[start:end]
+            self.publish(request, request.prompt[start:end], True)
+            self.counts["loads"] += len(request.tokens) == end
+            self.counts["loads in mid-page"] += end % self.page_size > 0
+        tier.end_load(pages, loaded=loads)
+
+    @property
+    def lower(self) -> LowerTier | None:
+        return self.cache.lower if isinstance(self.cache, RadixCache) else None
+
+    def find_evicted(self) -> None:
+        """A tier with room for all has all that was evicted, but what the pool has."""
+        if self.lower is None or self.lower.num_slots < ENDLESS:
+            return
+        for path in self.gone:
+            tokens = np.array(path, np.int32)
+            written = self.model.written(None, path)
+            assert self.lower.find(tokens, written)[1] == len(path), "an evicted page is lost"
 
     def release(self, request: Request) -> bool:
         """The lease ends and content stays; refused while the step writes for it."""
@@ -358,6 +413,7 @@ class Machine:
         else:
             self.cache.reset()
             self.model.reset()
+            self.gone.clear()
             self.stats = CacheStats()
 
     def let_go(self) -> None:
@@ -390,6 +446,8 @@ class Machine:
         if isinstance(self.model, TreeModel):
             tokens = event.tokens.tolist()
             self.model.forget(event.namespace, tokens, event.start, self.failing)
+            if event.namespace is None and not self.failing:
+                self.gone.add(tuple(tokens))
         else:
             self.heard.append(as_event(event))
 
@@ -432,6 +490,7 @@ class Machine:
         """All that can be seen, after each call."""
         cache, model, size = self.cache, self.model, self.page_size
         cache.check()
+        self.find_evicted()
         assert self.heard == model.told
         self.heard.clear()
         model.told.clear()

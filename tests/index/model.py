@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import Cleared, Evicted, PageCopy, Stored
+from radixcache.tier import StoredPage
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")
 SENTINEL = 1_000_000
@@ -59,6 +61,32 @@ class KV:
         """What attention would read for positions [0, num_tokens)."""
         values: list[int] = self.slots[page_table].ravel()[:num_tokens].tolist()
         return values
+
+
+class Store:
+    """What a lower tier's store would do with bytes, for names: some slots are written only when
+    `settle` is called, or never."""
+
+    def __init__(self, kv: KV, fails: Random | None) -> None:
+        self.kv, self.fails = kv, fails
+        self.slots: dict[int, NDArray[np.int64]] = {}
+        self.late: list[StoredPage] = []
+
+    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+        for number, page in zip(pages, stored, strict=True):
+            self.slots[page.slot] = self.kv.slots[number].copy()
+            self.late.append(page)
+        if self.fails is None or self.fails.random() < 0.5:
+            self.settle()
+
+    def settle(self) -> None:
+        for page in self.late:
+            lost = self.fails is not None and self.fails.random() < 0.2
+            page.state = "lost" if lost else "stored"
+        self.late.clear()
+
+    def clear(self) -> None:
+        self.slots.clear()
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from radixcache import HashBlockCache, NoCache, RadixCache
-from tests.index.machine import MODELS, Kind, Machine
+from tests.index.machine import ENDLESS, MODELS, Kind, Machine
 from tests.index.model import NAMESPACES, Request
 
 MOST_REQUESTS, MOST_TOKENS = 5, 60
@@ -43,13 +43,16 @@ class Contract(RuleBasedStateMachine):
 
     kind: Kind = RadixCache
     page_size = 4
+    slots = 0
     counts: Counter[str]
     """How often what happened, in all examples together."""
 
     @initialize(num_tokens=st.sampled_from([24, 48, 96]), budget=st.sampled_from([None, 4, 99]))
     def start(self, num_tokens: int, budget: int | None) -> None:
         num_pages = max(6, num_tokens // self.page_size)
-        self.machine = Machine(self.kind, self.page_size, num_pages, budget, self.counts)
+        self.machine = Machine(
+            self.kind, self.page_size, num_pages, budget, self.counts, self.slots
+        )
         self.texts: list[tuple[Hashable, list[int]]] = [(None, [])]
 
     def spell(self, text: Text) -> list[int]:
@@ -97,7 +100,9 @@ class Contract(RuleBasedStateMachine):
         namespace, tokens = self.known(where)
         prompt = [*tokens, *self.spell(text)][:MOST_TOKENS] or [0]
         namespace = tenant or namespace
-        self.machine.acquire(namespace, prompt, resumed, include_last, leave=not leave)
+        request = self.machine.acquire(namespace, prompt, resumed, include_last, leave=not leave)
+        if leave:
+            self.machine.load(request)
         self.texts.append((namespace, prompt))
 
     @precondition(leased)
@@ -210,12 +215,14 @@ FEW, MANY = 150, 1000
 
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "slots"), [*((kind, 0) for kind in MODELS), (RadixCache, 5), (RadixCache, ENDLESS)]
+)
 def test_any_sequence_of_calls_keeps_the_contract(
-    kind: Kind, page_size: int, examples: int
+    kind: Kind, slots: int, page_size: int, examples: int
 ) -> None:
     """Of few examples always the same; of many new ones each time, and a failure is shrunk."""
-    members = {"kind": staticmethod(kind), "page_size": page_size}
+    members = {"kind": staticmethod(kind), "page_size": page_size, "slots": slots}
     counts = run_examples(
         type("Contract", (Contract,), members),
         max_examples=examples,
@@ -223,5 +230,6 @@ def test_any_sequence_of_calls_keeps_the_contract(
         phases=[Phase.generate] if examples == FEW else [Phase.generate, Phase.shrink],
     )
     corners = CORNERS[kind] | ({"copies"} if kind is RadixCache and page_size > 1 else set())
+    corners |= {"loads"} if slots else set()
     missed = [corner for corner in corners if not counts[corner]]
     assert not missed, f"the examples do not reach: {missed}"

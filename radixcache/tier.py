@@ -1,0 +1,251 @@
+"""A second tier below the pool: which slot of a slower store holds which evicted page.
+
+A page that leaves the radix tree is copied into a slot of the tier, and a prompt that goes on from
+what the tree holds finds it there. Pages are known by what they hold: a digest of all tokens up to
+their end. So nothing in the tree changes, and a page may be in both tiers: after a load, its copy
+stays, and is the first to be evicted, for the pool has it too. Then the two tiers together hold
+what one LRU cache of both sizes would, and a page that leaves the pool again is not written twice.
+
+As in the pool, slots are numbers: a `PageStore` copies the bytes. Other than `None`, namespaces
+stay out: what is salted is somebody's secret, and a store may outlive the process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, Protocol
+
+import numpy as np
+
+from radixcache.base import Tokens
+from radixcache.errors import InvalidRequest
+from radixcache.nodes import common_length
+from radixcache.pages import Pages, as_count
+
+_SIBLINGS = 64
+"""Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
+
+
+@dataclass(eq=False)
+class StoredPage:
+    """A page of the tier.
+
+    Attributes:
+        slot: where its bytes are.
+        parent: digest of all tokens before the page.
+        key: digest of all tokens up to its end.
+        tokens: [1 to page_size] int32, those that it holds.
+        state: "writing" until the store has its bytes, "lost" if it never will.
+        readers: loads under way; the slot stays as long.
+    """
+
+    slot: int
+    parent: bytes
+    key: bytes
+    tokens: Tokens
+    state: Literal["writing", "stored", "lost"] = "writing"
+    readers: int = 0
+
+
+class PageStore(Protocol):
+    """What copies bytes for a tier."""
+
+    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+        """Copy the bytes of `pages`, which may be overwritten when the call returns, into the slots
+        of `stored`. Sets their `state` when it is done, at once or from a thread. Saves of a slot
+        take effect in their order. Raises nothing."""
+
+    def clear(self) -> None:
+        """Nothing is in any slot."""
+
+
+class LowerTier:
+    """The slots of a store, and what is in them.
+
+    Args:
+        num_slots: pages that the store holds.
+        page_size: tokens of a page.
+        store: copies the bytes.
+    """
+
+    def __init__(self, num_slots: int, page_size: int, store: PageStore) -> None:
+        self.num_slots = as_count(num_slots, "the number of slots")
+        if self.num_slots < 1:
+            raise InvalidRequest("a tier has at least one slot")
+        self.page_size = page_size
+        self.store = store
+        self.num_evicted = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._free = [*range(self.num_slots)][::-1]
+        self._pages: dict[bytes, StoredPage] = {}
+        """By key."""
+        self._only: OrderedDict[bytes, StoredPage] = OrderedDict()
+        """Those that the pool does not hold, as far as is known; the least recently used first."""
+        self._copies: OrderedDict[bytes, StoredPage] = OrderedDict()
+        """Those that were loaded since they left the pool."""
+        self._children: dict[tuple[bytes, int], list[StoredPage]] = {}
+        """By parent and first token; the newest last."""
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all pages. O(pages)."""
+        return sum(len(page.tokens) for page in self._pages.values())
+
+    def find(self, tokens: Tokens, start: int) -> tuple[list[StoredPage], int]:
+        """The pages by which the tier goes on from the prefix of `start` tokens, and its length
+        then. The first page begins at or before `start`, and of the last one some tokens may be
+        others. Changes nothing. O(start + pages).
+        """
+        found: list[StoredPage] = []
+        if not self._pages:
+            return found, start
+        size, end = self.page_size, start
+        at = start // size * size
+        if (digest := self._digest_if_known(tokens, at)) is None:
+            return found, start
+        while at < len(tokens):
+            piece = tokens[at : at + size]
+            page, length = self._child(digest.digest(), piece)
+            if page is None or page.state != "stored" or at + length <= end:
+                break
+            found.append(page)
+            at, end = at + size, at + length
+            if length < size:
+                break
+            digest.update(piece.tobytes())
+        return found, end
+
+    def _digest_if_known(self, tokens: Tokens, at: int) -> blake2b | None:
+        digest = blake2b(tokens[:at].tobytes(), digest_size=16)
+        follows = at < len(tokens) and (digest.digest(), tokens.item(at)) in self._children
+        return digest if follows else None
+
+    def _child(self, parent: bytes, piece: Tokens) -> tuple[StoredPage | None, int]:
+        """The page after `parent` that begins with most of `piece`, and with how many tokens."""
+        best, length = None, 0
+        siblings = self._children.get((parent, piece.item(0)), ())
+        for page in reversed(siblings[-_SIBLINGS:]):
+            count = min(len(page.tokens), len(piece))
+            same = common_length(page.tokens[:count], piece[:count])
+            if same > length and page.state != "lost":
+                best, length = page, same
+                if same == len(piece):
+                    break
+        return best, length
+
+    def begin_load(self, pages: Iterable[StoredPage]) -> None:
+        """These are being read: their slots stay until `end_load`."""
+        for page in pages:
+            page.readers += 1
+
+    def end_load(self, pages: Iterable[StoredPage], *, loaded: bool) -> None:
+        """The reading has ended; if they were `loaded`, the pool holds these pages as well."""
+        for page in reversed([*pages]):  # so that what follows goes before what it follows
+            page.readers -= 1
+            if self._pages.get(page.key) is not page:
+                continue
+            if page.state == "lost":
+                self._drop(page)
+            elif loaded:
+                self._order_of(page).pop(page.key)
+                self._copies[page.key] = page
+
+    def demote(self, tokens: Tokens, first: int, pages: Pages) -> None:
+        """Pages leave the pool: `pages` from index `first` of the page table of the prefix
+        `tokens`. O(tokens)."""
+        size = self.page_size
+        digest = blake2b(tokens[: first * size].tobytes(), digest_size=16)
+        gone: list[tuple[int, StoredPage]] = []
+        for index, number in enumerate(pages.tolist(), first):
+            piece = tokens[index * size : (index + 1) * size].copy()
+            parent = digest.digest()
+            digest.update(piece.tobytes())
+            gone.append((number, StoredPage(-1, parent, digest.digest(), piece)))
+        new = []
+        for number, page in reversed(gone):  # so that what follows goes before what it follows
+            there, length = self._child(page.parent, page.tokens)
+            if there is not None and length == len(page.tokens):
+                self._order_of(there).pop(there.key)
+                self._only[there.key] = there
+            elif self._add(page):
+                new.append((number, page))
+                if there is not None and self._pages.get(there.key) is there:
+                    if length == len(there.tokens) and not there.readers:
+                        self._drop(there)  # all of it is in the new one
+        new = [(number, page) for number, page in new if self._pages.get(page.key) is page]
+        if new:
+            numbers, stored = zip(*new, strict=True)
+            self.store.save(numbers, stored)
+
+    def restore(self, pages: Iterable[StoredPage]) -> None:
+        """Take in what the store holds from before, least recently used first."""
+        taken = set()
+        for page in pages:
+            self._insert(page)
+            taken.add(page.slot)
+        self._free = [slot for slot in range(self.num_slots) if slot not in taken][::-1]
+
+    def in_order(self) -> list[StoredPage]:
+        """All pages, the next to be evicted first."""
+        return [*self._copies.values(), *self._only.values()]
+
+    def clear(self) -> None:
+        """Forget all pages; those that are being read are read in vain."""
+        self._forget()
+        self.store.clear()
+
+    def _add(self, page: StoredPage) -> bool:
+        """Give `page` a slot, if there is one that nobody reads."""
+        if page.key in self._pages:  # which was lost
+            if self._pages[page.key].readers:
+                return False
+            self._drop(self._pages[page.key])
+        if not self._free:
+            orders = (self._copies, self._only)
+            victims = (page for order in orders for page in order.values() if not page.readers)
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            self._drop(victim)
+            self.num_evicted += 1
+        page.slot = self._free.pop()
+        self._insert(page)
+        return True
+
+    def _insert(self, page: StoredPage) -> None:
+        self._pages[page.key] = self._only[page.key] = page
+        self._children.setdefault((page.parent, page.tokens.item(0)), []).append(page)
+
+    def _drop(self, page: StoredPage) -> None:
+        del self._pages[page.key]
+        del self._order_of(page)[page.key]
+        place = page.parent, page.tokens.item(0)
+        self._children[place].remove(page)
+        if not self._children[place]:
+            del self._children[place]
+        self._free.append(page.slot)
+
+    def _order_of(self, page: StoredPage) -> OrderedDict[bytes, StoredPage]:
+        return self._only if page.key in self._only else self._copies
+
+    def check(self) -> None:
+        """Assert the invariants: every slot is free or holds one page, found under its tokens."""
+        slots = [page.slot for page in self._pages.values()]
+        assert sorted(slots + self._free) == [*range(self.num_slots)], "a slot is lost, or in use"
+        assert self._pages.keys() == self._only.keys() | self._copies.keys()
+        assert not self._only.keys() & self._copies.keys(), "a page in two orders"
+        children = [page for pages in self._children.values() for page in pages]
+        assert {*map(id, children)} == {*map(id, self._pages.values())}
+        for key, page in self._pages.items():
+            assert page.key == key and 0 < len(page.tokens) <= self.page_size
+            assert page.readers >= 0
+            assert page in self._children[page.parent, page.tokens.item(0)]
+            assert np.dtype(np.int32) == page.tokens.dtype

@@ -1,0 +1,179 @@
+"""A second tier: which evicted page goes first, and what is not kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from radixcache import InvalidRequest, PagePool, RadixCache
+from radixcache.tier import LowerTier, StoredPage
+from tests.index.drive import put
+
+
+class Slots:
+    """A store at once, which remembers the page of each slot."""
+
+    def __init__(self) -> None:
+        self.saved: list[list[int]] = []
+
+    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+        self.saved.append([*pages])
+        for page in stored:
+            page.state = "stored"
+
+    def clear(self) -> None:
+        self.saved.clear()
+
+
+def tier_of(slots: int, page_size: int = 2, pages: int = 8) -> tuple[RadixCache, LowerTier, Slots]:
+    cache, store = RadixCache(PagePool(pages, page_size)), Slots()
+    tier = cache.lower = LowerTier(slots, page_size, store)
+    return cache, tier, store
+
+
+def found(tier: LowerTier, tokens: Sequence[int], start: int = 0) -> int:
+    return tier.find(np.array(tokens, np.int32), start)[1]
+
+
+def load(cache: RadixCache, tier: LowerTier, tokens: Sequence[int]) -> None:
+    lease = cache.acquire([*tokens, -1])
+    pages, end = tier.find(np.array(tokens, np.int32), lease.num_tokens)
+    tier.begin_load(pages)
+    cache.reserve(lease, end)
+    cache.publish(lease, tokens[lease.num_tokens : end], written=True)
+    tier.end_load(pages, loaded=True)
+    cache.release(lease)
+    cache.check()
+
+
+def test_evicted_pages_are_found_to_the_token() -> None:
+    cache, tier, _ = tier_of(8)
+    put(cache, [1, 2, 3, 4, 5])
+    cache.evict(8)
+    assert cache.match([1, 2, 3, 4, 5, 6]) == 0
+    assert found(tier, [1, 2, 3, 4, 5, 6]) == 5
+    assert found(tier, [1, 2, 3, 9, 9]) == 3
+    assert found(tier, [2, 2, 3, 4]) == 0
+    assert found(tier, [1, 2, 3, 4, 5, 6], start=4) == 5
+    assert found(tier, [9, 9, 3, 4], start=2) == 2, "the same tokens after others"
+
+
+def test_what_follows_goes_before_what_it_follows() -> None:
+    cache, tier, _ = tier_of(3)
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.evict(8)
+    assert found(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 6
+    assert tier.num_evicted == 1
+
+
+def test_a_page_that_was_loaded_goes_first_and_is_not_written_twice() -> None:
+    cache, tier, store = tier_of(4)
+    for text in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        put(cache, text)
+        cache.evict(8)
+    load(cache, tier, [1, 2, 3, 4])
+    before = len(store.saved)
+    cache.evict(8)
+    assert len(store.saved) == before, "the copy is there"
+    load(cache, tier, [5, 6, 7, 8])
+    put(cache, [9, 9])
+    cache.evict(1)  # the pages of 5 to 8 are in both, one must go
+    assert found(tier, [9, 9]) == 2 or found(tier, [5, 6, 7, 8]) == 4
+    assert found(tier, [1, 2, 3, 4]) == 4
+
+
+def test_a_longer_page_takes_the_place_of_a_shorter_one() -> None:
+    cache, tier, _ = tier_of(8, page_size=4)
+    for text in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5]):
+        put(cache, text)
+        cache.evict(8)
+    assert len(tier) == 2 and tier.num_tokens == 6
+    assert found(tier, [1, 2, 3, 4, 5, 6, 7]) == 6
+
+
+def test_what_is_read_stays() -> None:
+    cache, tier, _ = tier_of(1)
+    put(cache, [1, 2])
+    cache.evict(8)
+    pages, _ = tier.find(np.array([1, 2], np.int32), 0)
+    tier.begin_load(pages)
+    put(cache, [3, 4])
+    cache.evict(8)
+    assert found(tier, [3, 4]) == 0 and found(tier, [1, 2]) == 2
+    tier.end_load(pages, loaded=False)
+    put(cache, [3, 4])
+    cache.evict(8)
+    assert found(tier, [3, 4]) == 2
+
+
+@pytest.mark.parametrize("state", ["writing", "lost"])
+def test_what_is_not_there_is_not_found_and_may_come_again(state: str) -> None:
+    cache, tier, _ = tier_of(2)
+    put(cache, [1, 2])
+    cache.evict(8)
+    tier.in_order()[0].state = state  # type: ignore[assignment]
+    assert found(tier, [1, 2]) == 0
+    put(cache, [1, 2])
+    cache.evict(8)
+    tier.check()
+    assert found(tier, [1, 2]) == (2 if state == "lost" else 0)
+
+
+def test_salted_pages_stay_out_and_a_reset_forgets_all() -> None:
+    cache, tier, store = tier_of(8)
+    put(cache, [1, 2, 3, 4], "tenant")
+    cache.evict(8)
+    assert not len(tier)
+    put(cache, [1, 2, 3, 4])
+    cache.evict(8)
+    assert len(tier) == 2 and store.saved
+    cache.reset()
+    assert not len(tier) and not store.saved
+
+
+def test_restored_pages_keep_their_order() -> None:
+    cache, tier, _ = tier_of(4)
+    for text in ([1, 2], [3, 4], [5, 6]):
+        put(cache, text)
+        cache.evict(8)
+    other = LowerTier(4, 2, Slots())
+    other.restore(tier.in_order())
+    other.check()
+    assert [page.key for page in other.in_order()] == [page.key for page in tier.in_order()]
+    assert found(other, [3, 4]) == 2
+
+
+def test_a_tier_without_slots_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least one slot"):
+        LowerTier(0, 2, Slots())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_tiers_hold_what_one_lru_cache_of_both_sizes_would(seed: int) -> None:
+    """But for the slot of a page that is on its way up, when another goes down."""
+    rng, pages, slots = Random(seed), 6, 9
+    cache, tier, _ = tier_of(slots, page_size=1, pages=pages)
+    recent: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for _ in range(400):
+        token = min(int(rng.expovariate(0.15)), 40)
+        lease = cache.acquire([token], include_last=True)
+        stored, _ = tier.find(np.array([token], np.int32), lease.num_tokens)
+        hit = bool(lease.num_tokens or stored)
+        last = [*reversed(recent)]
+        assert hit or token not in last[: pages + slots - 1], "one of the last is lost"
+        assert not hit or token in last[: pages + slots], "more than there is room for"
+        hits += hit
+        tier.begin_load(stored)
+        cache.reserve(lease, 1)
+        cache.publish(lease, [] if lease.num_tokens else [token], written=True)
+        tier.end_load(stored, loaded=True)
+        cache.release(lease)
+        cache.check()
+        recent[token] = None
+        recent.move_to_end(token)
+    assert hits > 200
