@@ -99,6 +99,8 @@ class CacheStats:
     evicted_tokens: int = 0
     evicted_pages: int = 0
     copied_pages: int = 0
+    loaded_tokens: int = 0
+    """Of the hits, those that came up from a lower tier."""
 
     @property
     def hit_rate(self) -> float:

@@ -158,6 +158,13 @@ class LowerTier:
                 self._order_of(page).pop(page.key)
                 self._copies[page.key] = page
 
+    def recover(self, loads: Iterable[Iterable[StoredPage]]) -> None:
+        """A call was cut off: these are the loads under way. O(pages)."""
+        for page in self._pages.values():
+            page.readers = 0
+        for pages in loads:
+            self.begin_load(pages)
+
     def demote(self, tokens: Tokens, first: int, pages: Pages) -> None:
         """Pages leave the pool: `pages` from index `first` of the page table of the prefix
         `tokens`. O(tokens)."""
@@ -177,9 +184,8 @@ class LowerTier:
                 self._only[there.key] = there
             elif self._add(page):
                 new.append((number, page))
-                if there is not None and self._pages.get(there.key) is there:
-                    if length == len(there.tokens) and not there.readers:
-                        self._drop(there)  # all of it is in the new one
+                if there is not None and length == len(there.tokens):
+                    self._supersede(there)
         new = [(number, page) for number, page in new if self._pages.get(page.key) is page]
         if new:
             numbers, stored = zip(*new, strict=True)
@@ -219,6 +225,11 @@ class LowerTier:
         page.slot = self._free.pop()
         self._insert(page)
         return True
+
+    def _supersede(self, page: StoredPage) -> None:
+        """All of it is in a longer one now."""
+        if self._pages.get(page.key) is page and not page.readers:
+            self._drop(page)
 
     def _insert(self, page: StoredPage) -> None:
         self._pages[page.key] = self._only[page.key] = page

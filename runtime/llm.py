@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import finalize
 
 import torch
@@ -40,6 +40,9 @@ from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
+
+if TYPE_CHECKING:
+    from radixcache.runtime.kv_offload.offload import DiskOffload
 
 T = TypeVar("T")
 
@@ -74,14 +77,16 @@ class LLM:
         built = build_engine(args)
         self.model_name = Path(model_path(args)).name
         self.engine, self.tokenizer, self.grammar_backend = built[:3]
-        self.explainer, self.kv_events, self.default_params = built[3:]
+        self.explainer, self.kv_events, self.default_params, self.offload = built[3:]
         self.inputs = InputProcessor(
             self.model_name, self.tokenizer, self.grammar_backend, self.default_params
         )
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
-        self._close = finalize(self, _close, self.worker, self.kv_events, self.engine.model)
+        self._close = finalize(
+            self, _close, self.worker, self.kv_events, self.offload, self.engine.model
+        )
         give_back()  # what loading took of memory, and no longer needs
         self.load_seconds = time.perf_counter() - start
 
@@ -388,10 +393,17 @@ class LLM:
         return requests
 
 
-def _close(worker: Worker, kv_events: KVEventPublisher | None, model: PagedModel) -> None:
+def _close(
+    worker: Worker,
+    kv_events: KVEventPublisher | None,
+    offload: DiskOffload | None,
+    model: PagedModel,
+) -> None:
     if model.ranks is not None:  # first: the step under way may wait for one that hangs
         model.ranks.stop()
     worker.close()
+    if offload is not None:
+        offload.close()
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()
     if model.ranks is not None:

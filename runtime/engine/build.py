@@ -10,8 +10,10 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
@@ -29,7 +31,7 @@ from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
-from radixcache.runtime.model.kv_pool import count_pages
+from radixcache.runtime.model.kv_pool import KVPool, count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
@@ -38,6 +40,9 @@ from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import parse_memory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.states import StateIndex
+
+if TYPE_CHECKING:  # imports xxhash and sqlite3
+    from radixcache.runtime.kv_offload.offload import DiskOffload
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,
@@ -65,6 +70,7 @@ class Built(NamedTuple):
     explainer: Explainer
     kv_events: KVEventPublisher | None
     default_params: SamplingParams
+    offload: DiskOffload | None
 
 
 def model_path(args: EngineArgs) -> str:
@@ -101,9 +107,10 @@ def build_engine(args: EngineArgs) -> Built:
                 "%s recurrent states of %s bytes; %s sequences run at the same time",
                 f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
             )  # fmt: skip
+        pool = model.allocate(num_pages, page_size, num_states)
         engine = Engine(
             model,
-            model.allocate(num_pages, page_size, num_states),
+            pool,
             cache,
             Scheduler(
                 cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states
@@ -116,13 +123,32 @@ def build_engine(args: EngineArgs) -> Built:
         engine.capture_graphs()
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         engine.scheduler.on_publish = partial(_before_publish, explainer)
+        offload = _open_kv_dir(args, model, cache, pool)
+        engine.scheduler.loads = None if offload is None else offload.loads
         publisher = None if events is None else KVEventPublisher(cache, events)
         params = _default_params(model.generation_config)
-        return Built(engine, tokenizer, grammars, explainer, publisher, params)
+        return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
         if model.ranks is not None:  # or they would live as long as the error's traceback
             model.ranks.close()
         raise
+
+
+def _open_kv_dir(
+    args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
+) -> DiskOffload | None:
+    if args.kv_dir is None:
+        return None
+    if model.bytes_per_state:
+        raise InvalidRequest(
+            f"kv_dir is not for model type {model.model_type!r}: its recurrent states are not kept"
+        )
+    from radixcache.runtime.kv_offload.offload import DiskOffload
+
+    assert isinstance(cache, RadixCache)
+    report("reading the KV directory", 1.0)
+    size = parse_memory(args.kv_dir_size)
+    return DiskOffload(Path(args.kv_dir), size, model, model_path(args), cache, pool)
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import get_ident
@@ -101,6 +102,8 @@ class Engine:
             scheduler.kept = PromptLogitsCache(model.vocab_size)
         self._before_flushes = CacheStats()
         self._next_id = 0
+        self._num_prefilled = 0
+        """By the step under way; it tells what computing costs against loading."""
         self._ahead: PendingStep | None = None
         self._runs_ahead = model.device.type != "cpu" and model.ranks is None
         self._runs_ahead &= scheduler.states is None  # one token too many would be in the state
@@ -128,12 +131,16 @@ class Engine:
         Raises:
             WrongThread: another thread has work in the engine.
         """
+        began, loads = time.perf_counter(), self.scheduler.loads
         with on_device(self.model.device):
             step = self._ahead or self._launch()
             self._ahead = None
             if step is not None:
                 self._ahead = self._launch_ahead(step)
                 self.output_processor.finish(step)
+        if loads is not None:
+            loads.note_step(self._num_prefilled, time.perf_counter() - began)
+            self._num_prefilled = 0
         changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
         self.output_processor.changed = {}
         return [*changed]
@@ -274,6 +281,8 @@ class Engine:
         assert leases == self.cache._leases.keys(), "leases of nobody"
         if scheduler.states is not None:
             scheduler.states.check(running)
+        if scheduler.loads is not None:
+            scheduler.loads.check(waiting)
 
     @property
     def max_model_len(self) -> int:
@@ -331,10 +340,13 @@ class Engine:
         """Schedule a step and enqueue it; None if there is nothing to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
+            if self.scheduler.loads is not None:
+                self.scheduler.loads.wait()
             return None
         hits = [chunk for chunk in chunks if not chunk.num_tokens]
         chunks = [chunk for chunk in chunks if chunk.num_tokens]
         if chunks:
+            self._num_prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
             chunks, batch = self._batch(chunks)
             logits = self._run(chunks, batch)
         else:

@@ -52,6 +52,8 @@ class Sequence:
         self.cached_tokens = 0
         self.num_recomputed = 0
         """Prompt tokens whose KV was cached, but computed again for want of a recurrent state."""
+        self.num_loaded = 0
+        """Tokens that came up from the tier below the pool."""
         self.preemptions = 0
         self.resumes = False
         """It was put back, and some of what it finds in the cache is its own."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from math import inf
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.states import SequenceStates
+
+if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
+    from radixcache.runtime.kv_offload.loads import Loads
 
 Policy = Literal["lpm", "fcfs"]
 
@@ -116,6 +119,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
+        self.loads: Loads | None = None
+        """Brings up pages from a tier below the cache's pool."""
         self.kept: PromptLogitsCache | None = None
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
@@ -141,6 +146,8 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
         chunks: list[Chunk] = []
+        if self.loads is not None:
+            self.loads.begin_step()
         budget = self.max_num_batched_tokens
         victim = self._victim()
         if victim is not None:
@@ -201,7 +208,12 @@ class Scheduler:
         for sequence in self._candidates():
             if not budget or len(self.running) >= self.max_num_seqs:
                 return
+            if self.loads is not None and self.loads.waits(sequence):
+                continue
             lease = self._acquire(sequence)
+            if self.loads is not None and self.loads.begin(sequence, lease):
+                self._release(sequence)
+                continue
             missing = len(sequence) - lease.cached_tokens
             is_twin = bool(ending and missing and sequence.is_fresh)
             is_twin = is_twin and sequence.request.prompt_key in ending
@@ -231,6 +243,8 @@ class Scheduler:
                     weight = 1
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            if self.loads is not None:
+                self.loads.forget(sequence)
             sequence.request.note_admission()
             chunks.append(chunk)
             ending |= self._ending([chunk])
@@ -394,6 +408,8 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if self.loads is not None:
+            self.loads.forget(sequence)
         self.open.pop(sequence, None)
         self._short_of_pages = self._no_room = False
         client = sequence.request.client
@@ -413,6 +429,8 @@ class Scheduler:
         self.cache.recover()
         if self.states is not None:
             self.states.recover()
+        if self.loads is not None:
+            self.loads.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0
             if sequence.finish_reason is not None:

@@ -46,7 +46,7 @@ def open_checkpoint(
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         try:
-            for path in _paths(str(name_or_path)):
+            for path in checkpoint_files(str(name_or_path)):
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 files.update(dict.fromkeys(opened.keys(), opened))
         except Exception:  # whatever a spoiled file raises is said by whoever loads it then
@@ -54,7 +54,8 @@ def open_checkpoint(
         yield Checkpoint(files, device, dtype)
 
 
-def _paths(name_or_path: str) -> list[str]:
+def checkpoint_files(name_or_path: str) -> list[str]:
+    """The safetensors files of a folder or hub id; none if it has none."""
     if whole := find_file(name_or_path, _WHOLE):
         return [whole]
     if index := find_file(name_or_path, _INDEX):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import send
@@ -83,6 +84,32 @@ class KVPool:
         for stack in self._stacks.values():
             flat = stack.flatten(1, 2)
             flat.index_copy_(1, targets, flat.index_select(1, sources))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers."""
+        return sum(stack[:, 0].nbytes for stack in self._stacks.values())
+
+    @torch.inference_mode()
+    def read_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
+        """[n, page_bytes] uint8 on the host: a copy of n pages, the layers of each together."""
+        at = send(pages, self._device).long()
+        parts = [
+            stack.index_select(1, at).transpose(0, 1).reshape(len(pages), -1).view(torch.uint8)
+            for stack in self._stacks.values()
+        ]
+        return torch.cat(parts, 1).cpu()
+
+    @torch.inference_mode()
+    def write_pages(self, pages: NDArray[np.integer], rows: torch.Tensor) -> None:
+        """Make n pages what `read_pages` has returned."""
+        at, start = send(pages, self._device).long(), 0
+        for stack in self._stacks.values():
+            size = stack[:, 0].nbytes
+            part = rows[:, start : start + size].contiguous().to(self._device).view(stack.dtype)
+            of_layers = part.view(len(pages), len(stack), *stack.shape[2:]).transpose(0, 1)
+            stack.index_copy_(1, at, of_layers)
+            start += size
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

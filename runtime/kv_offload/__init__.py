@@ -1,0 +1,1 @@
+"""Tiers below the KV pool: pages on disk, and what moves them."""

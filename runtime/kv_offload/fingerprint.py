@@ -1,0 +1,84 @@
+"""What KV on disk depends on, in one name: any difference makes another."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from radixcache.errors import InvalidRequest
+from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.files import find_file, find_gguf, split_gguf
+from radixcache.runtime.model.checkpoint import checkpoint_files
+from radixcache.runtime.model.paged_model import PagedModel
+
+FORMAT = 1
+"""Of slots, rows and checksums."""
+
+_PROBED = 64
+"""Tokens whose KV is computed and compared."""
+
+_PART = 1 << 24  # bytes that are read at a time
+
+
+def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
+    """32 hexadecimal digits for the model, its weights and what computes KV here.
+
+    Every byte of the weights and of the config goes into it, and the KV of 64 tokens as this
+    process computes it. The bytes tell other weights where the KV of those tokens does not; the
+    probe tells other kernels, number formats and rotary embeddings. O(bytes of the checkpoint).
+
+    Raises:
+        InvalidRequest: the weights are in files of another kind than safetensors and GGUF.
+    """
+    told = {
+        "format": FORMAT,
+        "page_size": page_size,
+        "model_type": model.model_type,
+        "shapes": model.shapes,
+        "dtype": str(model.dtype),
+        "layers": model.layers_by,
+        "attention": model.attention.name,
+        "exact": model.exact,
+        "files": [_checksum(path) for path in _files(name_or_path)],
+        "probe": _probe(model, page_size),
+    }
+    return blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+
+def _files(name_or_path: str) -> list[str]:
+    gguf = find_gguf(name_or_path) if split_gguf(name_or_path)[1] else None
+    if gguf is not None:
+        return [gguf]
+    found = checkpoint_files(name_or_path)
+    config = find_file(name_or_path, "config.json")
+    if not found or config is None:
+        raise InvalidRequest(
+            f"kv_dir is for checkpoints in safetensors or GGUF, and {name_or_path} is none"
+        )
+    return [config, *found]
+
+
+def _checksum(path: str) -> str:
+    digest = xxhash.xxh3_128()
+    with Path(path).open("rb") as file:
+        while part := file.read(_PART):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _probe(model: PagedModel, page_size: int) -> str:
+    """A digest of the KV of some tokens, in one prefill."""
+    length = min(_PROBED, model.max_context)
+    tokens = np.arange(1, length + 1, dtype=np.int32) * 7919 % model.vocab_size
+    num_pages = -(-length // page_size)
+    pool = model.allocate(num_pages, page_size)
+    table = np.arange(num_pages, dtype=np.int32)
+    model.forward(tokens, PagedBatch.of([table], [length], [length], page_size), np.arange(0), pool)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return xxhash.xxh3_128(pool.read_pages(table).numpy().data).hexdigest()

@@ -1,0 +1,213 @@
+"""Brings pages up from the tier below the pool, for requests that wait for them.
+
+The pages by which a waiting request goes on in the tier are read by a thread, at most `MOST_BYTES`
+at a time, while others run. Once they are there, they are copied into the pool and published, as if
+they had been computed, and the request finds them as any other: one such piece a step, which is all
+that others wait for. What a load cannot bring (a page is gone, or is not what it was) is computed.
+
+Whether loading pays is measured: bytes read a second against tokens computed a second, both while
+running. What is cheaper to compute is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from radixcache.base import PrefixCache
+from radixcache.errors import OutOfPages
+from radixcache.lease import Lease
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.tier import LowerTier, StoredPage
+
+if TYPE_CHECKING:
+    from radixcache.runtime.engine.request import Sequence
+
+MOST_BYTES = 64 << 20
+"""Read for a request at a time, and copied into the pool in one step."""
+
+MOST_LOADING = 4
+"""Requests whose pages are read at the same time."""
+
+_TRIES = 3
+"""Loads in whose time the pool lost what they go on from; then the request is computed."""
+
+_TRY_AGAIN = 16
+"""Loads that would not pay, after which one is tried nevertheless: the disk may have been busy."""
+
+
+_MANY = 32
+"""Tokens of a prefill, from which its time says what a token takes."""
+
+_WAIT = 0.005
+"""Seconds for which an engine that has nothing to compute waits for a load at a time."""
+
+
+class Reader(Protocol):
+    """The store of a tier, as far as it reads."""
+
+    def read(self, pages: Items[StoredPage]) -> Future[torch.Tensor]:
+        """[n, page_bytes] uint8: the bytes of the first n pages that are what they were."""
+
+
+class Rate:
+    """Amounts a second, the latest counting most."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        """So much took so long."""
+        self._amount, self._seconds = 0.8 * self._amount + amount, 0.8 * self._seconds + seconds
+
+    def seconds(self, amount: float) -> float | None:
+        """How long an amount takes; None before anything was noted."""
+        return amount * self._seconds / self._amount if self._amount else None
+
+
+@dataclass
+class _Load:
+    """Pages on their way, from index `first` of the page table, for the prefix of `end` tokens."""
+
+    pages: list[StoredPage]
+    first: int
+    end: int
+    rows: Future[torch.Tensor]
+    began: float
+    ended: float = 0.0
+
+    def note_end(self, _: Future[torch.Tensor]) -> None:
+        self.ended = perf_counter()
+
+
+class Loads:
+    """The loads of one engine.
+
+    Args:
+        cache: whose tier it is.
+        tier: where the pages are.
+        reader: reads them.
+        pool: where they go.
+    """
+
+    def __init__(self, cache: PrefixCache, tier: LowerTier, reader: Reader, pool: KVPool) -> None:
+        self.tier = tier
+        self.reading, self.computing = Rate(), Rate()
+        """Bytes, and prompt tokens."""
+        self._cache, self._reader, self._pool = cache, reader, pool
+        self._loads: dict[Sequence, _Load] = {}
+        self._tries: dict[Sequence, int] = {}
+        self._num_refused = 0
+        self._step_is_full = False
+
+    def begin_step(self) -> None:
+        """A step is being scheduled."""
+        self._step_is_full = False
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence's pages are on their way; publishes those that have come."""
+        load = self._loads.get(sequence)
+        if load is None:
+            return False
+        if not load.rows.done() or self._step_is_full:
+            return True
+        loaded = self._publish(sequence, load)
+        self._end(sequence, loaded=loaded > 0)
+        if loaded:
+            self._tries.pop(sequence, None)
+            sequence.num_loaded += loaded
+            self._cache.stats.loaded_tokens += loaded
+        return False
+
+    def begin(self, sequence: Sequence, lease: Lease) -> bool:
+        """Begin to read what the tier has beyond the lease; False if there is nothing that pays.
+
+        True means: release the lease, and come again in a later step.
+        """
+        start, size = lease.num_tokens, self._pool.page_size
+        if sequence.request.namespace is not None or sequence.scoring is not None:
+            return False
+        pages, end = self.tier.find(sequence.tokens[:-1], start)
+        if not pages or self._tries.get(sequence, 0) == _TRIES:
+            return False
+        first, most = start // size, max(1, MOST_BYTES // self._pool.page_bytes)
+        if len(pages) > most:
+            pages, end = pages[:most], (first + most) * size
+        if not self._pays(len(pages), end - start):
+            return False
+        if len(self._loads) < MOST_LOADING and not pages[0].readers:  # else another brings them
+            load = _Load(pages, first, end, self._reader.read(pages), perf_counter())
+            load.rows.add_done_callback(load.note_end)
+            self._loads[sequence] = load
+            self._tries[sequence] = self._tries.get(sequence, 0) + 1
+            self.tier.begin_load(pages)
+        return True
+
+    def _pays(self, num_pages: int, num_tokens: int) -> bool:
+        load = self.reading.seconds(num_pages * self._pool.page_bytes)
+        compute = self.computing.seconds(num_tokens)
+        if load is None or compute is None or load < compute:
+            return True
+        self._num_refused += 1
+        return self._num_refused % _TRY_AGAIN == 0
+
+    def _publish(self, sequence: Sequence, load: _Load) -> int:
+        """Let the cache have what was read; returns how many tokens were new to it."""
+        begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
+        end = min(load.end, (load.first + len(rows)) * size)
+        if end <= load.first * size:
+            return 0
+        lease = self._cache.acquire(sequence.tokens[: end + 1])
+        try:
+            start = lease.num_tokens
+            if start // size < load.first or start >= end:  # what it goes on from is gone
+                return 0
+            self._cache.reserve(lease, end)
+            table = lease.page_table[start // size : -(-end // size)]
+            skipped = start // size - load.first
+            self._pool.write_pages(table, rows[skipped : skipped + len(table)])
+            lease.used = True  # it counts in no statistics
+            self._cache.publish(lease, sequence.tokens[start:end], written=True)
+            self._step_is_full = True
+            seconds = load.ended - load.began + perf_counter() - begun
+            self.reading.note(rows.nbytes, seconds)
+            return lease.num_tokens - start
+        except OutOfPages:
+            return 0
+        finally:
+            self._cache.release(lease)
+
+    def _end(self, sequence: Sequence, *, loaded: bool) -> None:
+        load = self._loads.pop(sequence)
+        self.tier.end_load(load.pages, loaded=loaded)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence was admitted, or has ended."""
+        self._tries.pop(sequence, None)
+        if sequence in self._loads:
+            self._end(sequence, loaded=False)
+
+    def recover(self) -> None:
+        """Anything was cut off."""
+        self.tier.recover([load.pages for load in self._loads.values()])
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step has taken so long, which prefilled so many tokens; few tell little."""
+        if num_tokens >= _MANY:
+            self.computing.note(num_tokens, seconds)
+
+    def wait(self) -> None:
+        """Until a load has ended, but not for long: nothing is to be computed before."""
+        wait([load.rows for load in self._loads.values()], _WAIT, "FIRST_COMPLETED")
+
+    def check(self, waiting: set[Sequence]) -> None:
+        """Verify between two steps that each load is somebody's."""
+        assert self._loads.keys() | self._tries.keys() <= waiting, "loads of nobody"
+        readers = sum(page.readers for page in self.tier.in_order())
+        loads = self._loads.values()
+        assert readers <= sum(len(load.pages) for load in loads), "pages are read by nobody"

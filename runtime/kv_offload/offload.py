@@ -1,0 +1,75 @@
+"""The tier on disk of one engine: opened when it is built, closed when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from radixcache.errors import InvalidRequest
+from radixcache.radix import RadixCache
+from radixcache.runtime.kv_offload.disk import DiskStore, lock_folder, remove_others
+from radixcache.runtime.kv_offload.fingerprint import fingerprint
+from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.sizes import format_memory
+from radixcache.tier import LowerTier
+
+_log = logging.getLogger("radixcache")
+
+
+class DiskOffload:
+    """Evicted pages of `cache` go to disk, and come back from there; also those of a process that
+    ran the same model before.
+
+    Args:
+        kv_dir: a folder for the pages of one model at a time, and for one process.
+        size: bytes of it.
+        name_or_path: of the model.
+
+    Raises:
+        InvalidRequest: the folder is in use or cannot be written, or `size` is too small or too
+            large.
+    """
+
+    def __init__(
+        self,
+        kv_dir: Path,
+        size: int,
+        model: PagedModel,
+        name_or_path: str,
+        cache: RadixCache,
+        pool: KVPool,
+    ) -> None:
+        self._cache = cache
+        num_slots = size // pool.page_bytes
+        if num_slots < 1:
+            raise InvalidRequest(
+                f"kv_dir_size of {size:,} bytes holds no page; one takes {pool.page_bytes:,}"
+            )
+        self._lock = lock_folder(kv_dir)
+        try:
+            folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
+            remove_others(kv_dir, folder)
+            self.store = DiskStore(folder, pool, num_slots)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.tier = LowerTier(num_slots, pool.page_size, self.store)
+        self.tier.restore(self.store.stored())
+        cache.lower = self.tier
+        self.loads = Loads(cache, self.tier, self.store, pool)
+        _log.info(
+            "%s: %s of KV pages, %s tokens of them from before",
+            folder, format_memory(num_slots * pool.page_bytes), f"{self.tier.num_tokens:,}",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Write all that is cached, for the next process; nothing changes the cache any more."""
+        self._cache.recover()
+        for namespace, name in self._cache.pins:
+            self._cache.unpin(name, namespace)
+        self._cache.evict(self._cache.pool.num_pages)
+        self.store.close(self.tier.in_order())
+        os.close(self._lock)
