@@ -43,6 +43,16 @@ class HashPool:
         self.num_pages, self.page_size, self.spare_page = num_pages, page_size, num_pages
         self.slots = np.full((num_pages + 1, page_size), -1, np.int64)
 
+    @property
+    def page_bytes(self) -> int:
+        return 8 * self.page_size
+
+    def read_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(self.slots[pages]).view(torch.uint8)
+
+    def write_pages(self, pages: NDArray[np.integer], rows: torch.Tensor) -> None:
+        self.slots[pages] = rows.contiguous().view(torch.int64).numpy()
+
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         read = [self.slots[source, :count].copy() for source, _, count in copies]
         for (_, target, count), slots in zip(copies, read, strict=True):

@@ -25,6 +25,7 @@ def play(
     *,
     arrivals: float = 0.15,
     failures: float = 0.1,
+    resets: float = 0.05,
 ) -> Counter[str]:
     """Add `num_requests` and step to the end of all, with all checks after every step.
 
@@ -34,6 +35,7 @@ def play(
         arrivals: the chance that one request comes before a step, or five at once; one of five of
             such steps aborts a request.
         failures: the chance that a step fails, before the model has run or after.
+        resets: the chance that the cache is reset while nobody runs.
     """
     live: list[Request] = []
     texts: list[list[int]] = []
@@ -61,7 +63,7 @@ def play(
                 engine.abort(live.pop(rng.randrange(len(live))))
             if rng.random() < 0.02:
                 engine.cache.evict(rng.randrange(5))
-            if not engine.has_work and rng.random() < 0.05:
+            if not engine.has_work and rng.random() < resets:
                 engine.reset_cache()
             try:
                 engine.step()

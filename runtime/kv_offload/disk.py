@@ -133,21 +133,23 @@ class DiskStore:
     # -- what the engine's thread calls -----------------------------------------------------------
 
     def stored(self) -> list[StoredPage]:
-        """What the manifest tells, least recently used first; rows that make no sense are left
-        out. To be called once, before anything else."""
-        found, keys = [], set()
-        rows = self._index.execute(
-            "select slot, parent, key, tokens, checksum from pages order by last_use"
-        )
+        """What the manifest tells, least recently used first; rows that make no sense go. To be
+        called once, before anything else."""
+        found: dict[bytes, StoredPage] = {}
+        columns = "slot, parent, key, tokens, checksum"
+        rows = self._index.execute(f"select {columns} from pages order by last_use").fetchall()
         for slot, parent, key, tokens, checksum in rows:
-            ids = np.frombuffer(tokens[: len(tokens) // 4 * 4], np.int32)
-            if 0 <= slot < self.num_slots and 0 < len(ids) <= self._pool.page_size:
-                if key in keys or (len(parent), len(key), len(checksum)) != (16, 16, 16):
-                    continue
-                keys.add(key)
+            known = (len(parent), len(key), len(checksum)) == (16, 16, 16) and key not in found
+            size = 4 * self._pool.page_size
+            if known and slot in range(self.num_slots) and len(tokens) in range(4, size + 1, 4):
+                found[key] = StoredPage(
+                    slot, parent, key, np.frombuffer(tokens, np.int32), "stored"
+                )
                 self._checksums[slot] = checksum
-                found.append(StoredPage(slot, parent, key, ids, "stored"))
-        return found
+        left = [(slot,) for slot, *_ in rows if slot not in self._checksums]
+        with self._index:
+            self._index.executemany("delete from pages where slot = ?", left)
+        return [*found.values()]
 
     def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
         size = len(pages) * self.page_bytes
@@ -261,21 +263,19 @@ class DiskStore:
 
     def _read(self, pages: list[StoredPage]) -> torch.Tensor:
         rows = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
-        data = rows.numpy()
-        for at, page in enumerate(pages):
+        data, num_good = rows.numpy(), len(pages)
+        for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
+            error = OSError(f"slot {page.slot} does not hold what was written")
             try:
                 good = _read_all(self._file, data[at], page.slot * self.page_bytes)
                 good = good and _checksum(page.key, data[at]) == self._checksums.get(page.slot)
-                reason: Exception = OSError(f"slot {page.slot} does not hold what was written")
-            except OSError as error:
-                good, reason = False, error
+            except OSError as raised:
+                good, error = False, raised
             if not good:
-                page.state = "lost"
-                self._failed(1, reason)
-                self._count(loaded_pages=at)
-                return rows[:at]
-        self._count(loaded_pages=len(pages))
-        return rows
+                page.state, num_good = "lost", min(num_good, at)
+                self._failed(1, error)
+        self._count(loaded_pages=num_good)
+        return rows[:num_good]
 
     def _forget(self) -> None:
         self._checksums.clear()

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import radixcache
 from radixcache import (
+    RadixCache,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -30,6 +31,7 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import VOCAB, greedy, hash_engine
+from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 ROOT = Path(radixcache.__file__).resolve().parents[1]
 FOLDERS = tuple(str(ROOT / name) + "/" for name in ("radixcache", "runtime", "kernels"))
@@ -116,6 +118,8 @@ class Run:
             rng.choice(CACHES), page_size, num_pages, rng.choice([8, 24, 200]), running, states,
             decode=lambda ids: "".join(TEXTS[i] for i in ids), grammar_backend=GUIDES,
         )  # fmt: skip
+        if isinstance(self.engine.cache, RadixCache) and not states and rng.random() < 0.5:
+            attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model
         scheduler, explainer = self.engine.scheduler, Explainer(self.engine.cache, 400)
         scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])

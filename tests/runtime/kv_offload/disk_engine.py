@@ -1,0 +1,121 @@
+"""Engines over a disk tier, and processes that end before they have closed it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from radixcache import RadixCache, SamplingParams
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.kv_offload.disk import DiskStore
+from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.tier import LowerTier, StoredPage
+from tests.engines import generated
+from tests.hash_model import VOCAB, greedy, hash_engine
+from tests.traffic import Asked
+
+
+class MemoryStore:
+    """Slots that are written and read at once."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool, self.slots = pool, dict[int, torch.Tensor]()
+
+    def save(self, pages: Items[int], stored: Items[StoredPage]) -> None:
+        rows = self.pool.read_pages(np.array(pages))
+        for row, page in zip(rows, stored, strict=True):
+            self.slots[page.slot] = row
+            page.state = "stored"
+
+    def read(self, pages: Items[StoredPage]) -> Future[torch.Tensor]:
+        done = Future[torch.Tensor]()
+        done.set_result(torch.stack([self.slots[page.slot] for page in pages]))
+        return done
+
+    def clear(self) -> None:
+        self.slots.clear()
+
+
+def attach(engine: Engine, store: DiskStore | MemoryStore, slots: int) -> LowerTier:
+    """A tier below the pool of `engine`, which loads whatever it has."""
+    cache, pool = engine.cache, engine.kv_pool
+    assert isinstance(cache, RadixCache)
+    tier = cache.lower = LowerTier(slots, cache.page_size, store)
+    engine.scheduler.loads = Loads(cache, tier, store, pool)
+    engine.scheduler.loads.note_step = lambda *_: None  # type: ignore[method-assign]
+    return tier
+
+
+class Disk:
+    """An engine over a model of hashes, whose evicted pages go to `folder`."""
+
+    def __init__(
+        self, folder: Path, page_size: int = 4, num_pages: int = 40, slots: int = 300, **how: Any
+    ) -> None:
+        self.engine: Engine = hash_engine("radix", page_size, num_pages, **how)
+        self.store = DiskStore(folder, self.engine.kv_pool, slots)
+        self.tier = attach(self.engine, self.store, slots)
+        self.tier.restore(self.store.stored())
+
+    def close(self) -> None:
+        cache = self.engine.cache
+        cache.recover()
+        cache.evict(cache.pool.num_pages)
+        self.store.close(self.tier.in_order())
+
+    def answer(self, prompt: list[int], count: int = 4) -> tuple[list[int], int]:
+        """The greedy answer, and how many tokens of the prompt were loaded."""
+        params = SamplingParams(temperature=0, max_tokens=count)
+        request = self.engine.add_request(prompt, params)
+        while not request.finished:
+            self.engine.step()
+        self.engine.check()
+        (tokens,) = generated([request])[0]
+        return tokens, request.sequences[0].num_loaded
+
+
+class Asker:
+    """Random prompts, many of which go on from earlier ones, also of other processes."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng, self.texts = rng, list[list[int]]()
+
+    def ask(self, texts: list[list[int]]) -> Asked:
+        rng = self.rng
+        prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 40))]
+        if self.texts and rng.random() < 0.8:
+            base = rng.choice(self.texts)
+            cut = len(base) if rng.random() < 0.5 else rng.randint(1, len(base))
+            prompt = (base[:cut] + prompt[: rng.randint(1, 12)])[:90]
+        self.texts = [*self.texts, prompt][-30:]
+        params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 8), n=rng.choice([1, 2]))
+        return prompt, params, "salt" if rng.random() < 0.1 else None
+
+    @staticmethod
+    def verify(request: Request) -> None:
+        prompt, count = request.prompt_token_ids.tolist(), request.params.max_tokens or 0
+        for tokens in generated([request])[0]:
+            assert tokens == greedy(prompt, count), (prompt, tokens)
+
+
+def in_a_process(work: Any) -> int:
+    """Run `work` in a process of its own, forked; its status, negative for a signal."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

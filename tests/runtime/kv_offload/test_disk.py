@@ -1,0 +1,303 @@
+"""Pages on disk: whatever happens to the files, a token is computed rather than wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from radixcache import InvalidRequest
+from radixcache.runtime.kv_offload import disk
+from radixcache.runtime.kv_offload.disk import INDEX, PAGES, DiskStore, lock_folder
+from tests.cover import seeds
+from tests.hash_model import greedy
+from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
+from tests.traffic import play
+
+TEXT = [*range(1, 26)]
+
+
+@seeds(20_261_125, 40)
+def test_random_requests_over_restarts_get_the_tokens_of_their_own_texts(
+    tmp_path: Path, seed: int
+) -> None:
+    rng, total = Random(seed), Counter[str]()
+    asker, page_size = Asker(rng), rng.choice([1, 3, 4, 16])
+    for _ in range(4):
+        tokens = rng.choice([130, 170, 400])
+        engine = Disk(
+            tmp_path,
+            page_size,
+            -(-tokens // page_size) + 2,
+            slots=rng.choice([20, 300]),
+            max_num_batched_tokens=rng.choice([7, 30, 200]),
+            max_num_seqs=rng.choice([1, 4, 8]),
+        )
+        more = play(
+            engine.engine, rng, 45, asker.ask, asker.verify,
+            arrivals=0.2, failures=0.04, resets=0.003,
+        )  # fmt: skip
+        total += more
+        total["loaded"] += engine.engine.lifetime_stats.loaded_tokens
+        total["failed"] += engine.store.counters.failed_pages
+        engine.close()
+        spoil(tmp_path / PAGES, rng)
+    print(f"seed {seed}: {dict(total)}")
+    if seed == 20_261_125:
+        assert total["loaded"] > 20 and total["failed"]
+
+
+def spoil(path: Path, rng: Random) -> None:
+    """Flip some bits."""
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([0, 3])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def flip_a_bit(folder: Path) -> None:
+    data = bytearray((folder / PAGES).read_bytes())
+    data[disk_bytes(folder, 0)] ^= 16
+    (folder / PAGES).write_bytes(data)
+
+
+def disk_bytes(folder: Path, position: int) -> int:
+    """Where the token at a position of `TEXT` is."""
+    with sqlite3.connect(folder / INDEX) as index:
+        slots = [slot for (slot,) in index.execute("select slot from pages order by last_use desc")]
+    return 32 * int(slots[position // 4])
+
+
+def cut_off(folder: Path) -> None:
+    os.truncate(folder / PAGES, 16)
+
+
+def swap_slots(folder: Path) -> None:
+    data = (folder / PAGES).read_bytes()
+    slots = [data[at : at + 32] for at in range(0, len(data), 32)]
+    (folder / PAGES).write_bytes(b"".join(reversed(slots[:7])) + b"".join(slots[7:]))
+
+
+def spoil_the_manifest(folder: Path) -> None:
+    (folder / INDEX).write_bytes(b"SQLite format 3\0" + b"nonsense" * 500)
+
+
+def remove_the_manifest(folder: Path) -> None:
+    for path in folder.glob(f"{INDEX}*"):
+        path.unlink()
+
+
+def other_schema(folder: Path) -> None:
+    remove_the_manifest(folder)
+    with sqlite3.connect(folder / INDEX) as index:
+        index.execute("create table pages (slot integer)")
+
+
+def other_tokens(folder: Path) -> None:
+    """Rows that say that other texts are there."""
+    with sqlite3.connect(folder / INDEX) as index:
+        rows = index.execute("select slot, checksum from pages").fetchall()
+        for (slot, _), (_, checksum) in zip(rows, reversed(rows), strict=True):
+            index.execute("update pages set checksum = ? where slot = ?", (checksum, slot))
+
+
+def nonsense_rows(folder: Path) -> None:
+    with sqlite3.connect(folder / INDEX) as index:
+        index.execute("update pages set tokens = x'00', key = x'01'")
+
+
+FAULTS = [
+    flip_a_bit, cut_off, swap_slots, spoil_the_manifest, remove_the_manifest, other_schema,
+    other_tokens, nonsense_rows,
+]  # fmt: skip
+
+
+def test_a_restart_loads_what_was_cached_to_the_token(tmp_path: Path) -> None:
+    first = Disk(tmp_path)
+    assert first.answer(TEXT) == (greedy(TEXT, 4), 0)
+    first.close()
+    second = Disk(tmp_path)
+    assert second.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+    again = [*TEXT[:18], 3, 3, 3]
+    assert second.answer(again) == (greedy(again, 4), 0), "in the pool by now"
+    second.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_spoiled_files_cost_no_more_than_computing(
+    tmp_path: Path, fault: Callable[[Path], None]
+) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.close()
+    fault(tmp_path)
+    for _ in range(2):  # the second one finds in order what the first one has left
+        engine = Disk(tmp_path)
+        tokens, loaded = engine.answer(TEXT)
+        assert tokens == greedy(TEXT, 4)
+        engine.close()
+    assert loaded == len(TEXT) - 1
+
+
+def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
+    engine = Disk(tmp_path / "kv", num_pages=20)
+    engine.answer(TEXT)
+    shutil.rmtree(tmp_path / "kv")
+    for start in range(60):
+        text = [start % 20, *TEXT]
+        assert engine.answer(text)[0] == greedy(text, 4)
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv", "_sync"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """Now and then, in any call."""
+    rng, count = Random(code), 0
+    real = getattr(disk if call == "_sync" else os, call)
+
+    def fails(*args: object) -> object:
+        nonlocal count
+        if rng.random() < 0.3:
+            count += 1
+            raise OSError(code, os.strerror(code))
+        return real(*args)
+
+    monkeypatch.setattr(disk if call == "_sync" else os, call, fails)
+    engine = Disk(tmp_path, num_pages=20)
+    for number in range(80):
+        text = [number % 9, *TEXT]
+        assert engine.answer(text)[0] == greedy(text, 4)
+        engine.store.flush()
+    assert count and engine.store.counters.failed_pages
+    assert engine.engine.lifetime_stats.loaded_tokens, "what the disk has kept is used"
+    engine.close()
+
+
+def test_a_full_disk_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InvalidRequest, match=r"cannot hold .* No space left on device"):
+        Disk(tmp_path)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    held = lock_folder(tmp_path / "kv")
+
+    def second() -> None:
+        with pytest.raises(InvalidRequest, match="in use by another process"):
+            lock_folder(tmp_path / "kv")
+
+    assert in_a_process(second) == 0
+    os.close(held)
+    os.close(lock_folder(tmp_path / "kv"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        lock_folder(tmp_path / "file")
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    os.close(lock_folder(tmp_path / "kv"))
+    engine = Disk(tmp_path / "kv" / "model")
+    engine.answer(TEXT)
+    engine.store.flush()
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*")}
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+    engine.close()
+
+
+def test_a_smaller_file_keeps_the_pages_of_its_slots(tmp_path: Path) -> None:
+    first = Disk(tmp_path, slots=300)
+    first.answer(TEXT)
+    first.close()
+    second = Disk(tmp_path, slots=3)
+    assert second.answer(TEXT)[0] == greedy(TEXT, 4)
+    second.close()
+    assert (tmp_path / PAGES).stat().st_size == 3 * 32
+
+
+def test_what_the_disk_is_too_slow_for_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 64)
+    engine = Disk(tmp_path, num_pages=20)
+    engine.answer(TEXT)
+    engine.close()
+    assert engine.store.counters.dropped_pages
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), 0)
+
+
+def traffic(folder: Path, seed: int) -> None:
+    rng = Random(seed)
+    asker = Asker(Random(seed % 3))  # the same texts in several processes
+    engine = Disk(folder, num_pages=35, slots=60, max_num_seqs=4)
+    play(engine.engine, rng, 60, asker.ask, asker.verify, arrivals=0.3, failures=0.02, resets=0)
+    engine.close()
+
+
+def test_killed_at_any_write(tmp_path: Path) -> None:
+    """Before and after each call that writes, until there is none left to be killed at."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+
+    def work(limit: int) -> None:
+        count = 0
+
+        def dying(real: Callable[..., object]) -> Callable[..., object]:
+            def call(*args: object) -> object:
+                nonlocal count
+                for _ in range(2):
+                    count += 1
+                    if count == limit:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args)
+
+            return call
+
+        os.pwrite = dying(os.pwrite)  # type: ignore[assignment]
+        disk._sync = dying(disk._sync)
+        traffic(tmp_path, limit)
+
+    killed = 0
+    for limit in range(1, 300, 7):
+        status = in_a_process(lambda limit=limit: work(limit))
+        assert status in (0, -signal.SIGKILL)
+        killed += status != 0
+    assert killed > 20
+    assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
+
+
+@pytest.mark.exhaustive
+def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
+    rng = Random(0)
+    for number in range(200):
+
+        def work(number: int = number) -> None:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.02, 0.3))
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            traffic(tmp_path, number)
+
+        rng.random()
+        assert in_a_process(work) in (0, -signal.SIGKILL)
+    assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
+
+
+def test_a_store_without_threads_left_is_closed_once(tmp_path: Path) -> None:
+    engine = Disk(tmp_path)
+    store: DiskStore = engine.store
+    engine.close()
+    assert store.counters.failed_pages == 0
