@@ -85,8 +85,13 @@ class LLM:
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
         self._close = finalize(
-            self, _close, self.worker, self.kv_events, self.offload, self.engine.model
-        )
+            self, _close, self.worker, self.kv_events, self.offload, self.engine.model,
+            self.inputs, self.prefixes,
+        )  # fmt: skip
+        if self.offload is not None:
+            from radixcache.runtime.kv_offload import session
+
+            session.restore(self.offload.store, self.inputs.conversations, self.pin_prefix)
         give_back()  # what loading took of memory, and no longer needs
         self.load_seconds = time.perf_counter() - start
 
@@ -398,12 +403,14 @@ def _close(
     kv_events: KVEventPublisher | None,
     offload: DiskOffload | None,
     model: PagedModel,
+    inputs: InputProcessor,
+    prefixes: NamedPrefixes,
 ) -> None:
     if model.ranks is not None:  # first: the step under way may wait for one that hangs
         model.ranks.stop()
     worker.close()
     if offload is not None:
-        offload.close()
+        offload.close(inputs.conversations, prefixes.lasting())
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()
     if model.ranks is not None:

@@ -123,10 +123,15 @@ def build_engine(args: EngineArgs) -> Built:
         engine.capture_graphs()
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         engine.scheduler.on_publish = partial(_before_publish, explainer)
+        params = _default_params(model.generation_config)
         offload = _open_kv_dir(args, model, cache, pool)
         engine.scheduler.loads = None if offload is None else offload.loads
-        publisher = None if events is None else KVEventPublisher(cache, events)
-        params = _default_params(model.generation_config)
+        try:
+            publisher = None if events is None else KVEventPublisher(cache, events)
+        except BaseException:
+            if offload is not None:
+                offload.close(None, [])
+            raise
         return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
         if model.ranks is not None:  # or they would live as long as the error's traceback

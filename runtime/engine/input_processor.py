@@ -60,7 +60,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._grammar_backend = grammar_backend
         self._default_params = default_params
-        self._turns = Conversations(TokenHistory(tokenizer)) if tokenizer else None
+        self.conversations = Conversations(TokenHistory(tokenizer)) if tokenizer else None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -73,8 +73,8 @@ class InputProcessor:
     def turns(self) -> Conversations:
         """Tokenises conversations; `InvalidRequest` if the model has no tokenizer."""
         _ = self.tokenizer
-        assert self._turns is not None
-        return self._turns
+        assert self.conversations is not None
+        return self.conversations
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
         """See `LLM.encode`."""

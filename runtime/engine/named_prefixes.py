@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -173,6 +173,13 @@ class NamedPrefixes:
         """Those of all salts, oldest first."""
         self.drop_expired()
         return [*self._prefixes.values()]
+
+    def lasting(self) -> Iterable[tuple[str, Tokens, float | None]]:
+        """Name, tokens and seconds left of those without a salt that `pin` has made."""
+        now = self._now()
+        for prefix in self._prefixes.values():
+            if prefix.cache_salt is None and not prefix.yields:
+                yield prefix.name, prefix.tokens, prefix.expires and prefix.expires - now
 
     def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""

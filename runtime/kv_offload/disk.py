@@ -45,7 +45,7 @@ _READERS = 2
 _SCHEMA = """
 create table if not exists pages (slot integer primary key, parent blob not null, key blob not null,
     tokens blob not null, checksum blob not null, last_use integer not null);
-create table if not exists notes (name text primary key, value text not null);
+create table if not exists notes (name text primary key, value text not null, checksum blob);
 """
 
 _log = logging.getLogger("radixcache")
@@ -184,12 +184,15 @@ class DiskStore:
 
     def note(self, name: str, value: str) -> None:
         """Keep a text of that name, for the next process."""
-        replace = "insert or replace into notes values (?, ?)"
-        self._writes.put(lambda: self._index.execute(replace, (name, value)))
+        replace, row = "insert or replace into notes values (?, ?, ?)", (name, value)
+        checksum = xxhash.xxh3_128(value.encode()).digest()
+        self._writes.put(lambda: self._index.execute(replace, (*row, checksum)))
 
     def notes(self) -> dict[str, str]:
-        """The texts that were kept. To be called once, before anything else."""
-        return dict(self._index.execute("select name, value from notes"))
+        """The texts that were kept, and are what they were. To be called once, before anything
+        else."""
+        rows = self._index.execute("select name, value, checksum from notes")
+        return {n: text for n, text, c in rows if xxhash.xxh3_128(text.encode()).digest() == c}
 
     def close(self, in_order: Iterable[StoredPage]) -> None:
         """Write what waits, and the order in which pages are to be evicted; end the threads."""
@@ -305,7 +308,7 @@ def open_index(path: Path) -> sqlite3.Connection:
             index.execute("pragma synchronous = normal")
             index.executescript(_SCHEMA)
             index.execute("select slot, parent, key, tokens, checksum, last_use from pages limit 1")
-            index.execute("select name, value from notes limit 1")
+            index.execute("select name, value, checksum from notes limit 1")
             return index
         except sqlite3.Error as error:
             index.close()

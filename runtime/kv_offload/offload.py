@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from radixcache.errors import InvalidRequest
 from radixcache.radix import RadixCache
+from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.disk import DiskStore, lock_folder, remove_others
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sizes import format_memory
+from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.tier import LowerTier
 
 _log = logging.getLogger("radixcache")
@@ -65,8 +68,14 @@ class DiskOffload:
             folder, format_memory(num_slots * pool.page_bytes), f"{self.tier.num_tokens:,}",
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Write all that is cached, for the next process; nothing changes the cache any more."""
+    def close(self, turns: Conversations | None, prefixes: Iterable[session.Prefix]) -> None:
+        """Write all that is cached, for the next process; nothing changes the cache any more.
+
+        Args:
+            turns: how its conversations were tokenised.
+            prefixes: what is pinned without a salt.
+        """
+        session.save(self.store, turns, prefixes)
         self._cache.recover()
         for namespace, name in self._cache.pins:
             self._cache.unpin(name, namespace)

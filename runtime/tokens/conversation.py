@@ -82,6 +82,12 @@ class Conversations:
                 _, oldest = self._turns.popitem(last=False)
                 self._num_bytes -= 4 * len(oldest.raw)
 
+    def kept(self) -> list[tuple[str, ParsedMessage]]:
+        """The turns that `keep` was given without a salt, the oldest first."""
+        with self._lock:
+            turns = [turn for (salt, _), turn in self._turns.items() if salt is None]
+        return [(turn.raw, turn.said) for turn in turns]
+
     def render(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> str:

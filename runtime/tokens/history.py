@@ -158,6 +158,16 @@ class TokenHistory:
             self._store(remembered)
         return answer
 
+    def texts(self) -> list[TokenisedText]:
+        """All that is remembered of texts without a salt, the least recently used first."""
+        with self._lock:
+            return [text for text in self._texts.values() if text.cache_salt is None]
+
+    def add(self, text: TokenisedText) -> None:
+        """Remember a text and its tokens as they are."""
+        with self._lock:
+            self._store(text)
+
     def text_of(self, generated: Sequence[int]) -> str:
         """What an answer is, special tokens included, less the end of the turn."""
         return self._decode(self._less_end(generated))

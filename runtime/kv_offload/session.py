@@ -1,0 +1,72 @@
+"""What a restart needs besides KV, so that conversations go on to the token.
+
+The tokens that texts had, the turns with calls of tools, and the named prefixes are kept as notes
+of the disk store when an engine is closed. Whatever has a `cache_salt` is left out, as its KV is. A
+process that is killed leaves its KV pages, but not these: what a model spelled otherwise than its
+tokenizer would is then tokenised, and computed, anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+import numpy as np
+
+from radixcache.base import Tokens
+from radixcache.errors import RadixCacheError
+from radixcache.runtime.kv_offload.disk import DiskStore
+from radixcache.runtime.tokens.conversation import Conversations
+from radixcache.runtime.tokens.history import TokenisedText
+from radixcache.runtime.tokens.tool_calls import Call, ParsedMessage
+
+_log = logging.getLogger("radixcache")
+
+Prefix = tuple[str, Tokens, float | None]
+"""A name, its tokens, and how many seconds it is still pinned; None is for good."""
+
+
+def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefix]) -> None:
+    """Keep them for the next process."""
+    now = time.time()
+    pinned = [(name, tokens.tolist(), left and now + left) for name, tokens, left in prefixes]
+    store.note("prefixes", json.dumps(pinned))
+    if turns is not None:
+        texts = [
+            (text.text, text.tokens.tolist(), text.cuts.tolist(), text.num_generated)
+            for text in turns.history.texts()
+        ]
+        store.note("texts", json.dumps([_name_of(turns), texts, turns.kept()]))
+
+
+def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., object]) -> None:
+    """Bring back what the last process has kept.
+
+    Args:
+        pin: as `LLM.pin_prefix`.
+    """
+    notes = store.notes()
+    tokenizer, texts, kept = json.loads(notes.get("texts", '["", [], []]'))
+    if turns is not None and tokenizer and tokenizer == _name_of(turns):
+        for text, tokens, cuts, num_generated in texts:
+            ids, places = np.array(tokens, np.int32), np.array(cuts, np.int64).reshape(-1, 2)
+            turns.history.add(TokenisedText(text, ids, places, num_generated))
+        for raw, (content, reasoning, calls) in kept:
+            said = ParsedMessage(content, reasoning, tuple(Call(*call) for call in calls))
+            turns.keep(said, raw)
+    for name, tokens, until in json.loads(notes.get("prefixes", "[]")):
+        left = None if until is None else until - time.time()
+        if left is None or left > 0:
+            try:
+                pin(name, tokens, lifetime=left)
+            except RadixCacheError as error:
+                _log.warning("the prefix %r is not pinned again: %s", name, error)
+
+
+def _name_of(turns: Conversations) -> str:
+    """Of another tokenizer, texts have other tokens, though the KV of tokens be the same."""
+    serialised = turns.history.tokenizer.serialised
+    return "" if serialised is None else blake2b(serialised.encode()).hexdigest()

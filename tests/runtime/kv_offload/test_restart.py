@@ -1,0 +1,152 @@
+"""An `LLM` with a folder for its KV is ended and started anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from radixcache import LLM, InvalidRequest, SamplingParams
+from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.kv_offload.disk import lock_folder
+from tests.models import tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
+TABLE = "| name | age |\n|---|---|\n" + "".join(f"| Person {i} | {i} |\n" for i in range(60))
+
+
+def open_llm(folder: Path, model: Any = None, **more: Any) -> LLM:
+    settings = {"kv_dir_size": "30MB", "kv_cache_memory_bytes": "30MB"} | more
+    return LLM(model, kv_dir=folder, **settings)
+
+
+def ask(llm: LLM, prompt: Any, salt: str | None = None) -> tuple[Any, int, int]:
+    """Tokens with their log-probabilities; tokens that were hit, and that were loaded."""
+    before = llm.cache.stats.loaded_tokens
+    (output,) = llm.generate(prompt, GREEDY, cache_salt=salt)
+    completion = output.outputs[0]
+    loaded = llm.cache.stats.loaded_tokens - before
+    return (completion.token_ids, completion.logprobs), output.num_cached_tokens, loaded
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_restart_gives_the_same_bits(tmp_path: Path, exact: bool) -> None:
+    try:
+        plain = LLM(exact=exact)
+    except InvalidRequest as error:
+        pytest.skip(str(error))
+    with plain:
+        cold = ask(plain, TABLE + "Who is 7?")[0]
+        again, hit, _ = ask(plain, TABLE + "Who is 7?")
+        assert again == cold or not exact
+    with open_llm(tmp_path, exact=exact) as llm:
+        assert ask(llm, TABLE + "Who is 7?")[0] == cold
+    with open_llm(tmp_path, exact=exact) as llm:
+        warm, cached, loaded = ask(llm, TABLE + "Who is 7?")
+        assert (cached, loaded) == (hit - (hit == len(llm.encode(TABLE + "Who is 7?"))),) * 2
+        assert warm[0] == cold[0]
+        assert warm == cold or not exact
+        llm.cache.check()
+
+
+def test_conversations_and_prefixes_go_on_to_the_token(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=1.2, seed=5, max_tokens=20)
+    messages: list[Any] = [{"role": "user", "content": TABLE + "Say something."}]
+    with open_llm(tmp_path) as llm:
+        (first,) = llm.chat(messages, params)
+        llm.pin_prefix("table", TABLE)
+        llm.pin_prefix("short", "Once", lifetime=0.001)
+    messages += [
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "And more?"},
+    ]
+    with open_llm(tmp_path) as llm:
+        assert [prefix.name for prefix in llm.prefixes.list()] == ["table"]
+        (second,) = llm.chat(messages, params)
+        said = len(first.prompt_token_ids) + len(first.outputs[0].token_ids)
+        assert second.num_cached_tokens >= said - 2, "the end of the turn, and the last token"
+    with open_llm(tmp_path) as llm:
+        messages[0] = {"role": "user", "content": "Something else."}
+        (third,) = llm.chat(messages, params)
+        assert third.num_cached_tokens < 20
+
+
+def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
+    with open_llm(tmp_path) as llm:
+        ask(llm, TABLE, "mine")
+        llm.chat([{"role": "user", "content": "a secret"}], cache_salt="mine")
+    files = [path for path in tmp_path.rglob("*") if path.name != "pages.kv" and path.is_file()]
+    assert len(files) == 2 and not any(b"secret" in path.read_bytes() for path in files)
+    with open_llm(tmp_path) as llm:
+        assert llm.offload is not None and not len(llm.offload.tier)
+        assert ask(llm, TABLE)[1:] == (0, 0)
+
+
+def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
+    with open_llm(tmp_path) as llm:
+        ask(llm, TABLE)
+    with open_llm(tmp_path) as llm:
+        llm.reset_prefix_cache()
+        assert ask(llm, TABLE)[1] == 0
+
+
+def change_one_weight(model: Path) -> dict[str, Any]:
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "layers.1" in name and weights[name].ndim == 2)
+    weights[name].view(-1)[-1] += 0.01
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return {}
+
+
+def change_rope(model: Path) -> dict[str, Any]:
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 12_345.0}
+    (model / "config.json").write_text(json.dumps(config))
+    return {}
+
+
+OTHERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "one weight": change_one_weight,
+    "rope": change_rope,
+    "dtype": lambda _: {"dtype": "bfloat16"},
+    "page size": lambda _: {"page_size": 8},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_kv_of_anything_else_is_not_found(tmp_path: Path, other: str) -> None:
+    model, prompt = tiny_model("llama", tmp_path / "model"), [[*range(1, 90)]]
+    folder = tmp_path / "kv"
+    with open_llm(folder, model) as llm:
+        ask(llm, prompt)
+    with open_llm(folder, model) as llm:
+        assert ask(llm, prompt)[2] == 88, "the same is found"
+    settings = OTHERS[other](model)
+    with LLM(model, **settings) as llm:
+        wanted = ask(llm, prompt)[0]
+    with open_llm(folder, model, **settings) as llm:
+        assert ask(llm, prompt) == (wanted, 0, 0)
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == 1, "the others' pages go"
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    for settings, message in (
+        ({"cache": "hash-block"}, "kv_dir is for cache='radix', not 'hash-block'"),
+        ({"tensor_parallel_size": 2}, "kv_dir is for one process"),
+        ({"kv_dir_size": "1kB"}, "holds no page"),
+        ({"kv_dir_size": "900TB"}, "cannot hold .* smaller kv_dir_size"),
+        ({"kv_dir_size": "much"}, "kv_dir_size must be an amount"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            open_llm(tmp_path, **settings)
+    lock = lock_folder(tmp_path)
+    with pytest.raises(InvalidRequest, match="in use by another process"):
+        open_llm(tmp_path)
+    os.close(lock)
+    assert not list(tmp_path.glob("*/pages.kv")) or BUNDLED_MODEL.exists()
+    open_llm(tmp_path).close()
