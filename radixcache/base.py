@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,9 @@ from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
+
+if TYPE_CHECKING:
+    from radixcache.tier import LowerTier
 
 Tokens = NDArray[np.int32]
 """Token ids, one-dimensional int32."""
@@ -173,6 +176,8 @@ class PrefixCache(ABC):
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
+    lower: LowerTier | None = None
+    """Where a radix cache's pages go that are evicted; None forgets them."""
     pin_budget: int
     """Pages that all pins together may hold; those of one namespace may hold `pin_share`."""
     _pins: dict[tuple[Hashable, str], Lease]

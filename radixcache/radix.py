@@ -16,7 +16,6 @@ from radixcache.lease import RadixLease as RadixLease
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
-from radixcache.tier import LowerTier
 from radixcache.tree import RadixTree
 
 
@@ -37,8 +36,6 @@ class RadixCache(PrefixCache):
     """
 
     full_prompt_hits = True
-    lower: LowerTier | None = None
-    """Where pages go that are evicted; None forgets them."""
 
     def __init__(self, pool: PagePool) -> None:
         self._clock = 0

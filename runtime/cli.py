@@ -1,4 +1,5 @@
-"""The command line: `radixcache demo`, `chat`, `generate`, `serve`, `explain`, `bench`, `info`.
+"""The command line: `radixcache demo`, `chat`, `generate`, `serve`, `explain`, `bench`,
+`cache`, `info`.
 
 Help and bad input answer at once: what the commands do is in `commands.py`, which imports torch
 only where a model is needed.
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, RadixCacheError
-from radixcache.runtime.commands import chat, demo, explain, generate, info, serve
+from radixcache.runtime.commands import cache, chat, demo, explain, generate, info, serve
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.flags import add_flags
 from radixcache.runtime.sampling.params import SamplingArgs
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_explain(commands)
     _add_bench(commands)
+    _add_cache(commands)
     _add_command(commands, info, "what runs here: versions, threads, native kernels")
     return parser
 
@@ -100,7 +102,8 @@ def _add_demo(commands: Any) -> None:
     parser = _add_command(commands, demo, summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # It has both caches and two models.
-    _add_engine(parser, ("cache", "tensor_parallel_size", "kv_events_config"))
+    left_out = ("cache", "tensor_parallel_size", "kv_events_config", "kv_dir", "kv_dir_size")
+    _add_engine(parser, left_out)
 
 
 def _add_chat(commands: Any) -> None:
@@ -156,6 +159,12 @@ def _add_explain(commands: Any) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="its key; rather RADIXCACHE_API_KEY")
     parser.add_argument("--cache-salt", metavar="SALT", help="whose cache, if requests have salts")
     parser.add_argument("--json", action="store_true", help="print the server's answer")
+
+
+def _add_cache(commands: Any) -> None:
+    parser = _add_command(commands, cache, "look at a --kv-dir, compare its checksums, or empty it")
+    parser.add_argument("ACTION", choices=("inspect", "verify", "clear"))
+    parser.add_argument("DIR", help="the folder")
 
 
 def _add_bench(commands: Any) -> None:

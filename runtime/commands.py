@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,6 +200,26 @@ def _meant(args: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{args.messages} is not JSON") from None
     return {**messages} if isinstance(messages, dict) else {"messages": messages}
+
+
+def cache(args: argparse.Namespace) -> int:
+    from radixcache.runtime.kv_offload import files
+
+    folder = Path(args.DIR)
+    if args.ACTION == "clear":
+        files.clear(folder)
+        return 0
+    if args.ACTION == "inspect":
+        found = [files.describe(one) for one in files.contents(folder)]
+        print("\n".join(found) or f"{folder} holds no pages")
+        return 0
+    from tqdm import tqdm
+
+    track = partial(tqdm, desc="Pages", unit="page", leave=False, disable=not sys.stderr.isatty())
+    count, spoilt = files.verify(folder, track)
+    what = f"{spoilt:,} are spoilt, and will be computed again" if spoilt else "all are right"
+    print(f"{count:,} pages were read: {what}")
+    return 1 if spoilt else 0
 
 
 def info(_: argparse.Namespace) -> int:

@@ -1,23 +1,10 @@
-"""Pages on disk: one file of slots, and a manifest of what is in them.
-
-    DIR/lock                        held by the process that uses the folder
-    DIR/<fingerprint>/pages.kv      slot i is the bytes [i * page_bytes, (i + 1) * page_bytes)
-    DIR/<fingerprint>/index.sqlite  a row for each slot in use
-
-What makes KV differ has another fingerprint, and so another folder. Each page has a checksum of its
-bytes and of its key, which stands for all tokens up to its end; it is compared at each load. So
-whatever happened to the files (a crash, a full disk, a changed bit, swapped slots), the worst is
-that a page is computed again; what is synced to the disk only decides how much survives. A row is
-deleted before its slot is written again, and written once the bytes are.
-
-Files hold what was asked and answered: folders are 0700, files 0600.
-"""
+"""A store of KV pages on disk, read and written in threads; see `files.py` for what is there."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,22 +19,25 @@ import torch
 import xxhash
 
 from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.runtime.kv_offload import files
+from radixcache.runtime.kv_offload.files import (
+    ABOUT,
+    INDEX,
+    PAGES,
+    checksum_of,
+    make_room,
+    open_index,
+    read_all,
+    write_all,
+)
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.sizes import format_memory
 from radixcache.tier import StoredPage
-
-PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
 
 MAX_QUEUED_BYTES = 256 << 20
 """Of pages that wait to be written; what comes then is not kept."""
 
 _READERS = 2
-_SCHEMA = """
-create table if not exists pages (slot integer primary key, parent blob not null, key blob not null,
-    tokens blob not null, checksum blob not null, last_use integer not null);
-create table if not exists notes (name text primary key, value text not null, checksum blob);
-"""
-
 _log = logging.getLogger("radixcache")
 
 
@@ -69,29 +59,6 @@ class Counters(NamedTuple):
     """Not written, or not as they were when they were read."""
 
 
-def lock_folder(folder: Path) -> int:
-    """Make `folder`, and lock it; the lock lives as long as the file that is returned.
-
-    Raises:
-        InvalidRequest: it cannot be used, or another process uses it.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        raise InvalidRequest("kv_dir needs file locks, which this system does not have") from None
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise InvalidRequest(f"kv_dir {folder} cannot be used: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise InvalidRequest(f"kv_dir {folder} is in use by another process") from None
-    return lock
-
-
 class DiskStore:
     """The pages of one model on disk; a `PageStore`.
 
@@ -102,12 +69,13 @@ class DiskStore:
         folder: of the model in `kv_dir`, which is locked.
         pool: whose pages they are.
         num_slots: pages that the file holds.
+        about: says of what model they are.
 
     Raises:
         InvalidRequest: there is no room on the disk, or no right to write.
     """
 
-    def __init__(self, folder: Path, pool: KVPool, num_slots: int) -> None:
+    def __init__(self, folder: Path, pool: KVPool, num_slots: int, about: str = "") -> None:
         self._pool, self._folder = pool, folder
         self.num_slots, self.page_bytes = num_slots, pool.page_bytes
         self.counters = Counters()
@@ -118,7 +86,7 @@ class DiskStore:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             self._file = os.open(folder / PAGES, os.O_RDWR | os.O_CREAT, 0o600)
-            _make_room(self._file, num_slots * self.page_bytes)
+            make_room(self._file, num_slots * self.page_bytes)
         except OSError as error:
             raise InvalidRequest(
                 f"kv_dir {folder.parent} cannot hold {format_memory(num_slots * self.page_bytes)}: "
@@ -128,6 +96,8 @@ class DiskStore:
         self._writes: SimpleQueue[_Write | Callable[[], object] | None] = SimpleQueue()
         self._writer = Thread(target=self._work, name="radixcache-kv-writer", daemon=True)
         self._writer.start()
+        told = {"model": about, "page_bytes": self.page_bytes, "page_size": pool.page_size}
+        self.note(ABOUT, json.dumps(told))
         self._readers = ThreadPoolExecutor(_READERS, "radixcache-kv-reader")
 
     # -- what the engine's thread calls -----------------------------------------------------------
@@ -241,9 +211,9 @@ class DiskStore:
                 self._index.executemany("delete from pages where slot = ?", slots)
             rows = [row for write in writes for row in write.rows.numpy()]
             for page, row in zip(pages, rows, strict=True):
-                _write_all(self._file, row, page.slot * self.page_bytes)
-            _sync(self._file)
-            found = [_checksum(page.key, row) for page, row in zip(pages, rows, strict=True)]
+                write_all(self._file, row, page.slot * self.page_bytes)
+            files.sync(self._file)
+            found = [checksum_of(page.key, row) for page, row in zip(pages, rows, strict=True)]
             with self._index:
                 last = "(select coalesce(max(last_use), 0) + 1 from pages)"
                 self._index.executemany(
@@ -270,8 +240,8 @@ class DiskStore:
         for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
             error = OSError(f"slot {page.slot} does not hold what was written")
             try:
-                good = _read_all(self._file, data[at], page.slot * self.page_bytes)
-                good = good and _checksum(page.key, data[at]) == self._checksums.get(page.slot)
+                good = read_all(self._file, data[at], page.slot * self.page_bytes)
+                good = good and checksum_of(page.key, data[at]) == self._checksums.get(page.slot)
             except OSError as raised:
                 good, error = False, raised
             if not good:
@@ -283,7 +253,7 @@ class DiskStore:
     def _forget(self) -> None:
         self._checksums.clear()
         self._index.execute("delete from pages")
-        self._index.execute("delete from notes")
+        self._index.execute("delete from notes where name != ?", (ABOUT,))
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -296,66 +266,3 @@ class DiskStore:
             self._warned = True
             what = first_sentence(error)
             _log.warning("KV pages in %s are lost, and computed again: %s", self._folder, what)
-
-
-def open_index(path: Path) -> sqlite3.Connection:
-    """The manifest of that name; a new one if there is none, or none that can be read."""
-    for _ in range(2):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files this
-        index = sqlite3.connect(path, check_same_thread=False)
-        try:
-            index.execute("pragma journal_mode = wal")
-            index.execute("pragma synchronous = normal")
-            index.executescript(_SCHEMA)
-            index.execute("select slot, parent, key, tokens, checksum, last_use from pages limit 1")
-            index.execute("select name, value, checksum from notes limit 1")
-            return index
-        except sqlite3.Error as error:
-            index.close()
-            _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
-            for name in (path, *path.parent.glob(f"{path.name}-*")):
-                name.unlink(missing_ok=True)
-    raise InvalidRequest(f"{path} cannot be written")
-
-
-def remove_others(kv_dir: Path, own: Path) -> None:
-    """Remove the pages of other models from `kv_dir`, whose size is for one; what is no folder of a
-    model is left alone."""
-    for folder in kv_dir.iterdir():
-        if folder != own and (folder / PAGES).exists():
-            _log.warning("%s is removed: KV pages of another model, dtype or version", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make_room(file: int, size: int) -> None:
-    """Make the file that long, on blocks of its own: a full disk is noticed now."""
-    os.ftruncate(file, size)
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-
-
-_sync = getattr(os, "fdatasync", os.fsync)
-
-
-def _checksum(key: bytes, row: np.ndarray) -> bytes:
-    digest = xxhash.xxh3_128(key)
-    digest.update(row.data)
-    return digest.digest()
-
-
-def _write_all(file: int, row: np.ndarray, start: int) -> None:
-    data = row.data
-    while data:
-        count = os.pwrite(file, data, start)
-        data, start = data[count:], start + count
-
-
-def _read_all(file: int, row: np.ndarray, start: int) -> bool:
-    """Whether the file is that long."""
-    data = row.data
-    while data:
-        count = os.preadv(file, [data], start)
-        if not count:
-            return False
-        data, start = data[count:], start + count
-    return True

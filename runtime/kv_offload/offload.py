@@ -10,7 +10,8 @@ from pathlib import Path
 from radixcache.errors import InvalidRequest
 from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload import session
-from radixcache.runtime.kv_offload.disk import DiskStore, lock_folder, remove_others
+from radixcache.runtime.kv_offload.disk import DiskStore
+from radixcache.runtime.kv_offload.files import lock_folder, remove_others
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.model.kv_pool import KVPool
@@ -55,7 +56,9 @@ class DiskOffload:
         try:
             folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
             remove_others(kv_dir, folder)
-            self.store = DiskStore(folder, pool, num_slots)
+            dtype = str(model.dtype).removeprefix("torch.")
+            about = f"{Path(name_or_path).name} in {dtype}"
+            self.store = DiskStore(folder, pool, num_slots, about)
         except BaseException:
             os.close(self._lock)
             raise

@@ -15,8 +15,9 @@ from random import Random
 import pytest
 
 from radixcache import InvalidRequest
-from radixcache.runtime.kv_offload import disk
-from radixcache.runtime.kv_offload.disk import INDEX, PAGES, DiskStore, lock_folder
+from radixcache.runtime.kv_offload import disk, files
+from radixcache.runtime.kv_offload.disk import DiskStore
+from radixcache.runtime.kv_offload.files import INDEX, PAGES, lock_folder
 from tests.cover import seeds
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
@@ -157,14 +158,14 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("call", ["pwrite", "preadv", "_sync"])
+@pytest.mark.parametrize("call", ["pwrite", "preadv", "sync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_disk_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     """Now and then, in any call."""
     rng, count = Random(code), 0
-    real = getattr(disk if call == "_sync" else os, call)
+    real = getattr(files if call == "sync" else os, call)
 
     def fails(*args: object) -> object:
         nonlocal count
@@ -173,7 +174,7 @@ def test_a_disk_that_fails(
             raise OSError(code, os.strerror(code))
         return real(*args)
 
-    monkeypatch.setattr(disk if call == "_sync" else os, call, fails)
+    monkeypatch.setattr(files if call == "sync" else os, call, fails)
     engine = Disk(tmp_path, num_pages=20)
     for number in range(80):
         text = [number % 9, *TEXT]
@@ -269,7 +270,7 @@ def test_killed_at_any_write(tmp_path: Path) -> None:
             return call
 
         os.pwrite = dying(os.pwrite)  # type: ignore[assignment]
-        disk._sync = dying(disk._sync)
+        files.sync = dying(files.sync)
         traffic(tmp_path, limit)
 
     killed = 0

@@ -12,8 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from radixcache import LLM, InvalidRequest, SamplingParams
-from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.kv_offload.disk import lock_folder
+from radixcache.runtime.kv_offload.files import lock_folder
 from tests.models import tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
@@ -87,6 +86,18 @@ def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
         assert ask(llm, TABLE)[1:] == (0, 0)
 
 
+def test_what_is_on_disk_is_explained(tmp_path: Path) -> None:
+    with open_llm(tmp_path) as llm:
+        ask(llm, TABLE)
+    with open_llm(tmp_path) as llm:
+        length = len(llm.encode(TABLE))
+        told = llm.explain(TABLE + "Who?")
+        assert told.misses[0].reason == "on_disk" and len(told.misses[0]) == length
+        assert f"on disk: {length:,} tokens from token 0 on" in str(told)
+        ask(llm, TABLE + "Who?")
+        assert llm.explainer.missed_tokens["on_disk"] == 0, "they were loaded"
+
+
 def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         ask(llm, TABLE)
@@ -148,5 +159,4 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="in use by another process"):
         open_llm(tmp_path)
     os.close(lock)
-    assert not list(tmp_path.glob("*/pages.kv")) or BUNDLED_MODEL.exists()
     open_llm(tmp_path).close()

@@ -1,0 +1,236 @@
+"""The files of KV pages on disk: one of slots, and a manifest of what is in them. No torch.
+
+    DIR/lock                        held by the process that uses the folder
+    DIR/<fingerprint>/pages.kv      slot i is the bytes [i * page_bytes, (i + 1) * page_bytes)
+    DIR/<fingerprint>/index.sqlite  a row for each slot in use
+
+What makes KV differ has another fingerprint, and so another folder. Each page has a checksum of its
+bytes and of its key, which stands for all tokens up to its end; it is compared at each load. So
+whatever happened to the files (a crash, a full disk, a changed bit, swapped slots), the worst is
+that a page is computed again; what is synced to the disk only decides how much survives. A row is
+deleted before its slot is written again, and written once the bytes are.
+
+Files hold what was asked and answered: folders are 0700, files 0600.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.runtime.sizes import format_memory
+
+PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
+ABOUT = "about"
+"""The note that says of what model the pages are."""
+
+_SCHEMA = """
+create table if not exists pages (slot integer primary key, parent blob not null, key blob not null,
+    tokens blob not null, checksum blob not null, last_use integer not null);
+create table if not exists notes (name text primary key, value text not null, checksum blob);
+"""
+
+_log = logging.getLogger("radixcache")
+
+
+def lock_folder(folder: Path) -> int:
+    """Make `folder`, and lock it; the lock lives as long as the file that is returned.
+
+    Raises:
+        InvalidRequest: it cannot be used, or another process uses it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        raise InvalidRequest("kv_dir needs file locks, which this system does not have") from None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise InvalidRequest(f"kv_dir {folder} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise InvalidRequest(f"kv_dir {folder} is in use by another process") from None
+    return lock
+
+
+def open_index(path: Path) -> sqlite3.Connection:
+    """The manifest of that name; a new one if there is none, or none that can be read."""
+    for _ in range(2):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files this
+        index = sqlite3.connect(path, check_same_thread=False)
+        try:
+            index.execute("pragma journal_mode = wal")
+            index.execute("pragma synchronous = normal")
+            index.executescript(_SCHEMA)
+            index.execute("select slot, parent, key, tokens, checksum, last_use from pages limit 1")
+            index.execute("select name, value, checksum from notes limit 1")
+            return index
+        except sqlite3.Error as error:
+            index.close()
+            _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
+            for name in (path, *path.parent.glob(f"{path.name}-*")):
+                name.unlink(missing_ok=True)
+    raise InvalidRequest(f"{path} cannot be written")
+
+
+def remove_others(kv_dir: Path, own: Path) -> None:
+    """Remove the pages of other models from `kv_dir`, whose size is for one; what is no folder of a
+    model is left alone."""
+    for folder in kv_dir.iterdir():
+        if folder != own and (folder / PAGES).exists():
+            _log.warning("%s is removed: KV pages of another model, dtype or version", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_room(file: int, size: int) -> None:
+    """Make the file that long, on blocks of its own: a full disk is noticed now."""
+    before = os.fstat(file).st_size
+    try:
+        os.ftruncate(file, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.ftruncate(file, before)
+        raise
+
+
+sync = getattr(os, "fdatasync", os.fsync)
+
+
+def checksum_of(key: bytes, row: np.ndarray) -> bytes:
+    digest = xxhash.xxh3_128(key)
+    digest.update(row.data)
+    return digest.digest()
+
+
+def write_all(file: int, row: np.ndarray, start: int) -> None:
+    data = row.data
+    while data:
+        count = os.pwrite(file, data, start)
+        data, start = data[count:], start + count
+
+
+def read_all(file: int, row: np.ndarray, start: int) -> bool:
+    """Whether the file is that long."""
+    data = row.data
+    while data:
+        count = os.preadv(file, [data], start)
+        if not count:
+            return False
+        data, start = data[count:], start + count
+    return True
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder of a model holds.
+
+    Attributes:
+        model: its name and dtype.
+        num_slots: pages that there is room for.
+        num_pages, num_tokens: that are there.
+        texts, turns: remembered texts, and turns with calls of tools.
+        prefixes: names.
+    """
+
+    folder: Path
+    model: str
+    page_size: int
+    page_bytes: int
+    num_slots: int
+    num_pages: int
+    num_tokens: int
+    texts: int
+    turns: int
+    prefixes: list[str]
+
+
+def contents(kv_dir: Path) -> list[Contents]:
+    """What is in `kv_dir`; `InvalidRequest` for what is no such folder."""
+    return [_look(folder) for folder in _models(kv_dir)]
+
+
+def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple[int, int]:
+    """Compare the checksums of all pages; returns how many there are, and how many are spoilt.
+
+    Args:
+        track: gives back the rows of a folder, one by one, and may show how many are done.
+    """
+    count = spoilt = 0
+    for folder in _models(kv_dir):
+        size = _look(folder).page_bytes
+        row = np.empty(size, np.uint8)
+        with sqlite3.connect(folder / INDEX) as index:
+            rows = index.execute("select slot, key, checksum from pages").fetchall()
+        file = os.open(folder / PAGES, os.O_RDONLY)
+        for slot, key, checksum in track(rows):
+            count += 1
+            good = read_all(file, row, slot * size) and checksum_of(key, row) == checksum
+            spoilt += not good
+        os.close(file)
+    return count, spoilt
+
+
+def clear(kv_dir: Path) -> None:
+    """Remove the pages of all models; `InvalidRequest` while a process uses them."""
+    models = _models(kv_dir)
+    lock = lock_folder(kv_dir)
+    for folder in models:
+        shutil.rmtree(folder)
+    os.close(lock)
+
+
+_Row = tuple[int, bytes, bytes]
+
+
+def _models(kv_dir: Path) -> list[Path]:
+    if not (kv_dir / LOCK).is_file():
+        raise InvalidRequest(
+            f"{kv_dir} is no folder of KV pages: nothing was run with it as kv_dir"
+        )
+    return [folder for folder in sorted(kv_dir.iterdir()) if (folder / INDEX).is_file()]
+
+
+def _look(folder: Path) -> Contents:
+    try:
+        with sqlite3.connect(folder / INDEX) as index:
+            ((pages, tokens),) = index.execute(
+                "select count(*), coalesce(sum(length(tokens)) / 4, 0) from pages"
+            )
+            notes = dict(index.execute("select name, value from notes"))
+        about = json.loads(notes[ABOUT])
+        _, texts, turns = json.loads(notes.get("texts", '["", [], []]'))
+        prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
+        slots = (folder / PAGES).stat().st_size // about["page_bytes"]
+    except (sqlite3.Error, OSError, KeyError, ValueError) as error:
+        raise InvalidRequest(f"{folder} cannot be read: {first_sentence(error)}") from None
+    return Contents(
+        folder, about["model"], about["page_size"], about["page_bytes"], slots, pages, tokens,
+        len(texts), len(turns), prefixes,
+    )  # fmt: skip
+
+
+def describe(found: Contents) -> str:
+    """Some lines on it, for people."""
+    used, room = (format_memory(n * found.page_bytes) for n in (found.num_pages, found.num_slots))
+    lines = {
+        "model": f"{found.model}, pages of {found.page_size} tokens",
+        "pages": f"{found.num_pages:,} of {found.num_slots:,}: {used} of {room}",
+        "tokens": f"{found.num_tokens:,}",
+        "texts": f"{found.texts:,} as they were tokenised, {found.turns:,} turns with tool calls",
+        "prefixes": ", ".join(found.prefixes) or "none",
+    }
+    return "\n".join([str(found.folder), *(f"  {name:10}{value}" for name, value in lines.items())])
