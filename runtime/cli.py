@@ -101,6 +101,9 @@ def _add_demo(commands: Any) -> None:
     summary = "three users ask about two documents, with the cache on and off"
     parser = _add_command(commands, demo, summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--restart", action="store_true", help="rather a conversation that outlives its process"
+    )
     # It has both caches and two models.
     left_out = ("cache", "tensor_parallel_size", "kv_events_config", "kv_dir", "kv_dir_size")
     _add_engine(parser, left_out)

@@ -42,10 +42,11 @@ _CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /ex
 def demo(args: argparse.Namespace) -> int:
     check_model(args.model)
     _share_cores()
-    from radixcache.runtime.demo import play
+    from radixcache.runtime.demo import play, restart
 
     _silence(args)
-    return play.run(_given(args, _names(EngineArgs)), args.json)
+    run = restart.run if args.restart else play.run
+    return run(_given(args, _names(EngineArgs)), args.json)
 
 
 def chat(args: argparse.Namespace) -> int:

@@ -111,10 +111,14 @@ class LLM:
             count = states.index.num_slots
             memory = format_memory(count * self.engine.model.bytes_per_state)
             hybrid = f"; {count:,} recurrent states in {memory}"
+        kept = []
+        if self.offload is not None:
+            kept = [f"KV on disk: {self.offload.describe()}"]
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
             f"{context}; KV memory {size} = {tokens:,} tokens{hybrid}",
+            *kept,
             f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
             f"use, {threads} thread{'s' * (threads != 1)}",
         ]

@@ -26,6 +26,7 @@ class RequestMetrics:
         latency: from arrival to now, or to the end once finished.
         tokens_per_second: decoded tokens after the first over the time since the first.
         preemptions: times that a completion was put back for want of pages.
+        loaded_tokens: of the first completion, those that came up from the tier below the KV pool.
     """
 
     prefilled_tokens: int
@@ -33,6 +34,7 @@ class RequestMetrics:
     latency: float
     tokens_per_second: float | None
     preemptions: int
+    loaded_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ class Request:
                 latency=latency,
                 tokens_per_second=rate,
                 preemptions=sum(sequence.preemptions for sequence in self.sequences),
+                loaded_tokens=self.sequences[0].num_loaded,
             ),
             finished=self.finished,
             error=self.error,

@@ -66,10 +66,13 @@ class DiskOffload:
         self.tier.restore(self.store.stored())
         cache.lower = self.tier
         self.loads = Loads(cache, self.tier, self.store, pool)
-        _log.info(
-            "%s: %s of KV pages, %s tokens of them from before",
-            folder, format_memory(num_slots * pool.page_bytes), f"{self.tier.num_tokens:,}",
-        )  # fmt: skip
+        self._kv_dir = kv_dir
+        _log.info("KV on disk: %s", self.describe())
+
+    def describe(self) -> str:
+        """Where, how much room, and what is there; in one line."""
+        size = format_memory(self.tier.num_slots * self.store.page_bytes)
+        return f"{size} in {self._kv_dir}, with {self.tier.num_tokens:,} tokens"
 
     def close(self, turns: Conversations | None, prefixes: Iterable[session.Prefix]) -> None:
         """Write all that is cached, for the next process; nothing changes the cache any more.
