@@ -112,15 +112,15 @@ class LowerTier:
         if (digest := self._digest_if_known(tokens, at)) is None:
             return found, start
         while at < len(tokens):
-            piece = tokens[at : at + size]
-            page, length = self._child(digest.digest(), piece)
+            piece, parent = tokens[at : at + size], digest.digest()
+            digest.update(piece.tobytes())
+            page, length = self._child(parent, digest.digest(), piece)
             if page is None or page.state != "stored" or at + length <= end:
                 break
             found.append(page)
             at, end = at + size, at + length
             if length < size:
                 break
-            digest.update(piece.tobytes())
         return found, end
 
     def _digest_if_known(self, tokens: Tokens, at: int) -> blake2b | None:
@@ -128,8 +128,12 @@ class LowerTier:
         follows = at < len(tokens) and (digest.digest(), tokens.item(at)) in self._children
         return digest if follows else None
 
-    def _child(self, parent: bytes, piece: Tokens) -> tuple[StoredPage | None, int]:
-        """The page after `parent` that begins with most of `piece`, and with how many tokens."""
+    def _child(self, parent: bytes, key: bytes, piece: Tokens) -> tuple[StoredPage | None, int]:
+        """The page after `parent` that begins with most of `piece`, and with how many tokens; `key`
+        is that of a page with exactly these."""
+        best, length = self._pages.get(key), len(piece)
+        if best is not None and best.state != "lost":
+            return best, length
         best, length = None, 0
         siblings = self._children.get((parent, piece.item(0)), ())
         for page in reversed(siblings[-_SIBLINGS:]):
@@ -178,7 +182,7 @@ class LowerTier:
             gone.append((number, StoredPage(-1, parent, digest.digest(), piece)))
         new = []
         for number, page in reversed(gone):  # so that what follows goes before what it follows
-            there, length = self._child(page.parent, page.tokens)
+            there, length = self._child(page.parent, page.key, page.tokens)
             if there is not None and length == len(page.tokens):
                 self._order_of(there).pop(there.key)
                 self._only[there.key] = there

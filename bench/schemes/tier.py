@@ -1,0 +1,85 @@
+"""A tier below the pool whose loads and saves take no time: what a disk would bring in hits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, cast
+
+from radixcache.base import Tokens
+from radixcache.errors import OutOfPages
+from radixcache.lease import Lease
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+from radixcache.tier import LowerTier, StoredPage
+
+if TYPE_CHECKING:
+    from radixcache.runtime.engine.request import Sequence
+    from radixcache.runtime.kv_offload.loads import Loads
+
+
+class NoBytes:
+    """A store of numbers alone."""
+
+    def save(self, pages: Items[int], stored: Items[StoredPage]) -> None:
+        for page in stored:
+            page.state = "stored"
+
+    def clear(self) -> None:
+        pass
+
+
+def with_tier(pool: PagePool, times: int) -> RadixCache:
+    """A radix cache over a tier of `times` as many pages as its pool."""
+    cache = RadixCache(pool)
+    cache.lower = LowerTier(times * pool.num_pages, pool.page_size, NoBytes())
+    return cache
+
+
+class InstantLoads:
+    """As `Loads`, but what a tier has is in the pool before the request is looked up."""
+
+    def __init__(self, cache: RadixCache) -> None:
+        self._cache = cache
+
+    def begin_step(self) -> None:
+        pass
+
+    def waits(self, sequence: Sequence) -> bool:
+        load(self._cache, sequence.tokens)
+        return False
+
+    def begin(self, sequence: Sequence, lease: Lease) -> bool:
+        return False
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+def load(cache: RadixCache, tokens: Tokens) -> int:
+    """Bring up what the tier has of a prompt; returns how many tokens."""
+    tier, lease = cache.lower, cache.acquire(tokens)
+    assert tier is not None
+    start = lease.num_tokens
+    pages, end = tier.find(tokens[:-1], start)
+    tier.begin_load(pages)
+    try:
+        if end > start:
+            cache.reserve(lease, end)
+            lease.used = True  # it counts in no statistics
+            cache.publish(lease, tokens[start:end], written=True)
+    except OutOfPages:
+        pass
+    loaded = lease.num_tokens - start
+    tier.end_load(pages, loaded=loaded > 0)
+    cache.release(lease)
+    return loaded
+
+
+def instant_loads(cache: object) -> Loads | None:
+    """For a scheduler over `cache`; None if it has no tier."""
+    if isinstance(cache, RadixCache) and cache.lower is not None:
+        return cast("Loads", InstantLoads(cache))
+    return None
