@@ -38,9 +38,8 @@ def lru_hits(plain: list[tuple[list[int], list[int]]], capacity: int) -> int:
     """Of a memory of tokens, each known by all before it; the last of a text go first."""
     recent, hits = OrderedDict[int, None](), 0
     for prompt, answer in plain:
-        names, name = [], 0
-        for token in [*prompt, *answer[:-1]]:
-            names.append(name := hash((name, token)))
+        name = 0
+        names = [name := hash((name, token)) for token in [*prompt, *answer[:-1]]]
         hit = next((n for n, name in enumerate(names[: len(prompt)]) if name not in recent), None)
         hits += min(len(prompt) - 1, len(prompt) if hit is None else hit)
         for name in reversed(names):

@@ -56,6 +56,10 @@ def test_each_reason_is_one_sentence() -> None:
             "no state: 22 tokens from token 8 on, whose KV is cached, but the last recurrent state "
             "is kept before them"
         ),
+        Miss("on_disk", 0, 4, 9): (
+            "on disk: 4 tokens from token 0 on, which are loaded where that is faster than to "
+            "compute them"
+        ),
         Miss("caching_off", 0, 4, 9): "caching is off: 4 tokens from token 0 on, computed before",
         Miss("diverged", 2, 5, 6, False, (1, 2), (3, 4, 5, 6), (7, 8), 3, 2): (
             "diverged at token 2 of 6: the prompt has [1, 2, 3, 4, 5, 6], an earlier text "
