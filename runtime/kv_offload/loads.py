@@ -102,12 +102,17 @@ class Loads:
         self._cache, self._reader, self._pool = cache, reader, pool
         self._loads: dict[Sequence, _Load] = {}
         self._tries: dict[Sequence, int] = {}
+        self._left: list[_Load] = []
+        """Whose sequences have gone; their slots are still being read."""
         self._num_refused = 0
         self._step_is_full = False
 
     def begin_step(self) -> None:
         """A step is being scheduled."""
         self._step_is_full = False
+        for load in [load for load in self._left if load.rows.done()]:
+            self._left.remove(load)
+            self.tier.end_load(load.pages, loaded=False)
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence's pages are on their way; publishes those that have come."""
@@ -190,11 +195,11 @@ class Loads:
         """A sequence was admitted, or has ended."""
         self._tries.pop(sequence, None)
         if sequence in self._loads:
-            self._end(sequence, loaded=False)
+            self._left.append(self._loads.pop(sequence))
 
     def recover(self) -> None:
         """Anything was cut off."""
-        self.tier.recover([load.pages for load in self._loads.values()])
+        self.tier.recover([load.pages for load in [*self._loads.values(), *self._left]])
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step has taken so long, which prefilled so many tokens; few tell little."""
@@ -209,5 +214,5 @@ class Loads:
         """Verify between two steps that each load is somebody's."""
         assert self._loads.keys() | self._tries.keys() <= waiting, "loads of nobody"
         readers = sum(page.readers for page in self.tier.in_order())
-        loads = self._loads.values()
+        loads = [*self._loads.values(), *self._left]
         assert readers <= sum(len(load.pages) for load in loads), "pages are read by nobody"
