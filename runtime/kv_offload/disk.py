@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ MAX_QUEUED_BYTES = 256 << 20
 """Of pages that wait to be written; what comes then is not kept."""
 
 _READERS = 2
+T = TypeVar("T")
+
 _log = logging.getLogger("radixcache")
 
 
@@ -105,6 +107,9 @@ class DiskStore:
     def stored(self) -> list[StoredPage]:
         """What the manifest tells, least recently used first; rows that make no sense go. To be
         called once, before anything else."""
+        return self._on_thread(self._stored)
+
+    def _stored(self) -> list[StoredPage]:
         found: dict[bytes, StoredPage] = {}
         columns = "slot, parent, key, tokens, checksum"
         rows = self._index.execute(f"select {columns} from pages order by last_use").fetchall()
@@ -117,8 +122,7 @@ class DiskStore:
                 )
                 self._checksums[slot] = checksum
         left = [(slot,) for slot, *_ in rows if slot not in self._checksums]
-        with self._index:
-            self._index.executemany("delete from pages where slot = ?", left)
+        self._index.executemany("delete from pages where slot = ?", left)
         return [*found.values()]
 
     def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
@@ -148,9 +152,7 @@ class DiskStore:
 
     def flush(self) -> None:
         """Wait until all that was saved is written, or lost."""
-        done: Future[None] = Future()
-        self._writes.put(lambda: done.set_result(None))
-        done.result()
+        self._on_thread(lambda: None)
 
     def note(self, name: str, value: str) -> None:
         """Keep a text of that name, for the next process."""
@@ -159,9 +161,9 @@ class DiskStore:
         self._writes.put(lambda: self._index.execute(replace, (*row, checksum)))
 
     def notes(self) -> dict[str, str]:
-        """The texts that were kept, and are what they were. To be called once, before anything
-        else."""
-        rows = self._index.execute("select name, value, checksum from notes")
+        """The texts that were kept, and are what they were."""
+        query = "select name, value, checksum from notes"
+        rows = self._on_thread(lambda: self._index.execute(query).fetchall())
         return {n: text for n, text, c in rows if xxhash.xxh3_128(text.encode()).digest() == c}
 
     def close(self, in_order: Iterable[StoredPage]) -> None:
@@ -174,6 +176,20 @@ class DiskStore:
         self._readers.shutdown()
         self._index.close()
         os.close(self._file)
+
+    def _on_thread(self, function: Callable[[], T]) -> T:
+        """The result of `function`, run by the writer, whose alone the manifest is."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        self._writes.put(work)
+        return future.result()
 
     # -- threads ----------------------------------------------------------------------------------
 
