@@ -9,10 +9,9 @@ from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from radixcache.runtime.router.ingress import Ingress, portable
 from radixcache.runtime.server import guards
@@ -20,6 +19,7 @@ from radixcache.runtime.server.admin.queries import QUERY
 from radixcache.runtime.server.http import errors
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.observe.metrics import exposition
 from radixcache.runtime.server.protocol.answers import Health
 
 PATIENCE = 5.0
@@ -107,14 +107,4 @@ async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:
         for standing in ingress.router.standings([]):
             gauge.add_metric([str(standing.replica)], getattr(standing, what))
         families[gauge.name] = gauge
-    registry = CollectorRegistry()
-    registry.register(_Families([*families.values()]))
-    return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
+    return PlainTextResponse(exposition(families.values()), media_type=CONTENT_TYPE_LATEST)

@@ -17,8 +17,7 @@ from typing import Any, cast
 from radixcache.base import Tokens, as_tokens
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.server.api import anthropic_messages, openai_chat, openai_responses
-from radixcache.runtime.server.api.chat_turn import Turn
+from radixcache.runtime.server.api.chat_turn import turn_of
 from radixcache.runtime.server.http.bodies import read_json
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
@@ -29,6 +28,7 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
+from radixcache.runtime.server.protocol.tools import TurnRequest
 from radixcache.runtime.server.serving import Backend, plain_messages
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
@@ -52,10 +52,10 @@ class Prompts:
         self._tokenizer = tokenizer
         self._max_tokens: float = inf
         self._readers: dict[str, Callable[[Body], list[int]]] = {
-            "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
-            "/v1/messages": lambda b: self._messages(MessagesRequest(**b)),
-            "/v1/messages/count_tokens": lambda b: self._messages(CountRequest(**b)),
-            "/v1/responses": self._response,
+            "/v1/chat/completions": lambda b: self._turn(ChatRequest(**b)),
+            "/v1/messages": lambda b: self._turn(MessagesRequest(**b)),
+            "/v1/messages/count_tokens": lambda b: self._turn(CountRequest(**b)),
+            "/v1/responses": lambda b: self._turn(ResponsesRequest(**b)),
             "/v1/completions": lambda b: self._first(CompletionRequest(**b)),
             "/v1/explain": self._explain,
         }
@@ -84,20 +84,10 @@ class Prompts:
                     tokens = [*self._prefix(prefix), *reader(body)]
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
-    def _chat(self, body: ChatRequest) -> list[int]:
-        return self._encode(openai_chat.turn_of(body, cast(Backend, self)))
-
-    def _messages(self, body: CountRequest) -> list[int]:
-        return self._encode(anthropic_messages.turn_of(body, cast(Backend, self)))
-
-    def _encode(self, turn: Turn) -> list[int]:
+    def _turn(self, body: TurnRequest) -> list[int]:
+        turn = turn_of(body, cast(Backend, self))
         text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
         return self.tokenizer.encode(text, special=False)
-
-    def _response(self, fields: Body) -> list[int]:
-        body = ResponsesRequest(**fields)
-        turn = openai_responses.turn_of(body, body.messages(), cast(Backend, self))
-        return self._encode(turn)
 
     def _first(self, body: CompletionRequest) -> list[int]:
         prompt = body.prompts[0]
@@ -108,7 +98,7 @@ class Prompts:
 
     def _explain(self, fields: Body) -> list[int]:
         meant = ExplainRequest(**fields).meant
-        return self._chat(meant) if isinstance(meant, ChatRequest) else self._first(meant)
+        return self._turn(meant) if isinstance(meant, ChatRequest) else self._first(meant)
 
     def _prefix(self, fields: Body | None) -> list[int]:
         if fields is None:

@@ -24,7 +24,7 @@ from radixcache.runtime.server.http import errors, static
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.observe.metrics import EngineState
+from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.runtime.server.observe.request_log import REQUEST_ID
 from radixcache.runtime.server.protocol.answers import (
     Detokenized,
@@ -92,8 +92,8 @@ async def health(backend: BackendDep) -> Health:
 @router.get("/metrics", response_class=PlainTextResponse, dependencies=[ADMINISTRATOR])
 async def metrics(backend: BackendDep) -> PlainTextResponse:
     """Metrics in Prometheus' text format."""
-    state = await backend.jobs.call(lambda: EngineState.of(backend.llm))
-    return PlainTextResponse(backend.metrics.render(state), media_type=CONTENT_TYPE_LATEST)
+    engine = await backend.jobs.call(lambda: engine_metrics(backend.llm))
+    return PlainTextResponse(backend.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")

@@ -7,15 +7,13 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi import Request
-
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
-from radixcache.runtime.server.api.generation import finish
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
+from radixcache.runtime.server.protocol.tools import TurnRequest
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
@@ -62,6 +60,43 @@ class Turn:
             "ask": self.ask,
             "continue_final": self.continue_final,
         }
+
+
+def turn_of(body: TurnRequest, backend: Backend, messages: list[Message] | None = None) -> Turn:
+    """What a request asks for; of Responses `messages` are the whole conversation.
+
+    Raises:
+        ApiError: the model cannot be told how much to think.
+        InvalidRequest: a value makes no sense.
+    """
+    return Turn(
+        body.plain_messages() if messages is None else messages,
+        body.sampling_params(backend.chat_defaults),
+        body.offered,
+        body.choice,
+        _template_kwargs(body, backend),
+        continue_final=body.goes_on,
+        ask=body.asks,
+        cache_salt=body.cache_salt,
+        prefix=getattr(body, "prefix", None),
+        stream=bool(getattr(body, "stream", None)),
+        explain=body.is_explained,
+    )
+
+
+def _template_kwargs(body: TurnRequest, backend: Backend) -> dict[str, Any]:
+    """Values for the chat template; how much to think may be one of them."""
+    values, effort = body.template_kwargs, body.effort
+    if effort is None:
+        return values
+    template = backend.tokenizer.chat_template()
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **values}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **values}
+    if effort == "none" and not backend.tokenizer.reasons:
+        return values
+    raise ApiError.invalid("one cannot tell this model how much to think", body.effort_field)
 
 
 async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
@@ -130,26 +165,6 @@ def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingPara
     return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
 
 
-def template_kwargs(
-    backend: Backend, values: dict[str, Any], effort: str | None, field: str
-) -> dict[str, Any]:
-    """Values for the chat template: how much to think, as `field` says, may be one of them.
-
-    Raises:
-        ApiError: the model cannot be told.
-    """
-    if effort is None:
-        return values
-    template = backend.tokenizer.chat_template()
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort, **values}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none", **values}
-    if effort == "none" and not backend.tokenizer.reasons:
-        return values
-    raise ApiError.invalid("one cannot tell this model how much to think", field)
-
-
 class Answers:
     """The `n` messages that come, piece by piece or as a whole.
 
@@ -185,25 +200,17 @@ class Answers:
         return self._parsers[index].said()
 
     def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
-        """Why a message ended: as the engine says, or "tool_calls".
+        """As the engine says, or "tool_calls"; but "stop" for the one function that was named."""
+        if end.finish_reason != "stop" or self.turn.choice.named:
+            return end.finish_reason
+        return "tool_calls" if self.said(end.index).calls else "stop"
 
-        A call of the one function that the client named is no news: that is "stop".
-        """
-        if (
-            end.finish_reason == "stop"
-            and self.said(end.index).calls
-            and not self.turn.choice.named
-        ):
-            return "tool_calls"
-        return end.finish_reason
-
-    async def whole(self, request: Request) -> RequestOutput:
-        """The messages once they are there, and remembered; for a turn that is not streamed."""
-        (output,) = await finish(self.job, request)
+    def read(self, output: RequestOutput) -> Answers:
+        """Take in messages that were not streamed."""
         for answer in output.outputs:
             self._parsers[answer.index].feed(answer.text, ended=True)
         self.remember(output)
-        return output
+        return self
 
     def remember(self, output: RequestOutput) -> None:
         """Let conversations go on from these messages; at the end of a stream."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Literal
 
 from radixcache.runtime.engine.explain import Reason
+from radixcache.runtime.server.observe.metrics import Started
 from radixcache.runtime.server.protocol.fields import Body, TokenIds
+from radixcache.snapshot import Folded
 
 
 class MissedTokens(Body):
@@ -81,16 +83,6 @@ class DeletedPrefix(Body):
     deleted: Literal[True] = True
 
 
-class CacheFolded(Body):
-    """Branches that a view leaves out; see `radixcache.snapshot.Folded`."""
-
-    branches: int
-    nodes: int
-    tokens: int
-    leases: int
-    age: int
-
-
 class CacheNode(Body):
     """A node of the tree; see `radixcache.snapshot.CachedNode`."""
 
@@ -104,7 +96,7 @@ class CacheNode(Body):
     pins: list[str]
     pinned: bool
     children: list[CacheNode]
-    more: CacheFolded | None
+    more: Folded | None
 
 
 class CacheNamespace(Body):
@@ -135,14 +127,6 @@ class CacheStatistics(Body):
     waiting: int
 
 
-class RecentRequest(Body):
-    """What a request hit, and how long it waited for its first token, in seconds."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    ttft: float
-
-
 class CacheView(Body):
     """The answer of GET /v1/cache; `above` has the nodes from the root to the one it is about,
     `more` the salts that it leaves out, `recent` the last requests, oldest first."""
@@ -151,8 +135,8 @@ class CacheView(Body):
     stats: CacheStatistics
     above: list[CacheNode]
     namespaces: list[CacheNamespace]
-    more: CacheFolded | None
-    recent: list[RecentRequest]
+    more: Folded | None
+    recent: list[Started]
 
 
 class CacheHit(Body):

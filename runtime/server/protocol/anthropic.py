@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -17,7 +16,6 @@ from radixcache.runtime.server.protocol.fields import (
     List,
     MaxTokens,
     OneOf,
-    Salt,
     SomeItems,
     StrictModel,
     Temperature,
@@ -28,9 +26,9 @@ from radixcache.runtime.server.protocol.fields import (
     UnsupportedField,
     check_stop,
 )
-from radixcache.runtime.server.protocol.response_format import OutputFormat
+from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
+from radixcache.runtime.server.protocol.tools import TurnRequest, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -150,9 +148,8 @@ class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputConfig(StrictModel):
+class OutputConfig(FormatOptions):
     effort: Text | None = None
-    format: OutputFormat | None = None
 
 
 class Diagnostics(StrictModel):
@@ -161,7 +158,8 @@ class Diagnostics(StrictModel):
     previous_message_id: Text | None = None
 
 
-class CountRequest(OffersTools, StrictModel):
+class CountRequest(TurnRequest, StrictModel):
+    effort_field = "output_config.effort"
     refused: ClassVar = {
         "container": UnsupportedField("run the tools yourself"),
         "context_management": UnsupportedField("leave out what is old", ({"edits": []},)),
@@ -179,7 +177,6 @@ class CountRequest(OffersTools, StrictModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    cache_salt: Salt | None = None
 
     @property
     def system_texts(self) -> list[TextBlock]:
@@ -221,8 +218,7 @@ class CountRequest(OffersTools, StrictModel):
     @property
     def offered(self) -> tuple[Tool, ...]:
         return tuple(
-            make_tool(tool.name, tool.input_schema, tool.description, tool.strict)
-            for tool in self.tools or ()
+            make_tool(t.name, t.input_schema, t.description, t.strict) for t in self.tools or ()
         )
 
     @property
@@ -265,12 +261,20 @@ class MessagesRequest(CountRequest):
             raise ValueError(f"a cache_control may stand in {MAX_BREAKPOINTS} places at most")
         return self
 
+    @property
+    def is_explained(self) -> bool:
+        return bool(self.explain or self.diagnostics)
+
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        asked |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        given: JSON = {name: value for name, value in asked.items() if value is not None}
-        form = None if self.output_config is None else self.output_config.format
-        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
+        return sampled(
+            defaults,
+            self.output_config,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+        )
 
 
 def _join(content: str | list[TextBlock] | None) -> str:

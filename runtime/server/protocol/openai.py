@@ -41,6 +41,7 @@ from radixcache.runtime.server.protocol.unsupported import (
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_STREAM_OPTIONS,
 )
+from radixcache.runtime.tokens.tokenizer import Message
 
 
 class StreamOptions(StrictModel):
@@ -120,6 +121,10 @@ class GenerationRequest(StructuredFields, StrictModel):
         given = {name: value for name, value in self if name in _SAMPLING and value is not None}
         return replace(defaults, structured_outputs=self.structured(), **{**given, **more})
 
+    @property
+    def is_explained(self) -> bool:
+        return bool(self.explain)
+
     @model_validator(mode="after")
     def _streams_have_their_own(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -139,6 +144,12 @@ class CompletionRequest(GenerationRequest):
         None, description="False leaves out what the model wants around a text, such as BOS."
     )
     best_of: int | None = Field(None, description="Must equal n.")
+
+    def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        scored = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        if scored and self.prompt_logprobs is None:
+            more["prompt_logprobs"] = self.logprobs or 0
+        return super().sampling_params(defaults, logprobs=self.logprobs, **more)
 
     @property
     def prompts(self) -> list[str | TokenIds]:
@@ -163,7 +174,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class ChatRequest(ToolFields, GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
@@ -171,6 +182,14 @@ class ChatRequest(ToolFields, GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def plain_messages(self) -> list[Message]:
+        return [message.plain() for message in self.messages]
+
+    def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        limit = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
+        return super().sampling_params(defaults, logprobs=logprobs, max_tokens=limit, **more)
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:

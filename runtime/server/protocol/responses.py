@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,7 +15,6 @@ from radixcache.runtime.server.protocol.fields import (
     MaxTokens,
     Metadata,
     OneOf,
-    Salt,
     SomeItems,
     StrictModel,
     Temperature,
@@ -25,8 +23,8 @@ from radixcache.runtime.server.protocol.fields import (
     TopP,
     UnsupportedField,
 )
-from radixcache.runtime.server.protocol.response_format import OutputFormat
-from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
+from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
+from radixcache.runtime.server.protocol.tools import TurnRequest, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -112,10 +110,8 @@ class ResponseAllowedTools(StrictModel):
     tools: List[ResponseNamedTool]
 
 
-class TextOptions(StrictModel):
+class TextOptions(FormatOptions):
     refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
-
-    format: OutputFormat | None = None
 
 
 class Reasoning(StrictModel):
@@ -140,7 +136,8 @@ class CacheOptions(StrictModel):
     comparison_response_id: Text | None = None
 
 
-class ResponsesRequest(OffersTools, StrictModel):
+class ResponsesRequest(TurnRequest, StrictModel):
+    effort_field = "reasoning.effort"
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
         "stream_options max_tool_calls".split()
@@ -176,7 +173,6 @@ class ResponsesRequest(OffersTools, StrictModel):
     truncation: Literal["disabled"] | None = None
     metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
-    cache_salt: Salt | None = None
     explain: bool | None = None
 
     @property
@@ -189,8 +185,11 @@ class ResponsesRequest(OffersTools, StrictModel):
             return [{"role": "user", "content": self.input}]
         return merge([item.as_message() for item in self.input])
 
-    def plain_messages(self, conversation: list[Message]) -> list[Message]:
-        """A conversation behind the instructions, as chat templates take it."""
+    def plain_messages(self) -> list[Message]:
+        return self.behind_instructions(self.messages())
+
+    def behind_instructions(self, conversation: list[Message]) -> list[Message]:
+        """A conversation with the system message that it has in this request."""
         if self.instructions:
             conversation = [{"role": "system", "content": self.instructions}, *conversation]
         return [for_template(message) for message in merge_system(conversation)]
@@ -198,8 +197,7 @@ class ResponsesRequest(OffersTools, StrictModel):
     @property
     def offered(self) -> tuple[Tool, ...]:
         return tuple(
-            make_tool(tool.name, tool.parameters, tool.description, tool.strict)
-            for tool in self.tools or ()
+            make_tool(t.name, t.parameters, t.description, t.strict) for t in self.tools or ()
         )
 
     @property
@@ -217,12 +215,18 @@ class ResponsesRequest(OffersTools, StrictModel):
     def effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
 
+    @property
+    def is_explained(self) -> bool:
+        return bool(self.explain or self.compared)
+
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        asked = {"temperature": self.temperature, "top_p": self.top_p}
-        asked |= {"max_tokens": self.max_output_tokens}
-        given: JSON = {name: value for name, value in asked.items() if value is not None}
-        form = None if self.text is None else self.text.format
-        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
+        return sampled(
+            defaults,
+            self.text,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+        )
 
 
 def merge(parts: list[Message]) -> list[Message]:

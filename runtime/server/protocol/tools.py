@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     MAX_SCHEMAS,
     NO_MEDIA,
@@ -15,11 +16,13 @@ from radixcache.runtime.server.protocol.fields import (
     Items,
     Json,
     List,
+    Salt,
     StrictModel,
     Text,
     ToolName,
     UnsupportedField,
 )
+from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -136,12 +139,20 @@ def make_tool(
     name: str, parameters: dict[str, Any] | None, description: str | None, strict: bool | None
 ) -> Tool:
     """A function that the model is told of; without parameters it takes none."""
-    parameters = parameters or {"type": "object", "properties": {}}
-    return Tool(name=name, parameters=parameters, description=description, strict=bool(strict))
+    return Tool(name, parameters or {"type": "object", "properties": {}}, description, bool(strict))
 
 
-class OffersTools(Body):
-    """What each API says of tools in its own form."""
+class TurnRequest(Body):
+    """What asks for the next message of a conversation, in each API's own form.
+
+    Attributes:
+        effort_field: where the API says how much to think.
+        goes_on: the last message goes on instead of a new one beginning.
+        asks: the prompt asks for the next message.
+    """
+
+    effort_field: ClassVar[str] = "reasoning_effort"
+    cache_salt: Salt | None = None
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -151,8 +162,36 @@ class OffersTools(Body):
     def choice(self) -> ToolChoice:
         raise NotImplementedError
 
+    def plain_messages(self) -> list[Message]:
+        """The conversation as chat templates take it."""
+        raise NotImplementedError
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Sampling as asked for, and else as in `defaults`."""
+        return defaults
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def effort(self) -> str | None:
+        return None
+
+    @property
+    def goes_on(self) -> bool:
+        return False
+
+    @property
+    def asks(self) -> bool:
+        return not self.goes_on
+
+    @property
+    def is_explained(self) -> bool:
+        return False
+
     @model_validator(mode="after")
-    def _choice_among_tools(self) -> OffersTools:
+    def _choice_among_tools(self) -> TurnRequest:
         tools, choice = self.offered, self.choice
         names = [tool.name for tool in tools]
         if len({*names}) < len(names):
@@ -166,7 +205,7 @@ class OffersTools(Body):
         return self
 
 
-class ToolFields(OffersTools):
+class ToolFields(TurnRequest):
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -182,6 +221,22 @@ class ToolFields(OffersTools):
     def offered(self) -> tuple[Tool, ...]:
         functions = [tool.function for tool in self.tools or ()]
         return tuple(make_tool(f.name, f.parameters, f.description, f.strict) for f in functions)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self.continue_final_message)
+
+    @property
+    def asks(self) -> bool:
+        return self.add_generation_prompt is not False
 
     @property
     def choice(self) -> ToolChoice:

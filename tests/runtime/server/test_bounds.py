@@ -16,7 +16,7 @@ from radixcache import LLM, StructuredOutputsParams
 from radixcache.errors import Busy
 from radixcache.runtime.sampling import grammar
 from radixcache.runtime.server import serving
-from radixcache.runtime.server.http import bodies, deadline, serve
+from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server import http
@@ -314,7 +314,7 @@ def test_heads_that_are_too_large_or_tell_two_ends_of_a_body_are_refused(server:
 def test_a_body_that_does_not_come_is_408(
     server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deadline, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
     received = answer(server, COMPLETIONS_HEAD + b"Content-Length: 100\r\n\r\n" + body)
     head, _, content = received.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
@@ -325,7 +325,7 @@ def test_a_body_that_does_not_come_is_408(
 def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deadline, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.05)
     step = llm.engine.step
 
     def slow() -> Any:
