@@ -17,7 +17,6 @@ from radixcache.runtime.server.admin.prefixes import describe
 from radixcache.runtime.server.admin.search import search
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.observe.metrics import Started
 from radixcache.runtime.server.protocol.answers import (
     CacheHit,
     CacheHits,
@@ -29,6 +28,7 @@ from radixcache.runtime.server.protocol.answers import (
     CacheView,
     DeletedPrefix,
     Flushed,
+    RecentRequest,
 )
 from radixcache.runtime.server.protocol.fields import PrefixName
 from radixcache.runtime.server.serving import Backend, BackendDep
@@ -78,7 +78,7 @@ async def view_cache(
     if under is not None and not wanted.under:
         raise ApiError.not_found(f"no node {under[:100]!r} is cached")
 
-    def look() -> tuple[str, dict[str, Any], list[Started], Picture | None]:
+    def look() -> tuple[str, dict[str, Any], list[RecentRequest], Picture | None]:
         stats = _statistics(backend)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
         tag = f'"{_digest((backend.created, worker.num_steps, stats, cache.pins, wanted))}"'

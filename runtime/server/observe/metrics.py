@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,6 +18,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from radixcache.runtime.engine.request import Request
+from radixcache.runtime.server.protocol.answers import RecentRequest
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
@@ -67,15 +67,6 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Started:
-    """A request that got its first token, `ttft` seconds after it came."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    ttft: float
-
-
 class Metrics:
     """The metrics of one server, in a registry of its own.
 
@@ -87,7 +78,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        self.recent: deque[Started] = deque(maxlen=60)
+        self.recent: deque[RecentRequest] = deque(maxlen=60)
         self._model_name = model_name
         self._last_token: dict[Request, float] = {}
         self._registry = registry = CollectorRegistry()
@@ -113,8 +104,12 @@ class Metrics:
             self._observe("inter_token_latency_seconds", now - before)
         elif request.ttft is not None:
             self._observe("time_to_first_token_seconds", request.ttft)
-            cached = request.sequences[0].cached_tokens
-            self.recent.append(Started(len(request.prompt_token_ids), cached, request.ttft))
+            recent = RecentRequest(
+                prompt_tokens=len(request.prompt_token_ids),
+                cached_tokens=request.sequences[0].cached_tokens,
+                ttft=request.ttft,
+            )
+            self.recent.append(recent)
         self._last_token[request] = now
 
     def note_end(self, request: Request) -> None:

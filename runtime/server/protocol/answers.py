@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Literal
 
 from radixcache.runtime.engine.explain import Reason
-from radixcache.runtime.server.observe.metrics import Started
 from radixcache.runtime.server.protocol.fields import Body, TokenIds
 from radixcache.snapshot import Folded
 
@@ -127,6 +126,14 @@ class CacheStatistics(Body):
     waiting: int
 
 
+class RecentRequest(Body):
+    """What a request hit, and how long it waited for its first token, in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+
+
 class CacheView(Body):
     """The answer of GET /v1/cache; `above` has the nodes from the root to the one it is about,
     `more` the salts that it leaves out, `recent` the last requests, oldest first."""
@@ -136,7 +143,7 @@ class CacheView(Body):
     above: list[CacheNode]
     namespaces: list[CacheNamespace]
     more: Folded | None
-    recent: list[Started]
+    recent: list[RecentRequest]
 
 
 class CacheHit(Body):

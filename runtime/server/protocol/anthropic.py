@@ -23,7 +23,7 @@ from radixcache.runtime.server.protocol.fields import (
     ToolName,
     TopK,
     TopP,
-    UnsupportedField,
+    Unsupported,
     check_stop,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
@@ -119,11 +119,11 @@ class ChatTurn(StrictModel):
 class ClientTool(StrictModel):
     harmless: ClassVar = frozenset({"eager_input_streaming"})
     refused: ClassVar = {
-        "input_examples": UnsupportedField("put them into the description", ([],)),
-        "defer_loading": UnsupportedField("send the tools that may be called", (False,)),
-        "allowed_callers": UnsupportedField("only the model calls tools", (["direct"],)),
-        "function": UnsupportedField("send name, description and input_schema beside each other"),
-        "parameters": UnsupportedField("send them as input_schema"),
+        "input_examples": Unsupported("put them into the description", ([],)),
+        "defer_loading": Unsupported("send the tools that may be called", (False,)),
+        "allowed_callers": Unsupported("only the model calls tools", (["direct"],)),
+        "function": Unsupported("send name, description and input_schema beside each other"),
+        "parameters": Unsupported("send them as input_schema"),
     }
 
     type: Literal["custom"] | None = None
@@ -161,10 +161,10 @@ class Diagnostics(StrictModel):
 class CountRequest(TurnRequest, StrictModel):
     effort_field = "output_config.effort"
     refused: ClassVar = {
-        "container": UnsupportedField("run the tools yourself"),
-        "context_management": UnsupportedField("leave out what is old", ({"edits": []},)),
-        "mcp_servers": UnsupportedField("call them yourself", ([],)),
-        "thread": UnsupportedField("send all messages each time"),
+        "container": Unsupported("run the tools yourself"),
+        "context_management": Unsupported("leave out what is old", ({"edits": []},)),
+        "mcp_servers": Unsupported("call them yourself", ([],)),
+        "thread": Unsupported("send all messages each time"),
         **OTHERS_IN_MESSAGES,
     }
     harmless: ClassVar = frozenset({"speed"})

@@ -30,7 +30,7 @@ from radixcache.runtime.server.protocol.fields import (
     TokenIds,
     TopK,
     TopP,
-    UnsupportedField,
+    Unsupported,
     check_stop,
 )
 from radixcache.runtime.server.protocol.response_format import StructuredFields
@@ -39,14 +39,15 @@ from radixcache.runtime.server.protocol.unsupported import (
     HARMLESS,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_STREAM_OPTIONS,
 )
 from radixcache.runtime.tokens.tokenizer import Message
 
 
 class StreamOptions(StrictModel):
     harmless = frozenset({"include_obfuscation"})
-    refused = REFUSED_IN_STREAM_OPTIONS
+    refused: ClassVar = {
+        "continuous_usage_stats": Unsupported("set include_usage: the last chunk has it", (False,))
+    }
 
     include_usage: bool | None = None
     include_progress: bool | None = Field(
@@ -135,7 +136,7 @@ class GenerationRequest(StructuredFields, StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_COMPLETIONS
+    refused: ClassVar[Mapping[str, Unsupported]] = REFUSED_IN_COMPLETIONS
 
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -175,7 +176,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest, ToolFields):
-    refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
+    refused: ClassVar[Mapping[str, Unsupported]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
     max_tokens: MaxTokens | None = None
@@ -232,7 +233,7 @@ class ExplainRequest(ToolFields, PromptOrMessages):
     harmless: ClassVar[frozenset[str]] = HARMLESS | frozenset(
         {**ChatRequest.model_fields, **CompletionRequest.model_fields}
     )
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {
+    refused: ClassVar[Mapping[str, Unsupported]] = {
         **REFUSED_IN_COMPLETIONS,
         **REFUSED_IN_CHAT,
     }

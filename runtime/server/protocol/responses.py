@@ -21,7 +21,7 @@ from radixcache.runtime.server.protocol.fields import (
     Text,
     ToolName,
     TopP,
-    UnsupportedField,
+    Unsupported,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.tools import TurnRequest, make_tool
@@ -88,8 +88,8 @@ class Item(OneOf):
 
 class ResponseFunctionTool(StrictModel):
     refused: ClassVar = {
-        "function": UnsupportedField("send name, description and parameters beside `type`"),
-        "input_schema": UnsupportedField("send it as parameters"),
+        "function": Unsupported("send name, description and parameters beside `type`"),
+        "input_schema": Unsupported("send it as parameters"),
     }
 
     type: Literal["function"]
@@ -111,7 +111,7 @@ class ResponseAllowedTools(StrictModel):
 
 
 class TextOptions(FormatOptions):
-    refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
+    refused: ClassVar = {"verbosity": Unsupported("say it in the instructions", ("medium",))}
 
 
 class Reasoning(StrictModel):
@@ -130,7 +130,7 @@ class CacheOptions(StrictModel):
 
     harmless: ClassVar = frozenset({"mode", "ttl"})
     refused: ClassVar = {
-        "prewarm": UnsupportedField("POST /v1/prefixes computes a prefix and pins it", (False,))
+        "prewarm": Unsupported("POST /v1/prefixes computes a prefix and pins it", (False,))
     }
 
     comparison_response_id: Text | None = None
@@ -143,11 +143,11 @@ class ResponsesRequest(TurnRequest, StrictModel):
         "stream_options max_tool_calls".split()
     )
     refused: ClassVar = {
-        "background": UnsupportedField("keep the connection open, or stream", (False,)),
-        "conversation": UnsupportedField("send previous_response_id, or all items"),
-        "context_management": UnsupportedField("leave items out yourself", ([],)),
-        "prompt": UnsupportedField("send its text as instructions and input"),
-        "top_logprobs": UnsupportedField("/v1/chat/completions has log-probabilities", (0,)),
+        "background": Unsupported("keep the connection open, or stream", (False,)),
+        "conversation": Unsupported("send previous_response_id, or all items"),
+        "context_management": Unsupported("leave items out yourself", ([],)),
+        "prompt": Unsupported("send its text as instructions and input"),
+        "top_logprobs": Unsupported("/v1/chat/completions has log-probabilities", (0,)),
         **OTHERS_IN_RESPONSES,
     }
 

@@ -20,7 +20,7 @@ from radixcache.runtime.server.protocol.fields import (
     StrictModel,
     Text,
     ToolName,
-    UnsupportedField,
+    Unsupported,
 )
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -30,7 +30,7 @@ class TextPart(StrictModel):
     """A part of a message's content; text is the only kind there is."""
 
     harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations"})
-    refused: ClassVar[Mapping[str, UnsupportedField]] = NO_MEDIA
+    refused: ClassVar[Mapping[str, Unsupported]] = NO_MEDIA
 
     type: Literal["text"]
     text: Text
@@ -51,9 +51,9 @@ class ChatMessage(StrictModel):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
     harmless = frozenset({"refusal", "annotations", "provider_specific_fields"})  # LiteLLM's
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {
-        "function_call": UnsupportedField("send tool_calls"),
-        "audio": UnsupportedField("send text"),
+    refused: ClassVar[Mapping[str, Unsupported]] = {
+        "function_call": Unsupported("send tool_calls"),
+        "audio": Unsupported("send text"),
     }
 
     role: Annotated[Text, Field(min_length=1)]
@@ -103,9 +103,9 @@ class Function(StrictModel):
 class FunctionTool(StrictModel):
     """A tool; functions are the only kind there is."""
 
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {
-        **dict.fromkeys(Function.model_fields, UnsupportedField("it belongs into `function`")),
-        "input_schema": UnsupportedField("send it as function.parameters"),
+    refused: ClassVar[Mapping[str, Unsupported]] = {
+        **dict.fromkeys(Function.model_fields, Unsupported("it belongs into `function`")),
+        "input_schema": Unsupported("send it as function.parameters"),
     }
 
     type: Literal["function"]

@@ -227,22 +227,6 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
         go_on.set()
 
 
-def test_too_many_new_structures_are_told_to_come_again(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(_: StructuredOutputsParams) -> Any:
-        raise Busy("other structures take long to compile: try again")
-
-    monkeypatch.setattr(llm.grammar_backend, "compile", busy)
-    body = {**SHORT, "structured_outputs": {"regex": "never seen"}}
-    with live(llm) as server:
-        for most in (0, 8):
-            monkeypatch.setattr(serving, "MAX_COMPILING", most)
-            answer = server.post(COMPLETIONS, body)
-            assert_error(answer, 503, "try again")
-            assert answer.headers["Retry-After"] == "1"
-
-
 def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,13 +247,6 @@ def test_harmless_fields_and_values_that_ask_for_nothing_change_no_answer(server
             known.model_validate(body(path, **{name: value}))
 
 
-@pytest.mark.parametrize("path", REQUESTS)
-def test_a_refusal_says_what_to_do(path: str) -> None:
-    for name, (instead, _) in REQUESTS[path].refused.items():
-        assert name not in REQUESTS[path].model_fields, f"{name} is refused, and taken"
-        assert len(instead) > 15 and not instead.endswith("."), name
-
-
 def test_options_of_a_stream_are_all_known() -> None:
     for name in {*ChatCompletionStreamOptionsParam.__annotations__, "continuous_usage_stats"}:
         assert (

@@ -82,15 +82,6 @@ def test_a_body_that_is_too_large_is_413(llm: LLM):
 # Failures.
 
 
-def test_steps_that_fail_once_in_a_while_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    body = {"prompt": "| 1 | Nora", "max_tokens": 8}
-    with live(llm) as server:
-        wanted = server.post(COMPLETIONS, body).json()["choices"]
-        fail_steps(monkeypatch, llm, range(3, 8, 2))
-        assert server.post(COMPLETIONS, body).json()["choices"] == wanted
-        server.assert_idle()
-
-
 def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
@@ -124,23 +115,6 @@ def test_waiting_requests_survive_the_failure_of_those_that_run(
             fail_steps(monkeypatch, llm, range(1, 1 + MAX_FAILED_STEPS))
             assert all(any("the engine failed" in line for line in s) for s in (one, two))
         assert waiting.result().status_code == 200
-        server.assert_idle()
-
-
-def test_a_token_that_gives_no_text_ends_its_own_stream_only(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
-    def decode(ids: list[int]) -> str:
-        if ids:
-            raise IndexError("no such piece")
-        return ""
-
-    with live(llm) as server:
-        monkeypatch.setattr(llm.engine, "_decode", decode)
-        text = server.post(COMPLETIONS, {**ENDLESS, "stream": True}).text
-        assert "gives no text: no such piece" in text.split("\n\n")[-3]
-        monkeypatch.undo()
-        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 3}).status_code == 200
         server.assert_idle()
 
 

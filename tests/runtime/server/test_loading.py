@@ -224,11 +224,3 @@ def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Pat
         assert running.wait(5) == status
         assert running.err.read_text() == ""
 
-
-def test_a_signal_after_it_has_loaded_lets_it_end(tmp_path: Path):
-    with slow(tmp_path, "--kv-cache-memory-bytes", "16MiB") as (running, url):
-        (tmp_path / "go").touch()
-        wait_for(lambda: "Serving tabletalk at" in running.err.read_text())
-        assert plain.get(f"{url}/v1/models").status_code == 200
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(15) in (0, -signal.SIGTERM)
