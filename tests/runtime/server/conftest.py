@@ -25,6 +25,12 @@ def scripted() -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """For servers with options of their own; two requests run at a time."""
+    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
+
+
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     """The stock client; after the test nothing is left running and no page is lost."""

@@ -11,7 +11,6 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
-from radixcache.errors import InvalidRequest
 from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import access, serve
@@ -46,11 +45,6 @@ CLIENT_ROUTES = {
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 }
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB")
 
 
 def comes_in(

@@ -13,7 +13,6 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM, StructuredOutputsParams
-from radixcache.errors import Busy
 from radixcache.runtime.sampling import grammar
 from radixcache.runtime.server import serving
 from radixcache.runtime.server.http import access, bodies, serve
@@ -26,11 +25,6 @@ from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
 
 SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 MANY = bodies.MAX_VALUES + 1
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
 # Bodies.

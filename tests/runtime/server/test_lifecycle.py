@@ -28,11 +28,6 @@ COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
-
-
 @contextmanager
 def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
     """The lines of an endless stream, of which the first chunk has come."""

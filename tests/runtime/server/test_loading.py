@@ -31,11 +31,6 @@ from tests.runtime.server.live import ask, assert_error
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB")
-
-
 @contextmanager
 def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
     """A server whose model loads, and its address."""
@@ -223,4 +218,3 @@ def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Pat
         running.send_signal(number)
         assert running.wait(5) == status
         assert running.err.read_text() == ""
-

@@ -20,7 +20,6 @@ from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.test_lifecycle import forked
 from tests.runtime.server.test_loading import loading, served
 
-pytestmark = pytest.mark.xdist_group("page")
 needs_browser = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 
 QUESTION, ANSWER = (

@@ -23,7 +23,6 @@ from tests.runtime.server.test_page import (
     numbers,
 )
 
-pytestmark = pytest.mark.xdist_group("page chat")
 url, window, page = test_page.url, test_page.window, test_page.page
 STORE = "localStorage['radixcache.conversations.2']"
 

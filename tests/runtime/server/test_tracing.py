@@ -32,11 +32,6 @@ from radixcache.runtime.server.observe import tracing
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
-
-
 class Traced:
     """A server, and the spans that it has sent."""
 
