@@ -28,7 +28,7 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.server.protocol.tools import TurnRequest
+from radixcache.runtime.server.protocol.turn import TurnRequest
 from radixcache.runtime.server.serving import Backend, plain_messages
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 

@@ -15,13 +15,14 @@ from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import Turn, begin, turn_of
+from radixcache.runtime.server.api.chat_turn import begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE
 from radixcache.runtime.server.api.response_store import StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.serving import BackendDep, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
@@ -13,90 +13,37 @@ from radixcache.runtime.sampling.structured_outputs import StructuredOutputsPara
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
-from radixcache.runtime.server.protocol.tools import TurnRequest
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage, Tool, ToolChoice
+from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage
 from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What is asked for.
-
-    Attributes:
-        messages: as chat templates take them: `content` is a string; an assistant's `tool_calls`
-            are [{"id", "type", "function": {"name", "arguments": dict}}]; role "tool" has a
-            `tool_call_id`.
-        params: without the grammar of tools, which `begin` adds.
-        template_kwargs: more values that the chat template takes.
-        continue_final: the last message goes on instead of a new one beginning.
-        ask: the prompt asks for the next message.
-        prefix: name of a pinned prefix that the messages go on from.
-        explain: keep why prompt tokens were not cached.
-    """
-
-    messages: list[Message]
-    params: SamplingParams
-    tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = field(default_factory=ToolChoice)
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    continue_final: bool = False
-    ask: bool = True
-    cache_salt: str | None = None
-    prefix: str | None = None
-    stream: bool = False
-    explain: bool = False
-
-    @property
-    def rendering(self) -> dict[str, Any]:
-        """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
-        return {
-            "tools": [tool.as_template() for tool in self.tools],
-            "template_kwargs": self.template_kwargs,
-            "ask": self.ask,
-            "continue_final": self.continue_final,
-        }
-
-
-def turn_of(body: TurnRequest, backend: Backend, messages: list[Message] | None = None) -> Turn:
-    """What a request asks for; of Responses `messages` are the whole conversation.
+def turn_of(body: TurnRequest, backend: Backend, *more: Any) -> Turn:
+    """What a request asks for; of Responses, `more` is the whole conversation.
 
     Raises:
         ApiError: the model cannot be told how much to think.
         InvalidRequest: a value makes no sense.
     """
-    return Turn(
-        body.plain_messages() if messages is None else messages,
-        body.sampling_params(backend.chat_defaults),
-        body.offered,
-        body.choice,
-        _template_kwargs(body, backend),
-        continue_final=body.goes_on,
-        ask=body.asks,
-        cache_salt=body.cache_salt,
-        prefix=getattr(body, "prefix", None),
-        stream=bool(getattr(body, "stream", None)),
-        explain=body.is_explained,
-    )
-
-
-def _template_kwargs(body: TurnRequest, backend: Backend) -> dict[str, Any]:
-    """Values for the chat template; how much to think may be one of them."""
-    values, effort = body.template_kwargs, body.effort
+    turn = body.turn(backend.chat_defaults, *more)
+    effort, place = turn.effort
     if effort is None:
-        return values
-    template = backend.tokenizer.chat_template()
+        return turn
+    template, reasons = backend.tokenizer.chat_template(), backend.tokenizer.reasons
     if "reasoning_effort" in template:
-        return {"reasoning_effort": effort, **values}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none", **values}
-    if effort == "none" and not backend.tokenizer.reasons:
-        return values
-    raise ApiError.invalid("one cannot tell this model how much to think", body.effort_field)
+        values: dict[str, Any] = {"reasoning_effort": effort}
+    elif "enable_thinking" in template:
+        values = {"enable_thinking": effort != "none"}
+    elif effort == "none" and not reasons:
+        values = {}
+    else:
+        raise ApiError.invalid("one cannot tell this model how much to think", place)
+    return replace(turn, template_kwargs={**values, **turn.template_kwargs})
 
 
 async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:

@@ -8,7 +8,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -19,10 +19,8 @@ from radixcache.runtime.engine.outputs import Delta, RequestOutput, find_repetit
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.serving import Backend
-
-if TYPE_CHECKING:
-    from radixcache.runtime.server.api.chat_turn import Turn
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ async def create_response(
     if body.previous_response_id is not None:
         before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
-    messages = body.behind_instructions(conversation)
-    turn = await on_thread(turn_of, body, backend, messages)
+    turn = await on_thread(turn_of, body, backend, conversation)
     head = _begin(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     exchange = _Response(body, backend, head, answers, store)

@@ -11,8 +11,8 @@ from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
-from radixcache.runtime.server.api.chat_turn import Turn
 from radixcache.runtime.server.protocol.responses import split_system
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tokenizer import Message
 
 Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]

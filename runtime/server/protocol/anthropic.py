@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -28,7 +29,7 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.tools import TurnRequest, make_tool
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -159,7 +160,6 @@ class Diagnostics(StrictModel):
 
 
 class CountRequest(TurnRequest, StrictModel):
-    effort_field = "output_config.effort"
     refused: ClassVar = {
         "container": Unsupported("run the tools yourself"),
         "context_management": Unsupported("leave out what is old", ({"edits": []},)),
@@ -207,13 +207,22 @@ class CountRequest(TurnRequest, StrictModel):
         system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
         return merge_system([*system, *messages])
 
-    def plain_messages(self) -> list[Message]:
+    def turn(self, defaults: SamplingParams) -> Turn:
         new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
-        return [for_template(message) for message in self._with_system(new)]
-
-    @property
-    def goes_on(self) -> bool:
-        return self.messages[-1].role == "assistant"
+        goes_on, values = self.messages[-1].role == "assistant", dict[str, Any]()
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            values = {"enable_thinking": self.thinking.type == "enabled"}
+        return Turn(
+            [for_template(message) for message in self._with_system(new)],
+            defaults,
+            self.offered,
+            self.choice,
+            values,
+            (self.output_config.effort if self.output_config else None, "output_config.effort"),
+            continue_final=goes_on,
+            ask=not goes_on,
+            cache_salt=self.cache_salt,
+        )
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -229,16 +238,6 @@ class CountRequest(TurnRequest, StrictModel):
         if kind == "tool":
             return ToolChoice("required", (self.tool_choice.name or "",), True, parallel=False)
         return ToolChoice("required" if kind == "any" else kind, parallel=parallel)
-
-    @property
-    def template_kwargs(self) -> JSON:
-        if self.thinking is None or self.thinking.type == "adaptive":
-            return {}
-        return {"enable_thinking": self.thinking.type == "enabled"}
-
-    @property
-    def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
 
 
 class MessagesRequest(CountRequest):
@@ -261,12 +260,8 @@ class MessagesRequest(CountRequest):
             raise ValueError(f"a cache_control may stand in {MAX_BREAKPOINTS} places at most")
         return self
 
-    @property
-    def is_explained(self) -> bool:
-        return bool(self.explain or self.diagnostics)
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        return sampled(
+    def turn(self, defaults: SamplingParams) -> Turn:
+        params = sampled(
             defaults,
             self.output_config,
             temperature=self.temperature,
@@ -275,6 +270,8 @@ class MessagesRequest(CountRequest):
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
         )
+        explain = bool(self.explain or self.diagnostics)
+        return replace(super().turn(params), stream=bool(self.stream), explain=explain)
 
 
 def _join(content: str | list[TextBlock] | None) -> str:

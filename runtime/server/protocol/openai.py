@@ -35,12 +35,12 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import StructuredFields
 from radixcache.runtime.server.protocol.tools import ChatMessage, ToolFields
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.protocol.unsupported import (
     HARMLESS,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
 )
-from radixcache.runtime.tokens.tokenizer import Message
 
 
 class StreamOptions(StrictModel):
@@ -122,10 +122,6 @@ class GenerationRequest(StructuredFields, StrictModel):
         given = {name: value for name, value in self if name in _SAMPLING and value is not None}
         return replace(defaults, structured_outputs=self.structured(), **{**given, **more})
 
-    @property
-    def is_explained(self) -> bool:
-        return bool(self.explain)
-
     @model_validator(mode="after")
     def _streams_have_their_own(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -184,13 +180,23 @@ class ChatRequest(GenerationRequest, ToolFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    def plain_messages(self) -> list[Message]:
-        return [message.plain() for message in self.messages]
-
-    def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    def turn(self, defaults: SamplingParams) -> Turn:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
-        return super().sampling_params(defaults, logprobs=logprobs, max_tokens=limit, **more)
+        return Turn(
+            [message.plain() for message in self.messages],
+            self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit),
+            self.offered,
+            self.choice,
+            self.chat_template_kwargs or {},
+            (self.reasoning_effort, "reasoning_effort"),
+            continue_final=bool(self.continue_final_message),
+            ask=self.add_generation_prompt is not False,
+            cache_salt=self.cache_salt,
+            prefix=self.prefix,
+            stream=bool(self.stream),
+            explain=bool(self.explain),
+        )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:

@@ -24,7 +24,7 @@ from radixcache.runtime.server.protocol.fields import (
     Unsupported,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
-from radixcache.runtime.server.protocol.tools import TurnRequest, make_tool
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -137,7 +137,6 @@ class CacheOptions(StrictModel):
 
 
 class ResponsesRequest(TurnRequest, StrictModel):
-    effort_field = "reasoning.effort"
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
         "stream_options max_tool_calls".split()
@@ -185,14 +184,28 @@ class ResponsesRequest(TurnRequest, StrictModel):
             return [{"role": "user", "content": self.input}]
         return merge([item.as_message() for item in self.input])
 
-    def plain_messages(self) -> list[Message]:
-        return self.behind_instructions(self.messages())
-
-    def behind_instructions(self, conversation: list[Message]) -> list[Message]:
-        """A conversation with the system message that it has in this request."""
+    def turn(self, defaults: SamplingParams, conversation: list[Message] | None = None) -> Turn:
+        """Of the whole conversation, which may have begun before; instructions are not of it."""
+        messages = self.messages() if conversation is None else conversation
         if self.instructions:
-            conversation = [{"role": "system", "content": self.instructions}, *conversation]
-        return [for_template(message) for message in merge_system(conversation)]
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        params = sampled(
+            defaults,
+            self.text,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+        )
+        return Turn(
+            [for_template(message) for message in merge_system(messages)],
+            params,
+            self.offered,
+            self.choice,
+            effort=(self.reasoning.effort if self.reasoning else None, "reasoning.effort"),
+            cache_salt=self.cache_salt,
+            stream=bool(self.stream),
+            explain=bool(self.explain or self.compared),
+        )
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -210,23 +223,6 @@ class ResponsesRequest(TurnRequest, StrictModel):
                 return ToolChoice(mode, tuple(tool.name for tool in allowed), parallel=parallel)
             case mode:
                 return ToolChoice(mode or "auto", parallel=parallel)
-
-    @property
-    def effort(self) -> str | None:
-        return None if self.reasoning is None else self.reasoning.effort
-
-    @property
-    def is_explained(self) -> bool:
-        return bool(self.explain or self.compared)
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        return sampled(
-            defaults,
-            self.text,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_tokens=self.max_output_tokens,
-        )
 
 
 def merge(parts: list[Message]) -> list[Message]:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
-    MAX_SCHEMAS,
     NO_MEDIA,
     Body,
     Items,
     Json,
     List,
-    Salt,
     StrictModel,
     Text,
     ToolName,
     Unsupported,
 )
-from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.server.protocol.turn import TurnRequest, make_tool
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -135,76 +131,6 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-def make_tool(
-    name: str, parameters: dict[str, Any] | None, description: str | None, strict: bool | None
-) -> Tool:
-    """A function that the model is told of; without parameters it takes none."""
-    return Tool(name, parameters or {"type": "object", "properties": {}}, description, bool(strict))
-
-
-class TurnRequest(Body):
-    """What asks for the next message of a conversation, in each API's own form.
-
-    Attributes:
-        effort_field: where the API says how much to think.
-        goes_on: the last message goes on instead of a new one beginning.
-        asks: the prompt asks for the next message.
-    """
-
-    effort_field: ClassVar[str] = "reasoning_effort"
-    cache_salt: Salt | None = None
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        raise NotImplementedError
-
-    @property
-    def choice(self) -> ToolChoice:
-        raise NotImplementedError
-
-    def plain_messages(self) -> list[Message]:
-        """The conversation as chat templates take it."""
-        raise NotImplementedError
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Sampling as asked for, and else as in `defaults`."""
-        return defaults
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        return {}
-
-    @property
-    def effort(self) -> str | None:
-        return None
-
-    @property
-    def goes_on(self) -> bool:
-        return False
-
-    @property
-    def asks(self) -> bool:
-        return not self.goes_on
-
-    @property
-    def is_explained(self) -> bool:
-        return False
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> TurnRequest:
-        tools, choice = self.offered, self.choice
-        names = [tool.name for tool in tools]
-        if len({*names}) < len(names):
-            raise ValueError("two tools have the same name")
-        if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
-            raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
-        if missing := [name for name in choice.names if name not in names]:
-            raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
-        if choice.mode == "required" and not names:
-            raise ValueError("tool_choice needs tools")
-        return self
-
-
 class ToolFields(TurnRequest):
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
@@ -221,22 +147,6 @@ class ToolFields(TurnRequest):
     def offered(self) -> tuple[Tool, ...]:
         functions = [tool.function for tool in self.tools or ()]
         return tuple(make_tool(f.name, f.parameters, f.description, f.strict) for f in functions)
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        return self.chat_template_kwargs or {}
-
-    @property
-    def effort(self) -> str | None:
-        return self.reasoning_effort
-
-    @property
-    def goes_on(self) -> bool:
-        return bool(self.continue_final_message)
-
-    @property
-    def asks(self) -> bool:
-        return self.add_generation_prompt is not False
 
     @property
     def choice(self) -> ToolChoice:
