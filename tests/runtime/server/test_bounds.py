@@ -94,16 +94,6 @@ def test_a_text_that_cannot_fit_is_never_tokenised(
     assert error["code"] == "context_length_exceeded"
 
 
-def test_more_prompts_than_have_places_are_refused_before_any_work(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share = server.backend.jobs.share
-    monkeypatch.setattr(Tokenizer, "encode", None)
-    for count, n in ((share + 1, 1), (share // 2 + 1, 2)):
-        refused = server.post(COMPLETIONS, {"prompt": ["a"] * count, "n": n})
-        assert_error(refused, 400, f"takes {share} at most")
-
-
 # Slots, places, and threads.
 
 

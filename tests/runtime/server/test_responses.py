@@ -171,15 +171,6 @@ def test_it_says_why_a_prompt_was_not_cached(server: LiveServer, client: openai.
     assert evicted.radixcache["explanation"][0]["reason"] == "evicted"
 
 
-def test_changed_tools_are_why_a_prompt_was_not_cached(scripted: LiveServer):
-    api = Responses(scripted.url, False)
-    first = api.ask(user("Hi"), tools=[WEATHER]).whole
-    changed = [{**WEATHER, "description": "Rain or shine."}]
-    options = {"comparison_response_id": first.id}
-    told = api.ask(user("Hi"), tools=changed, prompt_cache_options=options).whole
-    assert told.prompt_cache_diagnostics.reason == "tools_changed"
-
-
 def stored(*texts: str, salt: str | None = None, prompt: str = "", **more: Any) -> StoredResponse:
     turn = Turn([*map(user, texts)], SamplingParams(), cache_salt=salt, **more)
     return StoredResponse(turn, np.frombuffer(prompt.encode(), np.uint8).astype(np.int32))
