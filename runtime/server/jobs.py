@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime.engine.listeners import AsyncJob, deliver_to
@@ -132,8 +132,6 @@ class RequestTracker:
         """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
         self._looking = asyncio.Lock()
-        self._looks: dict[Hashable, asyncio.Future[Any]] = {}
-        """Those that have not begun."""
         self._next_look = 0.0
 
     @property
@@ -154,16 +152,9 @@ class RequestTracker:
         """
         return await asyncio.wrap_future(self.worker.call(function))
 
-    async def look(self, function: Callable[[], T], key: Hashable) -> T:
-        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time.
+    async def look(self, function: Callable[[], T]) -> T:
+        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time."""
 
-        Who asks for the same `key` before it has begun shares it.
-        """
-        if key not in self._looks:
-            self._looks[key] = asyncio.ensure_future(self._look(function, key))
-        return cast(T, await asyncio.shield(self._looks[key]))
-
-    async def _look(self, function: Callable[[], T], key: Hashable) -> T:
         def timed() -> T:
             start = time.perf_counter()
             try:
@@ -173,10 +164,7 @@ class RequestTracker:
                 self._next_look = end + (end - start) * (1 / LOOK_SHARE - 1)
 
         async with self._looking:
-            try:
-                await asyncio.sleep(self._next_look - time.perf_counter())
-            finally:
-                del self._looks[key]
+            await asyncio.sleep(self._next_look - time.perf_counter())
             return await self.call(timed)
 
     def check_room(self, num_sequences: int, client: Hashable = None) -> None:

@@ -85,7 +85,7 @@ async def view_cache(
         picture = None if tag == if_none_match else cache.outline().draw(wanted)
         return tag, stats, [*backend.metrics.recent], picture
 
-    tag, stats, recent, picture = await backend.jobs.look(look, (wanted, if_none_match))
+    tag, stats, recent, picture = await backend.jobs.look(look)
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
@@ -135,7 +135,7 @@ async def search_cache(
     """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
     if backend.options.hide_texts:
         raise ApiError.forbidden("this server hides what prompts say")
-    nodes = await backend.jobs.look(lambda: backend.llm.cache.outline().spell(), "search")
+    nodes = await backend.jobs.look(lambda: backend.llm.cache.outline().spell())
     paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
     return CacheHits(total=total, data=hits)

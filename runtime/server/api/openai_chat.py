@@ -21,6 +21,7 @@ from radixcache.runtime.server.api.generation import (
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.openai import ChatRequest
+from radixcache.runtime.server.protocol.turn import call_of
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tool_calls import ParsedDelta
 
@@ -58,10 +59,7 @@ class _Chat(Chunks[ChatRequest]):
     def _choice(self, answer: CompletionOutput) -> JSON:
         body, said = self.body, self._answers.said(answer.index)
         reasoning = None if body.include_reasoning is False else said.reasoning or None
-        calls = [
-            {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for i, name, arguments in said.calls
-        ]
+        calls = [call_of(*call) for call in said.calls]
         return {
             "index": answer.index,
             "message": {
@@ -115,8 +113,7 @@ def _delta(piece: ParsedDelta) -> JSON:
         case "reasoning":
             return {"reasoning": piece.text, "reasoning_content": piece.text}
         case "call":
-            function = {"name": piece.text, "arguments": ""}
-            more = {"id": piece.call_id, "type": "function", "function": function}
+            more = call_of(piece.call_id, piece.text, "")
         case "arguments":
             more = {"function": {"arguments": piece.text}}
     return {"tool_calls": [{"index": piece.call, **more}]}

@@ -50,7 +50,6 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        kind: str | None = None,
         *,
         param: str | None = None,
         code: str | None = None,
@@ -61,7 +60,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind or _KINDS.get(status, "invalid_request_error")
+        self.kind = _KINDS.get(status, "invalid_request_error")
         self.param = param
         self.code = code
         self.headers = headers or ({"Retry-After": "1"} if status in (429, 503) else None)
@@ -101,14 +100,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        told = {"message": self.message, "type": self.kind}
+        return {"error": {**told, "param": self.param, "code": self.code}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The error in the words of the API at this path."""
@@ -145,8 +138,7 @@ def as_api_error(error: Exception) -> ApiError:
         case HTTPException(status_code=405, headers={"Allow": methods}):
             return ApiError(405, f"the method must be {methods}", headers=error.headers)
         case HTTPException():
-            kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-            return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
             return ApiError(500, f"the server failed: {type(error).__name__}")
 

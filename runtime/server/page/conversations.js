@@ -50,7 +50,6 @@ export function forget(id) {
 
 export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
 
-/** Call `viewer` when another tab has changed what is kept. */
 export function onKept(viewer) {
   addEventListener("storage", ({ key }) => (key === NAME || key === null) && viewer());
 }
@@ -91,7 +90,6 @@ function isReply({ usage, ttft, rate, tokens, repeats, explanation }) {
 // before, `before` the two is the same turn, and of both one is shown, its `next`. The conversation
 // itself is the root: its `next` is the first turn that is shown, its `turns` are all, as they came.
 
-/** The turns that are shown, from the first to the last. */
 export function path(chat) {
   const turns = [];
   for (let turn = chat.next; turn; turn = turn.next) turns.push(turn);
@@ -101,7 +99,6 @@ export function path(chat) {
 /** The last turn that is shown, or the conversation if it has none. */
 export const end = (chat) => path(chat).at(-1) ?? chat;
 
-/** A turn and those beside it, as they came. */
 export const versions = (chat, turn) => chat.turns.filter(({ before }) => before === turn.before);
 
 /** Show a new turn behind another one, in the place of what was shown there. */

@@ -26,10 +26,11 @@ from radixcache.runtime.server.protocol.fields import (
     TopP,
     Unsupported,
     check_stop,
+    join_texts,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, make_tool
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -96,7 +97,7 @@ class ChatTurn(StrictModel):
             {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
-                "content": ("Error: " if block.is_error else "") + _join(block.content),
+                "content": ("Error: " if block.is_error else "") + join_texts(block.content),
             }
             for block in blocks
             if block.type == "tool_result"
@@ -107,12 +108,7 @@ class ChatTurn(StrictModel):
             message["reasoning_content"] = "\n".join(thoughts)
         if calls := [block for block in blocks if block.type == "tool_use"]:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.input)},
-                }
-                for call in calls
+                call_of(call.id, call.name, json.dumps(call.input)) for call in calls
             ]
         return results if results and not texts else [*results, message]
 
@@ -272,12 +268,6 @@ class MessagesRequest(CountRequest):
         )
         explain = bool(self.explain or self.diagnostics)
         return replace(super().turn(params), stream=bool(self.stream), explain=explain)
-
-
-def _join(content: str | list[TextBlock] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(block.text or "" for block in content or ())
 
 
 Block.model_rebuild()

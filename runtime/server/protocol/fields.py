@@ -197,3 +197,8 @@ class OneOf(StrictModel):
             if getattr(self, name) is None:
                 raise ValueError(f"a {kind} has a {name!r}")
         return self
+
+
+def join_texts(content: str | list[Any] | None) -> str:
+    """Content as one text, its parts joined by line breaks."""
+    return content if isinstance(content, str) else "\n".join(p.text or "" for p in content or ())

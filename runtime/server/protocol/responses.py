@@ -22,9 +22,10 @@ from radixcache.runtime.server.protocol.fields import (
     ToolName,
     TopP,
     Unsupported,
+    join_texts,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
-from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, make_tool
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -72,18 +73,17 @@ class Item(OneOf):
         """The item as a message, or as a part of an assistant's."""
         match self.type:
             case "reasoning":
-                text = _join(self.content) or _join(self.summary)
+                text = join_texts(self.content) or join_texts(self.summary)
                 return {"role": "assistant", "reasoning_content": text}
             case "function_call":
-                function = {"name": self.name, "arguments": self.arguments}
-                call = {"id": self.call_id, "type": "function", "function": function}
+                call = call_of(self.call_id, self.name, self.arguments)
                 return {"role": "assistant", "tool_calls": [call]}
             case "function_call_output":
-                content = _join(self.output)
+                content = join_texts(self.output)
                 return {"role": "tool", "tool_call_id": self.call_id, "content": content}
             case _:  # few templates know developers
                 role = "system" if self.role == "developer" else self.role
-                return {"role": role, "content": _join(self.content)}
+                return {"role": role, "content": join_texts(self.content)}
 
 
 class ResponseFunctionTool(StrictModel):
@@ -250,7 +250,3 @@ def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]
     """System messages at the top, and the others."""
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     return messages[:count], messages[count:]
-
-
-def _join(content: str | list[ItemText] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())

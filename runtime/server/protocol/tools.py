@@ -17,6 +17,7 @@ from radixcache.runtime.server.protocol.fields import (
     Text,
     ToolName,
     Unsupported,
+    join_texts,
 )
 from radixcache.runtime.server.protocol.turn import TurnRequest, make_tool
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -62,9 +63,7 @@ class ChatMessage(StrictModel):
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it; parts are joined by line breaks."""
-        content = self.content
-        if content is not None and not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+        content = None if self.content is None else join_texts(self.content)
         # Few templates know developers, and some leave out whom they do not know.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}

@@ -93,3 +93,9 @@ def make_tool(
 ) -> Tool:
     """A function that the model is told of; without parameters it takes none."""
     return Tool(name, parameters or {"type": "object", "properties": {}}, description, bool(strict))
+
+
+def call_of(call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
+    """A call of a function, as messages of chats have it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
