@@ -68,6 +68,8 @@ def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
 
 FLAGS = [
     ("--port many", "argument --port: invalid int value: 'many' (see radixcache serve --help)"),
+    ("--block-size 16", "did you mean --page-size?"),
+    ("--no-enable-prefix-caching", "did you mean --cache none?"),
     ("--request-timeout soon", "argument --request-timeout: invalid float value: 'soon'"),
     ("--request-timeout 0", "--request-timeout: must be above 0, not 0"),
     ("--max-queued-requests -1", "--max-queued-requests: must be at least 0, not -1"),
@@ -82,6 +84,7 @@ FLAGS = [
     ),
     ("--config /no/file", "no settings at /no/file: no such file"),
     ("--api-key-file /no/file", "cannot read /no/file: No such file"),
+    ("--api-key a --admin-key a", "the admin key must not be the API key, which all clients have"),
     ("--api-key a --api-key-file b", "api_key and api_key_file are both given"),
 ]
 VARIABLES = [
