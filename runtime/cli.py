@@ -73,7 +73,9 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             close = get_close_matches(flag, self._option_string_actions, 1)
-            near = _VLLM_FLAGS.get(flag) or next(iter(close), None)
+            renamed = _VLLM_FLAGS.get(flag, "")
+            known = renamed.partition(" ")[0] in self._option_string_actions
+            near = renamed if known else next(iter(close), None)
             hint = f": did you mean {near}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown

@@ -61,7 +61,7 @@ _Ingress = Annotated[Ingress, Depends(_ingress_of)]
 async def _health(ingress: _Ingress) -> Health:
     """Whether requests are taken: 503 if not."""
     if ingress.draining or not ingress.alive:
-        raise ApiError.unavailable("the server is shutting down, or no replica is running")
+        raise ApiError(503, "the server is shutting down, or no replica is running")
     return Health()
 
 

@@ -85,7 +85,7 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
 async def health(backend: BackendDep) -> Health:
     """Whether requests are taken: 503 if not."""
     if backend.jobs.draining or not backend.llm.worker.alive:
-        raise ApiError.unavailable("the server is shutting down, or its engine has stopped")
+        raise ApiError(503, "the server is shutting down, or its engine has stopped")
     return Health()
 
 

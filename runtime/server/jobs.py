@@ -170,15 +170,15 @@ class RequestTracker:
     def check_room(self, num_sequences: int, client: Hashable = None) -> None:
         """Refuse so many completions if there is no place for them; before any work is done."""
         if self.draining:
-            raise ApiError.unavailable("the server is shutting down")
+            raise ApiError(503, "the server is shutting down")
         if num_sequences > self.share:
             raise ApiError.invalid(
                 f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
         if self._places.total() + num_sequences > self.capacity:
-            raise ApiError.busy("too many completions are running or waiting; try again")
+            raise ApiError(429, "too many completions are running or waiting; try again")
         if self._places[client] + num_sequences > self.share:
-            raise ApiError.busy("too many completions of this client are running or waiting")
+            raise ApiError(429, "too many completions of this client are running or waiting")
 
     async def submit(
         self,
@@ -242,7 +242,7 @@ class RequestTracker:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), grace)
         for job in [*self._open]:
-            job.end(ApiError.unavailable("the server is shutting down"))
+            job.end(ApiError(503, "the server is shutting down"))
 
     async def close(self) -> None:
         await self.drain(0)

@@ -202,7 +202,7 @@ class Backend:
         if key not in self._grammars:
             clients = [client for client, _ in self._grammars.values()]
             if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
-                raise ApiError.unavailable("too many new structures are to be compiled: try again")
+                raise ApiError(503, "too many new structures are to be compiled: try again")
 
             async def compile_in_turn() -> CompiledGrammar:
                 async with self._turns.setdefault(("grammar", client), asyncio.Lock()):

@@ -134,7 +134,7 @@ async def search_cache(
 ) -> CacheHits:
     """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
     if backend.options.hide_texts:
-        raise ApiError.forbidden("this server hides what prompts say")
+        raise ApiError(403, "this server hides what prompts say")
     nodes = await backend.jobs.look(lambda: backend.llm.cache.outline().spell())
     paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]

@@ -75,7 +75,7 @@ class Access:
             page = origin.partition("://")[2].lower()  # of "null", nothing
             is_foreign = not page or (page != host and _host_name(page) not in self._names)
             if is_foreign and {origin, "*"}.isdisjoint(options.allowed_origins):
-                raise ApiError.forbidden(f"web pages of {origin!r} may not use this server")
+                raise ApiError(403, f"web pages of {origin!r} may not use this server")
         keys, name = _keys(headers), _host_name(host)
         if _has(keys, options.admin_key):
             return True
@@ -84,9 +84,10 @@ class Access:
                 if not _has(keys, options.api_key):
                     raise ApiError.unauthorized("a valid API key")
             elif name != "localhost" and name not in self._names and not _is_address(name):
-                raise ApiError.forbidden(
+                raise ApiError(
+                    403,
                     f"the server is not known as {name!r}: start it with --allowed-hosts and "
-                    "that name, or with keys"
+                    "that name, or with keys",
                 )
         if options.api_key is not None or options.admin_key is not None or is_foreign:
             return False
@@ -125,10 +126,11 @@ def _require_administrator(request: Request) -> None:
     if not request.scope[_ADMINISTRATES]:
         if request.app.state.backend.options.admin_key is not None:
             raise ApiError.unauthorized("the server's admin key")
-        raise ApiError.forbidden(
+        raise ApiError(
+            403,
             "the cache and the metrics of all clients are for the server's administrator: start it "
             "with --admin-key and send that key; a server without any key shows them to its own "
-            "machine only"
+            "machine only",
         )
 
 

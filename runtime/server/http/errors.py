@@ -62,7 +62,7 @@ class ApiError(Exception):
         self.message = message
         self.kind = _KINDS.get(status, "invalid_request_error")
         self.param = param
-        self.code = code
+        self.code = "rate_limit_exceeded" if status == 429 else code
         self.headers = headers or ({"Retry-After": "1"} if status in (429, 503) else None)
 
     @classmethod
@@ -80,23 +80,8 @@ class ApiError(Exception):
         )
 
     @classmethod
-    def forbidden(cls, message: str) -> ApiError:
-        """Not for who asks, whatever key is sent."""
-        return cls(403, message)
-
-    @classmethod
     def not_found(cls, message: str, param: str | None = None, code: str | None = None) -> ApiError:
         return cls(404, message, param=param, code=code)
-
-    @classmethod
-    def busy(cls, message: str) -> ApiError:
-        """The queue is full."""
-        return cls(429, message, code="rate_limit_exceeded")
-
-    @classmethod
-    def unavailable(cls, message: str) -> ApiError:
-        """Shutting down, stopped, or something is at its limit."""
-        return cls(503, message)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -130,7 +115,7 @@ def as_api_error(error: Exception) -> ApiError:
             # Its own text may tell of others that were in the step.
             return ApiError(500, f"the engine failed: {type(error.__cause__).__name__}")
         case EngineStopped() | Busy():
-            return ApiError.unavailable(str(error))
+            return ApiError(503, str(error))
         case RadixCacheError():
             return ApiError.invalid(str(error))
         case RequestValidationError():
