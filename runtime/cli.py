@@ -74,9 +74,9 @@ class _Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             close = get_close_matches(flag, self._option_string_actions, 1)
             renamed = _VLLM_FLAGS.get(flag, "")
-            known = renamed.partition(" ")[0] in self._option_string_actions
-            near = renamed if known else next(iter(close), None)
-            hint = f": did you mean {near}?" if near else ""
+            if renamed.partition(" ")[0] in self._option_string_actions:
+                close = [renamed]
+            hint = f": did you mean {close[0]}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
 

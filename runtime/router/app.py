@@ -20,7 +20,6 @@ from radixcache.runtime.server.http import errors
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.observe.metrics import exposition
-from radixcache.runtime.server.protocol.answers import Health
 
 PATIENCE = 5.0
 """Seconds that a replica has for its metrics: who hangs must not take those of others along."""
@@ -58,11 +57,11 @@ def _ingress_of(request: Request) -> Ingress:
 _Ingress = Annotated[Ingress, Depends(_ingress_of)]
 
 
-async def _health(ingress: _Ingress) -> Health:
+async def _health(ingress: _Ingress) -> dict[str, str]:
     """Whether requests are taken: 503 if not."""
     if ingress.draining or not ingress.alive:
         raise ApiError(503, "the server is shutting down, or no replica is running")
-    return Health()
+    return {"status": "ok"}
 
 
 async def _replicas(ingress: _Ingress) -> dict[str, Any]:

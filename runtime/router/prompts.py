@@ -29,7 +29,7 @@ from radixcache.runtime.server.protocol.openai import (
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from radixcache.runtime.server.protocol.turn import TurnRequest
-from radixcache.runtime.server.serving import Backend, plain_messages
+from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 Body = Mapping[str, Any]
@@ -81,7 +81,9 @@ class Prompts:
                     body = {**body, "messages": [*prefix["messages"], *body["messages"]]}
                     tokens = reader(body)
                 else:
-                    tokens = [*self._prefix(prefix), *reader(body)]
+                    given = cast(Tokenizer, self._tokenizer)  # not asked for token ids
+                    pinned = PrefixRequest(**prefix).encode(given) if prefix else ()
+                    tokens = [*pinned, *reader(body)]
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
     def _turn(self, body: TurnRequest) -> list[int]:
@@ -99,17 +101,6 @@ class Prompts:
     def _explain(self, fields: Body) -> list[int]:
         meant = ExplainRequest(**fields).meant
         return self._turn(meant) if isinstance(meant, ChatRequest) else self._first(meant)
-
-    def _prefix(self, fields: Body | None) -> list[int]:
-        if fields is None:
-            return []
-        body = PrefixRequest(**fields)
-        if isinstance(body.prompt, list):
-            return body.prompt
-        if body.messages is None:
-            return self.tokenizer.encode(body.prompt or "")
-        text = self.tokenizer.render_chat(plain_messages(body.messages), ask=False)
-        return self.tokenizer.encode(text, special=False)
 
 
 def load_prompts(model: str | Path | None) -> Prompts:

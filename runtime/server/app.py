@@ -27,9 +27,7 @@ from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.runtime.server.observe.request_log import REQUEST_ID
 from radixcache.runtime.server.protocol.answers import (
-    Detokenized,
     Error,
-    Health,
     ModelCard,
     ModelList,
     Tokenized,
@@ -82,11 +80,11 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
 
 
 @router.get("/health")
-async def health(backend: BackendDep) -> Health:
+async def health(backend: BackendDep) -> dict[str, str]:
     """Whether requests are taken: 503 if not."""
     if backend.jobs.draining or not backend.llm.worker.alive:
         raise ApiError(503, "the server is shutting down, or its engine has stopped")
-    return Health()
+    return {"status": "ok"}
 
 
 @router.get("/metrics", response_class=PlainTextResponse, dependencies=[ADMINISTRATOR])
@@ -138,10 +136,12 @@ async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep)
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request, backend: BackendDep) -> Detokenized:
+async def detokenize(
+    body: DetokenizeRequest, request: Request, backend: BackendDep
+) -> dict[str, str]:
     """The text of token ids, special tokens included."""
     backend.check_model(body.model)
     text = await backend.tokenize(
         lambda tokenizer: tokenizer.decode(body.tokens, special=True), client_of(request)
     )
-    return Detokenized(prompt=text)
+    return {"prompt": text}

@@ -27,7 +27,6 @@ from radixcache.runtime.server.protocol.answers import (
     CacheStatistics,
     CacheView,
     DeletedPrefix,
-    Flushed,
     RecentRequest,
 )
 from radixcache.runtime.server.protocol.fields import PrefixName
@@ -142,7 +141,7 @@ async def search_cache(
 
 
 @router.post("/v1/cache/flush")
-async def flush_cache(backend: BackendDep) -> Flushed:
+async def flush_cache(backend: BackendDep) -> dict[str, bool]:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
     try:
         await asyncio.to_thread(backend.llm.reset_prefix_cache)
@@ -152,7 +151,7 @@ async def flush_cache(backend: BackendDep) -> Flushed:
             "requests run or prefixes are pinned: flush when the ones have ended and the others "
             "are deleted",
         ) from None
-    return Flushed()
+    return {"flushed": True}
 
 
 async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T]) -> T:

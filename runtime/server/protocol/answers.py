@@ -159,23 +159,11 @@ class CacheHits(Body):
     data: list[CacheHit]
 
 
-class Flushed(Body):
-    flushed: Literal[True] = True
-
-
 class Tokenized(Body):
     count: int
     max_model_len: int
     tokens: TokenIds
     token_strs: list[str] | None = None
-
-
-class Detokenized(Body):
-    prompt: str
-
-
-class Health(Body):
-    status: Literal["ok"] = "ok"
 
 
 class ErrorBody(Body):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
+from radixcache.base import TokensLike
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     MAX_LOGPROBS,
@@ -41,6 +42,7 @@ from radixcache.runtime.server.protocol.unsupported import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
 )
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 
 class StreamOptions(StrictModel):
@@ -228,6 +230,13 @@ class PrefixRequest(PromptOrMessages):
         None, description="Seconds until it is unpinned by itself; null is never."
     )
     cache_salt: Salt | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> TokensLike:
+        """Its tokens; `tokenizer` is not asked if they are given."""
+        if self.messages is not None:
+            text = tokenizer.render_chat([m.plain() for m in self.messages], ask=False)
+            return tokenizer.encode(text, special=False)
+        return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt or []
 
 
 class ExplainRequest(ToolFields, PromptOrMessages):
