@@ -123,11 +123,15 @@ class Backend:
 
     async def tokenize(self, function: Callable[[Tokenizer], T], client: Hashable = None) -> T:
         """What `function` makes of the tokenizer, on a thread; one after the other of a client."""
-        tokenizer = self.tokenizer
+        return await self._in_turn(client, self._tokenizing, function, self.tokenizer)
+
+    async def _in_turn(
+        self, key: Hashable, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any
+    ) -> T:
+        """What `function` gives, on a thread; one after the other of a key."""
         loop = asyncio.get_running_loop()
-        turn = self._turns.setdefault(client, asyncio.Lock())
-        async with turn:
-            return await loop.run_in_executor(self._tokenizing, function, tokenizer)
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            return await loop.run_in_executor(pool, function, *args)
 
     def token_text(self, token: int) -> str:
         """The text of one token, as logprobs show it."""
@@ -203,15 +207,10 @@ class Backend:
             clients = [client for client, _ in self._grammars.values()]
             if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
                 raise ApiError(503, "too many new structures are to be compiled: try again")
-
-            async def compile_in_turn() -> CompiledGrammar:
-                async with self._turns.setdefault(("grammar", client), asyncio.Lock()):
-                    loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(
-                        self._compiling, grammar_backend.compile, structured
-                    )
-
-            task = asyncio.ensure_future(compile_in_turn())
+            compiling = self._in_turn(
+                ("grammar", client), self._compiling, grammar_backend.compile, structured
+            )
+            task = asyncio.ensure_future(compiling)
             self._grammars[key] = client, task
             task.add_done_callback(lambda _: self._grammars.pop(key))
         return await asyncio.shield(self._grammars[key][1])
