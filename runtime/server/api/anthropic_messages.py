@@ -93,7 +93,8 @@ def _length(
 
 
 class _Message(BlockExchange[MessagesRequest]):
-    """
+    """A message, of whose prompt some prefixes are marked to stay.
+
     Attributes:
         prefixes: tokens up to where a `cache_control` stands, and its seconds.
     """

@@ -208,24 +208,20 @@ class ChatRequest(GenerationRequest, ToolFields):
 
 
 class PromptOrMessages(StrictModel):
-    one_source: ClassVar[str]
-
+    prompt: Text | TokenIds | None = None
     messages: SomeItems[ChatMessage] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptOrMessages:
-        if (getattr(self, "prompt") is None) == (self.messages is None):  # noqa: B009
-            raise ValueError(self.one_source)
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either a prompt or messages")
         return self
 
 
 class PrefixRequest(PromptOrMessages):
     """POST /v1/prefixes: either `prompt` or `messages`."""
 
-    one_source = "a prefix is either a prompt or messages"
-
     name: PrefixName
-    prompt: Text | TokenIds | None = None
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds until it is unpinned by itself; null is never."
     )
@@ -252,10 +248,7 @@ class ExplainRequest(ToolFields, PromptOrMessages):
         **REFUSED_IN_COMPLETIONS,
         **REFUSED_IN_CHAT,
     }
-    one_source = "either a prompt or messages are explained"
-
     model: Text | None = None
-    prompt: Text | TokenIds | None = None
     add_special_tokens: bool | None = None
     cache_salt: Salt | None = None
     prefix: PrefixName | None = None
@@ -270,8 +263,6 @@ class ExplainRequest(ToolFields, PromptOrMessages):
 
 class TokenizeRequest(PromptOrMessages):
     """POST /tokenize: either `prompt` or `messages`."""
-
-    one_source = "either a prompt or messages are tokenised"
 
     model: Text | None = None
     prompt: Text | None = None

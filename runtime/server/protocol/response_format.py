@@ -98,7 +98,6 @@ class StructuredOutputs(Body):
         return value
 
     def all(self) -> list[StructuredOutputsParams]:
-        """Those that are given."""
         found = []
         for kind in KINDS[:4]:
             value = self.json_ if kind == "json" else getattr(self, kind)
@@ -106,28 +105,29 @@ class StructuredOutputs(Body):
                 found.append(getattr(StructuredOutputsParams, kind)(value))
         return found + ([StructuredOutputsParams.json_object()] if self.json_object else [])
 
+    @model_validator(mode="after")
+    def _not_none(self) -> StructuredOutputs:
+        if not self.all():
+            raise ValueError("none is given of " + ", ".join(KINDS))
+        return self
+
 
 class StructuredFields(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        forms = self._forms()
+        forms = self.structured_outputs.all() if self.structured_outputs else []
+        if self.response_format and (form := self.response_format.structured()):
+            forms.append(form)
+        if len(forms) > 1:
+            raise ValueError(
+                f"{len(forms)} forms of the answer: response_format and structured_outputs "
+                "together may ask for one"
+            )
         return forms[0] if forms else None
-
-    def _forms(self) -> list[StructuredOutputsParams]:
-        format_ = self.response_format and self.response_format.structured()
-        new = self.structured_outputs.all() if self.structured_outputs else []
-        return ([format_] if format_ else []) + new
 
     @model_validator(mode="after")
     def _one_form(self) -> StructuredFields:
-        count = len(self._forms())
-        if count > 1:
-            raise ValueError(
-                f"{count} forms of the answer: response_format and structured_outputs together may "
-                "ask for one"
-            )
-        if self.structured_outputs is not None and not self.structured_outputs.all():
-            raise ValueError("structured_outputs: none is given of " + ", ".join(KINDS))
+        self.structured()  # refuses
         return self

@@ -170,7 +170,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "either a prompt or messages"),
     ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
     ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
-    ("/v1/explain", {}, "either a prompt or messages are explained"),
+    ("/v1/explain", {}, "give either a prompt or messages"),
     ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
     ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
     ("/v1/explain", {"prompt": "x", "suffix": "y"}, "suffix: not supported"),
