@@ -338,13 +338,6 @@ def test_one_cold_start_does_not_flatten_the_chart_and_a_request_tells_its_figur
     assert page.texts("#hits small") == page.texts("#ttft small") == [said]
     page.press(Keys.END)
     assert "90.0 % cached, TTFT 12 ms" in page.text("#ttft small")
-    box = page.one("#hits svg").rect
-    page.run(
-        "document.querySelector('#hits svg').dispatchEvent(new PointerEvent('pointerdown',"
-        "{clientX: arguments[0], clientY: arguments[1], pointerType: 'touch'}))",
-        box["x"] + box["width"] * 22.5 / 24, box["y"] + 5,
-    )  # fmt: skip
-    assert "40 ms" in page.text("#hits small") and len(page.all("rect.chosen")) == 2
 
 
 @needs_browser
