@@ -28,8 +28,8 @@ RESOURCES: dict[str, Any] = {CHAT: ChatResource, COMPLETIONS: CompletionResource
 OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 
 IN_BOTH = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty
-    response_format seed stop stream stream_options temperature top_p thinking_token_budget user use_beam_search
-    top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+    response_format seed stop stream stream_options temperature top_p thinking_token_budget user
+    use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
     include_stop_str_in_output ignore_eos min_tokens skip_special_tokens
     spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs
     logprob_token_ids allowed_token_ids bad_words echo add_special_tokens structured_outputs
