@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -28,7 +28,6 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.server.protocol.turn import TurnRequest
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
@@ -44,6 +43,16 @@ def parse(body: bytes) -> Body:
     return {}
 
 
+_KINDS: dict[str, type[Any]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/explain": ExplainRequest,
+}
+
+
 class Prompts:
     """Reads prompts with a model's tokenizer; None for a model without one."""
 
@@ -51,14 +60,6 @@ class Prompts:
         self.chat_defaults = SamplingParams()
         self._tokenizer = tokenizer
         self._max_tokens: float = inf
-        self._readers: dict[str, Callable[[Body], list[int]]] = {
-            "/v1/chat/completions": lambda b: self._turn(ChatRequest(**b)),
-            "/v1/messages": lambda b: self._turn(MessagesRequest(**b)),
-            "/v1/messages/count_tokens": lambda b: self._turn(CountRequest(**b)),
-            "/v1/responses": lambda b: self._turn(ResponsesRequest(**b)),
-            "/v1/completions": lambda b: self._first(CompletionRequest(**b)),
-            "/v1/explain": self._explain,
-        }
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -74,33 +75,28 @@ class Prompts:
 
     def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
         """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
-        reader, tokens = self._readers.get(path), []
+        tokens: list[int] = []
         with suppress(Exception):  # whatever there is to say about it, the replica will
-            if reader is not None:
-                if prefix is not None and "messages" in prefix and "messages" in body:
-                    body = {**body, "messages": [*prefix["messages"], *body["messages"]]}
-                    tokens = reader(body)
-                else:
-                    given = cast(Tokenizer, self._tokenizer)  # not asked for token ids
-                    pinned = PrefixRequest(**prefix).encode(given) if prefix else ()
-                    tokens = [*pinned, *reader(body)]
+            if prefix is not None and "messages" in prefix and "messages" in body:
+                body, prefix = {**body, "messages": [*prefix["messages"], *body["messages"]]}, None
+            given = cast(Tokenizer, self._tokenizer)  # not asked for token ids
+            pinned = PrefixRequest(**prefix).encode(given) if prefix else ()
+            tokens = [*pinned, *self._encode(_KINDS[path](**body))]
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
-    def _turn(self, body: TurnRequest) -> list[int]:
-        turn = turn_of(body, cast(Backend, self))
+    def _encode(self, body: Any) -> list[int]:
+        meant = body.meant if isinstance(body, ExplainRequest) else body
+        if isinstance(meant, CompletionRequest):
+            prompt = meant.prompts[0]
+            special = meant.prefix is None and meant.add_special_tokens is not False
+            return (
+                prompt
+                if isinstance(prompt, list)
+                else self.tokenizer.encode(prompt, special=special)
+            )
+        turn = turn_of(meant, cast(Backend, self))
         text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
         return self.tokenizer.encode(text, special=False)
-
-    def _first(self, body: CompletionRequest) -> list[int]:
-        prompt = body.prompts[0]
-        if isinstance(prompt, list):
-            return prompt
-        special = body.prefix is None and body.add_special_tokens is not False
-        return self.tokenizer.encode(prompt, special=special)
-
-    def _explain(self, fields: Body) -> list[int]:
-        meant = ExplainRequest(**fields).meant
-        return self._turn(meant) if isinstance(meant, ChatRequest) else self._first(meant)
 
 
 def load_prompts(model: str | Path | None) -> Prompts:
