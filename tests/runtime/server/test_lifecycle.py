@@ -42,17 +42,6 @@ def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
 # Hanging up, and limits.
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
-    with live(llm) as server:
-        with streaming(server, n=n):
-            assert server.call(lambda: len(server.engine.scheduler.running)) == n
-            before = server.call(lambda: server.engine.num_generated)
-        server.wait_until(lambda: not server.engine.has_work, 5)
-        server.assert_idle()
-        assert server.call(lambda: server.engine.num_generated) < before + 2000
-
-
 def test_a_request_that_takes_too_long_ends(llm: LLM):
     with live(llm, request_timeout=0.5) as server:
         assert_error(server.post(COMPLETIONS, ENDLESS), 504, "not finished within 0.5 seconds")
