@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Literal
 
 from radixcache.runtime.engine.explain import Reason
-from radixcache.runtime.server.protocol.fields import Body, TokenIds
+from radixcache.runtime.server.protocol.fields import Body
 from radixcache.snapshot import Folded
 
 
@@ -27,22 +27,6 @@ class Explained(Body):
     prompt_tokens: int
     cached_tokens: int
     explanation: list[MissedTokens]
-
-
-class ModelCard(Body):
-    """A name under which the model is served; `exact` if it was started with `--exact`."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["radixcache"] = "radixcache"
-    max_model_len: int
-    exact: bool
-
-
-class ModelList(Body):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
 
 
 class Prefix(Body):
@@ -157,13 +141,6 @@ class CacheHits(Body):
 
     total: int
     data: list[CacheHit]
-
-
-class Tokenized(Body):
-    count: int
-    max_model_len: int
-    tokens: TokenIds
-    token_strs: list[str] | None = None
 
 
 class ErrorBody(Body):
