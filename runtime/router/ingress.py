@@ -403,7 +403,7 @@ class Ingress:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True))
             named = query.pop("replica", None)
             if named is not None and named not in self.replicas:
-                raise ApiError.not_found(f"no replica {named[:100]!r} is running", "replica")
+                raise ApiError(404, f"no replica {named[:100]!r} is running", "replica")
             # Who looks again sees the same one.
             bound = named or min(self.replicas, default=None)
             return bound, {**scope, "query_string": urlencode(query).encode()}

@@ -172,8 +172,8 @@ class RequestTracker:
         if self.draining:
             raise ApiError(503, "the server is shutting down")
         if num_sequences > self.share:
-            raise ApiError.invalid(
-                f"{num_sequences} completions at once; the server takes {self.share} at most"
+            raise ApiError(
+                400, f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
         if self._places.total() + num_sequences > self.capacity:
             raise ApiError(429, "too many completions are running or waiting; try again")

@@ -87,7 +87,8 @@ class Backend:
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; 404 for a model that is not served."""
         if name is not None and name not in self.names:
-            raise ApiError.not_found(
+            raise ApiError(
+                404,
                 f"the model {name!r} is not served here, but {self.names[0]!r} is",
                 "model",
                 "model_not_found",
@@ -118,7 +119,7 @@ class Backend:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; 400 if it has none."""
         if self.llm.tokenizer is None:
-            raise ApiError.invalid("this model has no tokenizer: only token ids can be completed")
+            raise ApiError(400, "this model has no tokenizer: only token ids can be completed")
         return self.llm.tokenizer
 
     async def tokenize(self, function: Callable[[Tokenizer], T], client: Hashable = None) -> T:
@@ -169,7 +170,7 @@ class Backend:
         try:
             return await self.jobs.call(lambda: self.llm.prefixes.find(name, cache_salt))
         except PinError as error:
-            raise ApiError.not_found(str(error), "prefix") from None
+            raise ApiError(404, str(error), "prefix") from None
 
     async def submit(
         self,

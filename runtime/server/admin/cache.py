@@ -75,7 +75,7 @@ async def view_cache(
     # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
     wanted = Look(rows, levels, under and _told.get(under), reveal and _told.get(reveal))
     if under is not None and not wanted.under:
-        raise ApiError.not_found(f"no node {under[:100]!r} is cached")
+        raise ApiError(404, f"no node {under[:100]!r} is cached")
 
     def look() -> tuple[str, dict[str, Any], list[RecentRequest], Picture | None]:
         stats = _statistics(backend)
@@ -88,7 +88,7 @@ async def view_cache(
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
-        raise ApiError.not_found(f"no node {under!r} is cached")
+        raise ApiError(404, f"no node {under!r} is cached")
     response.headers["ETag"] = tag
     response.headers["Cache-Control"] = "no-cache"
 
@@ -229,5 +229,5 @@ async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) ->
         return False
 
     if not await backend.jobs.call(unpin):
-        raise ApiError.not_found(f"no prefix named {name!r} is pinned in {namespace!r}")
+        raise ApiError(404, f"no prefix named {name!r} is pinned in {namespace!r}")
     return DeletedPrefix(name=name)

@@ -42,7 +42,7 @@ def turn_of(body: TurnRequest, backend: Backend, *more: Any) -> Turn:
     elif effort == "none" and not reasons:
         values = {}
     else:
-        raise ApiError.invalid("one cannot tell this model how much to think", place)
+        raise ApiError(400, "one cannot tell this model how much to think", place)
     return replace(turn, template_kwargs={**values, **turn.template_kwargs})
 
 
@@ -67,7 +67,8 @@ async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedTex
         prefix = await backend.find_prefix(turn.prefix, turn.cache_salt)
         before = backend.prefix_messages.get(prefix)
         if before is None:
-            raise ApiError.invalid(
+            raise ApiError(
+                400,
                 f"the prefix {turn.prefix!r} was pinned as text: it cannot begin a conversation",
                 "prefix",
             )
@@ -82,7 +83,8 @@ def _check_results(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
         known |= {call.get("id") for call in message.get("tool_calls") or ()}
         if message["role"] == "tool" and (name := message.get("tool_call_id")) not in known:
-            raise ApiError.invalid(
+            raise ApiError(
+                400,
                 f"message {index}: a tool's result has the id of a call before it, not {name!r}",
                 "messages",
             )
@@ -99,13 +101,13 @@ def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingPara
         return params
     calls = tokenizer.tool_format
     if calls is None:
-        raise ApiError.invalid("this model writes calls in a form that is not known here", "tools")
+        raise ApiError(400, "this model writes calls in a form that is not known here", "tools")
     free = choice.mode == "auto" and choice.parallel and not choice.names and not wanted
     if free and not any(tool.strict for tool in tools):
         return params
     answer = as_rule(wanted.kind, wanted.value) if wanted else None
     if wanted and answer is None:
-        raise ApiError.invalid("a grammar and tools cannot be combined", "tools")
+        raise ApiError(400, "a grammar and tools cannot be combined", "tools")
     thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
     named = [tool for tool in tools if not choice.names or tool.name in choice.names]
     grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)

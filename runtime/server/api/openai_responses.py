@@ -46,7 +46,7 @@ async def get_response(
 ) -> JSON:
     """A response that is kept."""
     if stream:
-        raise ApiError.invalid("a response that is kept is not streamed", "stream")
+        raise ApiError(400, "a response that is kept is not streamed", "stream")
     return _find(store, response_id, cache_salt).response or {}
 
 
@@ -62,7 +62,7 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
     past = store.find(response_id, cache_salt)
     if past is None or past.response is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
-        raise ApiError.not_found(f"no response {response_id!r} is kept {whose}")
+        raise ApiError(404, f"no response {response_id!r} is kept {whose}")
     return past
 
 

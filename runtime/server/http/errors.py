@@ -50,7 +50,6 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        *,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -66,10 +65,6 @@ class ApiError(Exception):
         self.headers = headers or ({"Retry-After": "1"} if status in (429, 503) else None)
 
     @classmethod
-    def invalid(cls, message: str, param: str | None = None) -> ApiError:
-        return cls(400, message, param=param)
-
-    @classmethod
     def unauthorized(cls, key: str) -> ApiError:
         """No key, or a wrong one; `key` says which is needed."""
         return cls(
@@ -78,10 +73,6 @@ class ApiError(Exception):
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-
-    @classmethod
-    def not_found(cls, message: str, param: str | None = None, code: str | None = None) -> ApiError:
-        return cls(404, message, param=param, code=code)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -117,7 +108,7 @@ def as_api_error(error: Exception) -> ApiError:
         case EngineStopped() | Busy():
             return ApiError(503, str(error))
         case RadixCacheError():
-            return ApiError.invalid(str(error))
+            return ApiError(400, str(error))
         case RequestValidationError():
             return _describe_validation(error)
         case HTTPException(status_code=405, headers={"Allow": methods}):
@@ -130,7 +121,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _describe_validation(error: RequestValidationError) -> ApiError:
     if isinstance(error.body, bytes):  # what is called anything but JSON is not parsed
-        return ApiError.invalid("the body must be JSON: send 'Content-Type: application/json'")
+        return ApiError(400, "the body must be JSON: send 'Content-Type: application/json'")
     errors = error.errors()
     field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
     # Where a value may be of several kinds, each says why it is none; who got furthest says most.
@@ -145,7 +136,7 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
         message = "not supported"
     if first["type"] == "json_invalid":
         where, message = "", f"the body is not JSON: {first['ctx']['error']}"
-    return ApiError.invalid(f"{where}: {message}" if where else message, where or None)
+    return ApiError(400, f"{where}: {message}" if where else message, where or None)
 
 
 def _furthest(errors: Sequence[Any]) -> list[Any]:
@@ -169,7 +160,7 @@ def install(app: FastAPI) -> None:
         if isinstance(error, HTTPException) and error.status_code == 404:
             near = get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)
             hint = f": did you mean {near[0]}?" if near else ""
-            error = ApiError.not_found(f"there is nothing at {path[:64]!r}{hint}")
+            error = ApiError(404, f"there is nothing at {path[:64]!r}{hint}")
         return as_api_error(error).response_at(path)
 
     for kind in (ApiError, RadixCacheError, RequestValidationError, HTTPException, Exception):

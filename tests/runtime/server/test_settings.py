@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +31,6 @@ def refusal(flags: str) -> str:
         read_settings(parse(flags))
     assert "\n" not in str(refused.value)
     return str(refused.value)
-
-
-def test_every_flag_is_a_setting_and_every_setting_a_flag():
-    commands = cli._parser()._subparsers
-    assert commands is not None
-    (group,) = commands._group_actions
-    assert isinstance(group.choices, dict)
-    serve: argparse.ArgumentParser = group.choices["serve"]
-    assert {a.dest for a in serve._actions} - {"help", "MODEL"} == {"config", *SETTINGS}
 
 
 def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, monkeypatch):
