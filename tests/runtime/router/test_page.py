@@ -12,7 +12,7 @@ from radixcache import LLM
 from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.http.serve import configure
 from tests.runtime.router.pretend import world
-from tests.runtime.server.browser import Page, browser
+from tests.runtime.server.page.browser import Page, browser
 
 
 @pytest.mark.exhaustive  # a browser and two models

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from radixcache import LLM
-from tests.runtime.server.apis import Chat, script
+from tests.runtime.server.api.apis import Chat, script
 from tests.runtime.server.live import LiveServer, live
 from tests.scripted import scripted_llm
 

@@ -19,7 +19,7 @@ from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server import http
-from tests.runtime.server.apis import Chat, user
+from tests.runtime.server.api.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
 

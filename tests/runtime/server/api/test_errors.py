@@ -17,7 +17,7 @@ from radixcache.runtime.server.protocol.openai import (
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from tests.models import tiny_model
-from tests.runtime.server.apis import SCHEMA, user
+from tests.runtime.server.api.apis import SCHEMA, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -15,8 +15,8 @@ from radixcache import LLM
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.http import static
 from tests.runtime.server import http
-from tests.runtime.server.browser import Page, browser
 from tests.runtime.server.live import LiveServer, live
+from tests.runtime.server.page.browser import Page, browser
 from tests.runtime.server.test_lifecycle import forked
 from tests.runtime.server.test_loading import loading, served
 

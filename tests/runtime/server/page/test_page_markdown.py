@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.runtime.server.browser import browser
+from tests.runtime.server.page.browser import browser
 from tests.runtime.server.test_loading import loading
 
 MARKDOWN = {

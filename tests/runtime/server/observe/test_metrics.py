@@ -18,7 +18,7 @@ from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import streaming
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
 

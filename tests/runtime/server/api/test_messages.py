@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixcache.runtime.demo.script import TABLE
-from tests.runtime.server.apis import WEATHER, Messages, user
+from tests.runtime.server.api.apis import WEATHER, Messages, user
 from tests.runtime.server.live import LiveServer
 
 SYSTEM = [{"type": "text", "text": TABLE.read_text()}]

@@ -18,9 +18,9 @@ from radixcache import SamplingParams
 from radixcache.runtime.server.protocol.fields import StrictModel
 from radixcache.runtime.server.protocol.openai import ChatRequest, CompletionRequest, StreamOptions
 from radixcache.runtime.server.protocol.unsupported import HARMLESS
+from tests.runtime.server.api.test_chat import ANSWER, QUESTION
+from tests.runtime.server.api.test_completions import PROMPT
 from tests.runtime.server.live import LiveServer, ask, assert_error
-from tests.runtime.server.test_chat import ANSWER, QUESTION
-from tests.runtime.server.test_completions import PROMPT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REQUESTS: dict[str, type[StrictModel]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}

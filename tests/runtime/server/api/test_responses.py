@@ -14,7 +14,7 @@ from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse, compare
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tool_calls import Tool
-from tests.runtime.server.apis import WEATHER, Responses, user
+from tests.runtime.server.api.apis import WEATHER, Responses, user
 from tests.runtime.server.live import LiveServer
 
 TABLE_TEXT = TABLE.read_text()

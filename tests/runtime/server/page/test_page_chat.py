@@ -10,10 +10,11 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from radixcache import LLM
-from tests.runtime.server import http, test_page
-from tests.runtime.server.browser import Page
+from tests.runtime.server import http
 from tests.runtime.server.live import ask, live
-from tests.runtime.server.test_page import (
+from tests.runtime.server.page import test_page
+from tests.runtime.server.page.browser import Page
+from tests.runtime.server.page.test_page import (
     ANSWER,
     OTHER,
     OTHER_ANSWER,

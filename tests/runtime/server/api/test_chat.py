@@ -13,7 +13,7 @@ import pytest
 
 from radixcache import SamplingParams
 from tests.cover import seeds
-from tests.runtime.server.apis import SCHEMA, Answer, Chat, user
+from tests.runtime.server.api.apis import SCHEMA, Answer, Chat, user
 from tests.runtime.server.live import SYSTEM, LiveServer, ask
 from tests.schemas import random_schema
 
