@@ -314,12 +314,14 @@ def test_one_cold_start_does_not_flatten_the_chart_and_a_request_tells_its_figur
         {"prompt_tokens": 1000, "cached_tokens": 900 if ttft < 1 else 0, "ttft": ttft}
         for ttft in (8.0, 0.004, 0.040, 0.012)
     ]
-    page.until(lambda: page.run("return flying === 0"))  # an answer would be drawn over it
+    page.run("window.fetch = () => new Promise(() => {})")  # no look is drawn over it
+    page.until(lambda: page.run("return flying === 0"))
     page.driver.execute_async_script(
         "const [view, done] = arguments;"
-        "import('/charts.js').then((charts) => { charts.showCharts(view); done(); })",
+        "setTimeout(() => import('/charts.js').then(({ showCharts }) => {"
+        "  showCharts(view); done(); }), 100);",
         {"recent": recent, "stats": {"requests": 4, "hit_rate": 0.675}},
-    )  # which stays: the cache does not change
+    )
     # In one script: what the page draws by itself in the meantime would leave elements stale.
     bars = "document.querySelectorAll('#ttft rect')"
     tops = page.run(f"return [...{bars}].map((bar) => +(bar.getAttribute('y') ?? 1))")
