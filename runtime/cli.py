@@ -55,6 +55,15 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
+_VLLM_FLAGS = {
+    "--block-size": "--page-size",
+    "--gpu-memory-utilization": "--kv-cache-memory-bytes",
+    "--enable-prefix-caching": "--cache radix",
+    "--no-enable-prefix-caching": "--cache none",
+}
+"""What its flags are called here, where a guess would find another one or none."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Refuses bad flags as everything else here is refused: in one sentence."""
 
@@ -64,8 +73,11 @@ class _Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            near = get_close_matches(flag, self._option_string_actions, 1)
-            hint = f": did you mean {near[0]}?" if near else ""
+            close = get_close_matches(flag, self._option_string_actions, 1)
+            renamed = _VLLM_FLAGS.get(flag, "")
+            if renamed.partition(" ")[0] in self._option_string_actions:
+                close = [renamed]
+            hint = f": did you mean {close[0]}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from tests.runtime.server.browser import Page, browser
+from tests.runtime.server.page.browser import Page, browser
 
 SETTLED = 0.5
 """Seconds after which a page has drawn itself anew in a window of another size."""

@@ -11,8 +11,8 @@ from selenium.webdriver.common.keys import Keys
 
 from docs.pictures.camera import Look, put_on, shoot, window, with_palette
 from radixcache import LLM
-from tests.runtime.server.browser import Page
 from tests.runtime.server.live import live
+from tests.runtime.server.page.browser import Page
 
 LOOK = Look(1080, 680)
 """A README shows it at four fifths of its size."""

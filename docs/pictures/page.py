@@ -7,7 +7,7 @@ from pathlib import Path
 from docs.pictures.camera import shoot_looks, window
 from radixcache import LLM
 from tests.runtime.server.live import live
-from tests.runtime.server.trees import fill
+from tests.runtime.server.page.trees import fill
 
 SIZES = (3, 60, 500, 5000)
 """Of trees, in nodes; the last prompts may make a few more."""

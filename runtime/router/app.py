@@ -9,10 +9,9 @@ from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from radixcache.runtime.router.ingress import Ingress, portable
 from radixcache.runtime.server import guards
@@ -20,7 +19,7 @@ from radixcache.runtime.server.admin.queries import QUERY
 from radixcache.runtime.server.http import errors
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.protocol.answers import Health
+from radixcache.runtime.server.observe.metrics import exposition
 
 PATIENCE = 5.0
 """Seconds that a replica has for its metrics: who hangs must not take those of others along."""
@@ -58,11 +57,11 @@ def _ingress_of(request: Request) -> Ingress:
 _Ingress = Annotated[Ingress, Depends(_ingress_of)]
 
 
-async def _health(ingress: _Ingress) -> Health:
+async def _health(ingress: _Ingress) -> dict[str, str]:
     """Whether requests are taken: 503 if not."""
     if ingress.draining or not ingress.alive:
-        raise ApiError.unavailable("the server is shutting down, or no replica is running")
-    return Health()
+        raise ApiError(503, "the server is shutting down, or no replica is running")
+    return {"status": "ok"}
 
 
 async def _replicas(ingress: _Ingress) -> dict[str, Any]:
@@ -107,14 +106,4 @@ async def _metrics(request: Request, ingress: _Ingress) -> PlainTextResponse:
         for standing in ingress.router.standings([]):
             gauge.add_metric([str(standing.replica)], getattr(standing, what))
         families[gauge.name] = gauge
-    registry = CollectorRegistry()
-    registry.register(_Families([*families.values()]))
-    return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
+    return PlainTextResponse(exposition(families.values()), media_type=CONTENT_TYPE_LATEST)

@@ -243,7 +243,7 @@ class Ingress:
             try:
                 await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
             except asyncio.TimeoutError:
-                raise ApiError.unavailable("no replica is running") from None
+                raise ApiError(503, "no replica is running") from None
 
     # -- one request ---------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Ingress:
             return
         body = await _read(receive)
         if self.draining:
-            raise ApiError.unavailable("the server is shutting down")
+            raise ApiError(503, "the server is shutting down")
         if body is None:
             return
         self._open += 1
@@ -319,7 +319,7 @@ class Ingress:
                         if relay.is_stream:
                             await send({"type": "http.response.body", "body": _broken(path)})
                         return
-            raise ApiError.unavailable(f"{TRIES} replicas have died over this request")
+            raise ApiError(503, f"{TRIES} replicas have died over this request")
         finally:
             self.router.release(key)
 
@@ -369,7 +369,7 @@ class Ingress:
             asked |= new
             await asyncio.gather(*map(ask, new))
         if not answers:
-            raise ApiError.unavailable("no replica is running")
+            raise ApiError(503, "no replica is running")
         return dict(sorted(answers.items()))
 
     async def _answer_all(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
@@ -403,7 +403,7 @@ class Ingress:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True))
             named = query.pop("replica", None)
             if named is not None and named not in self.replicas:
-                raise ApiError.not_found(f"no replica {named[:100]!r} is running", "replica")
+                raise ApiError(404, f"no replica {named[:100]!r} is running", "replica")
             # Who looks again sees the same one.
             bound = named or min(self.replicas, default=None)
             return bound, {**scope, "query_string": urlencode(query).encode()}
@@ -451,7 +451,7 @@ def _expiry(answer: list[Message]) -> float | None:
 
 def _broken(path: str) -> bytes:
     """The end of a stream whose replica has died, in the words of its API."""
-    error = ApiError.unavailable("the replica that was answering has died")
+    error = ApiError(503, "the replica that was answering has died")
     if path == "/v1/responses":
         told = {"type": "error", "code": "server_error", "message": error.message, "param": None}
         return event(told).encode()

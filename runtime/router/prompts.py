@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -17,8 +17,7 @@ from typing import Any, cast
 from radixcache.base import Tokens, as_tokens
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.server.api import anthropic_messages, openai_chat, openai_responses
-from radixcache.runtime.server.api.chat_turn import Turn
+from radixcache.runtime.server.api.chat_turn import turn_of
 from radixcache.runtime.server.http.bodies import read_json
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
@@ -29,7 +28,7 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.server.serving import Backend, plain_messages
+from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 Body = Mapping[str, Any]
@@ -44,6 +43,16 @@ def parse(body: bytes) -> Body:
     return {}
 
 
+_KINDS: dict[str, type[Any]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/explain": ExplainRequest,
+}
+
+
 class Prompts:
     """Reads prompts with a model's tokenizer; None for a model without one."""
 
@@ -51,14 +60,6 @@ class Prompts:
         self.chat_defaults = SamplingParams()
         self._tokenizer = tokenizer
         self._max_tokens: float = inf
-        self._readers: dict[str, Callable[[Body], list[int]]] = {
-            "/v1/chat/completions": lambda b: self._chat(ChatRequest(**b)),
-            "/v1/messages": lambda b: self._messages(MessagesRequest(**b)),
-            "/v1/messages/count_tokens": lambda b: self._messages(CountRequest(**b)),
-            "/v1/responses": self._response,
-            "/v1/completions": lambda b: self._first(CompletionRequest(**b)),
-            "/v1/explain": self._explain,
-        }
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -74,51 +75,27 @@ class Prompts:
 
     def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
         """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
-        reader, tokens = self._readers.get(path), []
+        tokens: list[int] = []
         with suppress(Exception):  # whatever there is to say about it, the replica will
-            if reader is not None:
-                if prefix is not None and "messages" in prefix and "messages" in body:
-                    body = {**body, "messages": [*prefix["messages"], *body["messages"]]}
-                    tokens = reader(body)
-                else:
-                    tokens = [*self._prefix(prefix), *reader(body)]
+            if prefix is not None and "messages" in prefix and "messages" in body:
+                body, prefix = {**body, "messages": [*prefix["messages"], *body["messages"]]}, None
+            given = cast(Tokenizer, self._tokenizer)  # not asked for token ids
+            pinned = PrefixRequest(**prefix).encode(given) if prefix else ()
+            tokens = [*pinned, *self._encode(_KINDS[path](**body))]
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
-    def _chat(self, body: ChatRequest) -> list[int]:
-        return self._encode(openai_chat.turn_of(body, cast(Backend, self)))
-
-    def _messages(self, body: CountRequest) -> list[int]:
-        return self._encode(anthropic_messages.turn_of(body, cast(Backend, self)))
-
-    def _encode(self, turn: Turn) -> list[int]:
+    def _encode(self, body: Any) -> list[int]:
+        meant = body.meant if isinstance(body, ExplainRequest) else body
+        if isinstance(meant, CompletionRequest):
+            prompt = meant.prompts[0]
+            special = meant.prefix is None and meant.add_special_tokens is not False
+            return (
+                prompt
+                if isinstance(prompt, list)
+                else self.tokenizer.encode(prompt, special=special)
+            )
+        turn = turn_of(meant, cast(Backend, self))
         text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
-        return self.tokenizer.encode(text, special=False)
-
-    def _response(self, fields: Body) -> list[int]:
-        body = ResponsesRequest(**fields)
-        turn = openai_responses.turn_of(body, body.messages(), cast(Backend, self))
-        return self._encode(turn)
-
-    def _first(self, body: CompletionRequest) -> list[int]:
-        prompt = body.prompts[0]
-        if isinstance(prompt, list):
-            return prompt
-        special = body.prefix is None and body.add_special_tokens is not False
-        return self.tokenizer.encode(prompt, special=special)
-
-    def _explain(self, fields: Body) -> list[int]:
-        meant = ExplainRequest(**fields).meant
-        return self._chat(meant) if isinstance(meant, ChatRequest) else self._first(meant)
-
-    def _prefix(self, fields: Body | None) -> list[int]:
-        if fields is None:
-            return []
-        body = PrefixRequest(**fields)
-        if isinstance(body.prompt, list):
-            return body.prompt
-        if body.messages is None:
-            return self.tokenizer.encode(body.prompt or "")
-        text = self.tokenizer.render_chat(plain_messages(body.messages), ask=False)
         return self.tokenizer.encode(text, special=False)
 
 

@@ -18,22 +18,16 @@ from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
+from radixcache.runtime.server.api.generation import JSON
 from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import errors, static
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.observe.metrics import EngineState
+from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.runtime.server.observe.request_log import REQUEST_ID
-from radixcache.runtime.server.protocol.answers import (
-    Detokenized,
-    Error,
-    Health,
-    ModelCard,
-    ModelList,
-    Tokenized,
-)
+from radixcache.runtime.server.protocol.answers import Error
 from radixcache.runtime.server.protocol.openai import DetokenizeRequest, TokenizeRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -82,43 +76,45 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
 
 
 @router.get("/health")
-async def health(backend: BackendDep) -> Health:
+async def health(backend: BackendDep) -> JSON:
     """Whether requests are taken: 503 if not."""
     if backend.jobs.draining or not backend.llm.worker.alive:
-        raise ApiError.unavailable("the server is shutting down, or its engine has stopped")
-    return Health()
+        raise ApiError(503, "the server is shutting down, or its engine has stopped")
+    return {"status": "ok"}
 
 
 @router.get("/metrics", response_class=PlainTextResponse, dependencies=[ADMINISTRATOR])
 async def metrics(backend: BackendDep) -> PlainTextResponse:
     """Metrics in Prometheus' text format."""
-    state = await backend.jobs.call(lambda: EngineState.of(backend.llm))
-    return PlainTextResponse(backend.metrics.render(state), media_type=CONTENT_TYPE_LATEST)
+    engine = await backend.jobs.call(lambda: engine_metrics(backend.llm))
+    return PlainTextResponse(backend.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
-async def list_models(backend: BackendDep) -> ModelList:
+async def list_models(backend: BackendDep) -> JSON:
     """The model, under each of its names."""
-    return ModelList(data=[_card(backend, name) for name in backend.names])
+    return {"object": "list", "data": [_card(backend, name) for name in backend.names]}
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, backend: BackendDep) -> ModelCard:
+async def get_model(name: str, backend: BackendDep) -> JSON:
     """The model, if it is served under this name."""
     return _card(backend, backend.check_model(name))
 
 
-def _card(backend: Backend, name: str) -> ModelCard:
-    return ModelCard(
-        id=name,
-        created=backend.created,
-        max_model_len=backend.max_model_len,
-        exact=backend.llm.engine.model.exact,
-    )
+def _card(backend: Backend, name: str) -> JSON:
+    return {
+        "id": name,
+        "object": "model",
+        "created": backend.created,
+        "owned_by": "radixcache",
+        "max_model_len": backend.max_model_len,
+        "exact": backend.llm.engine.model.exact,
+    }
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep) -> Tokenized:
+async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep) -> JSON:
     """The token ids of a text or a conversation."""
     backend.check_model(body.model)
 
@@ -132,16 +128,15 @@ async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep)
         return tokens, [backend.token_text(token) for token in shown] or None
 
     tokens, texts = await backend.tokenize(encode, client_of(request))
-    return Tokenized(
-        count=len(tokens), max_model_len=backend.max_model_len, tokens=tokens, token_strs=texts
-    )
+    counts = {"count": len(tokens), "max_model_len": backend.max_model_len}
+    return {**counts, "tokens": tokens, "token_strs": texts}
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request, backend: BackendDep) -> Detokenized:
+async def detokenize(body: DetokenizeRequest, request: Request, backend: BackendDep) -> JSON:
     """The text of token ids, special tokens included."""
     backend.check_model(body.model)
     text = await backend.tokenize(
         lambda tokenizer: tokenizer.decode(body.tokens, special=True), client_of(request)
     )
-    return Detokenized(prompt=text)
+    return {"prompt": text}

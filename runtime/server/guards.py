@@ -7,13 +7,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.access import Access
-from radixcache.runtime.server.http.deadline import BodyDeadline
 from radixcache.runtime.server.observe.request_log import REQUEST_ID, RequestLog
 
 
 def install(app: Starlette, options: ServerArgs) -> None:
     """Put them in front of `app`, the last one outermost."""
-    app.add_middleware(BodyDeadline)
     app.add_middleware(Access, options=options)
     if options.allowed_origins:  # before keys are asked for: none comes with a preflight
         app.add_middleware(

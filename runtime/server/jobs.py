@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime.engine.listeners import AsyncJob, deliver_to
@@ -132,8 +132,6 @@ class RequestTracker:
         """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
         self._looking = asyncio.Lock()
-        self._looks: dict[Hashable, asyncio.Future[Any]] = {}
-        """Those that have not begun."""
         self._next_look = 0.0
 
     @property
@@ -154,16 +152,9 @@ class RequestTracker:
         """
         return await asyncio.wrap_future(self.worker.call(function))
 
-    async def look(self, function: Callable[[], T], key: Hashable) -> T:
-        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time.
+    async def look(self, function: Callable[[], T]) -> T:
+        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time."""
 
-        Who asks for the same `key` before it has begun shares it.
-        """
-        if key not in self._looks:
-            self._looks[key] = asyncio.ensure_future(self._look(function, key))
-        return cast(T, await asyncio.shield(self._looks[key]))
-
-    async def _look(self, function: Callable[[], T], key: Hashable) -> T:
         def timed() -> T:
             start = time.perf_counter()
             try:
@@ -173,24 +164,21 @@ class RequestTracker:
                 self._next_look = end + (end - start) * (1 / LOOK_SHARE - 1)
 
         async with self._looking:
-            try:
-                await asyncio.sleep(self._next_look - time.perf_counter())
-            finally:
-                del self._looks[key]
+            await asyncio.sleep(self._next_look - time.perf_counter())
             return await self.call(timed)
 
     def check_room(self, num_sequences: int, client: Hashable = None) -> None:
         """Refuse so many completions if there is no place for them; before any work is done."""
         if self.draining:
-            raise ApiError.unavailable("the server is shutting down")
+            raise ApiError(503, "the server is shutting down")
         if num_sequences > self.share:
-            raise ApiError.invalid(
-                f"{num_sequences} completions at once; the server takes {self.share} at most"
+            raise ApiError(
+                400, f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
         if self._places.total() + num_sequences > self.capacity:
-            raise ApiError.busy("too many completions are running or waiting; try again")
+            raise ApiError(429, "too many completions are running or waiting; try again")
         if self._places[client] + num_sequences > self.share:
-            raise ApiError.busy("too many completions of this client are running or waiting")
+            raise ApiError(429, "too many completions of this client are running or waiting")
 
     async def submit(
         self,
@@ -254,7 +242,7 @@ class RequestTracker:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), grace)
         for job in [*self._open]:
-            job.end(ApiError.unavailable("the server is shutting down"))
+            job.end(ApiError(503, "the server is shutting down"))
 
     async def close(self) -> None:
         await self.drain(0)

@@ -76,7 +76,7 @@ class Loading:
     async def _refuse(self, request: Request, _: Exception) -> JSONResponse:
         stage, share = self._progress
         known = "" if share is None else f" ({100 * share:.0f} %)"
-        error, path = ApiError.unavailable(f"the model is loading{known}"), request.url.path
+        error, path = ApiError(503, f"the model is loading{known}"), request.url.path
         body = error.body_at(path)
         if path == "/health":
             body |= {"status": "loading", "stage": stage, "share": share}

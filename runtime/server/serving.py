@@ -87,7 +87,8 @@ class Backend:
     def check_model(self, name: str | None) -> str:
         """The name under which to answer; 404 for a model that is not served."""
         if name is not None and name not in self.names:
-            raise ApiError.not_found(
+            raise ApiError(
+                404,
                 f"the model {name!r} is not served here, but {self.names[0]!r} is",
                 "model",
                 "model_not_found",
@@ -118,16 +119,20 @@ class Backend:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; 400 if it has none."""
         if self.llm.tokenizer is None:
-            raise ApiError.invalid("this model has no tokenizer: only token ids can be completed")
+            raise ApiError(400, "this model has no tokenizer: only token ids can be completed")
         return self.llm.tokenizer
 
     async def tokenize(self, function: Callable[[Tokenizer], T], client: Hashable = None) -> T:
         """What `function` makes of the tokenizer, on a thread; one after the other of a client."""
-        tokenizer = self.tokenizer
+        return await self._in_turn(client, self._tokenizing, function, self.tokenizer)
+
+    async def _in_turn(
+        self, key: Hashable, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any
+    ) -> T:
+        """What `function` gives, on a thread; one after the other of a key."""
         loop = asyncio.get_running_loop()
-        turn = self._turns.setdefault(client, asyncio.Lock())
-        async with turn:
-            return await loop.run_in_executor(self._tokenizing, function, tokenizer)
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            return await loop.run_in_executor(pool, function, *args)
 
     def token_text(self, token: int) -> str:
         """The text of one token, as logprobs show it."""
@@ -165,7 +170,7 @@ class Backend:
         try:
             return await self.jobs.call(lambda: self.llm.prefixes.find(name, cache_salt))
         except PinError as error:
-            raise ApiError.not_found(str(error), "prefix") from None
+            raise ApiError(404, str(error), "prefix") from None
 
     async def submit(
         self,
@@ -202,16 +207,11 @@ class Backend:
         if key not in self._grammars:
             clients = [client for client, _ in self._grammars.values()]
             if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
-                raise ApiError.unavailable("too many new structures are to be compiled: try again")
-
-            async def compile_in_turn() -> CompiledGrammar:
-                async with self._turns.setdefault(("grammar", client), asyncio.Lock()):
-                    loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(
-                        self._compiling, grammar_backend.compile, structured
-                    )
-
-            task = asyncio.ensure_future(compile_in_turn())
+                raise ApiError(503, "too many new structures are to be compiled: try again")
+            compiling = self._in_turn(
+                ("grammar", client), self._compiling, grammar_backend.compile, structured
+            )
+            task = asyncio.ensure_future(compiling)
             self._grammars[key] = client, task
             task.add_done_callback(lambda _: self._grammars.pop(key))
         return await asyncio.shield(self._grammars[key][1])

@@ -29,7 +29,7 @@ from radixcache.bench.schemes.bounds import build_trie
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.cli import main
-from tests.runtime.server.browser import INSTALLED, browser
+from tests.runtime.server.page.browser import INSTALLED, browser
 
 TINY = "chat:conversations=2,turns=2,user=4,answer=4,system=40"
 SMALL = ["best-of-n:questions=8,n=3", "chat:conversations=3,turns=3,user=20,answer=20"]

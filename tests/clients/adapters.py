@@ -52,7 +52,12 @@ def user(text: str) -> list[Any]:
 
 
 class Adapter:
-    """What most have in common."""
+    """What most have in common; a way that is None is not what the client is for."""
+
+    chat: Any = None
+    stream: Any = None
+    tools: Any = None
+    parsed: Any = None
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -275,10 +280,6 @@ class PydanticAIMessages(PydanticAI):
 class Instructor(Adapter):
     """Answers as classes, which is all that it is for."""
 
-    chat: Any = None
-    stream: Any = None
-    tools: Any = None
-
     def client(self, mode: str) -> Any:
         instructor, openai = load("instructor"), load("openai")
         api = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
@@ -308,85 +309,43 @@ class InstructorAnthropic(Instructor):
 
 
 class OpenAI(Adapter):
+    """What `tests/runtime/server` does not ask of the stock clients: their helpers."""
+
     def client(self) -> Any:
         return load("openai").OpenAI(base_url=f"{self.url}/v1", **stock("openai"))
 
-    def chat(self, text: str) -> str:
-        answer = self.client().chat.completions.create(model=MODEL, messages=user(text))
-        return str(answer.choices[0].message.content)
-
-    def stream(self, text: str) -> list[str]:
-        chunks = self.client().chat.completions.create(
-            model=MODEL, messages=user(text), stream=True
-        )
-        return [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
-
-    def tools(self, text: str) -> str:
-        create, history = self.client().chat.completions.create, user(text)
-        options: Any = {"model": MODEL, "tools": [WEATHER]}
-        first = create(messages=history, **options)
-        history.append(said := first.choices[0].message)
-        for call in said.tool_calls:
-            result = get_weather(**json.loads(call.function.arguments))
-            history.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        return str(create(messages=history, **options).choices[0].message.content)
-
     def parsed(self, text: str) -> Any:
+        answer = self.client().responses.parse(model=MODEL, input=text, text_format=Person)
+        person = answer.output_parsed
         answer = self.client().chat.completions.parse(
             model=MODEL, messages=user(text), response_format=Person
         )
-        return answer.choices[0].message.parsed
-
-
-class OpenAIResponses(OpenAI):
-    def chat(self, text: str) -> str:
-        return str(self.client().responses.create(model=MODEL, input=text).output_text)
-
-    def stream(self, text: str) -> list[str]:
-        events = self.client().responses.create(model=MODEL, input=text, stream=True)
-        return [event.delta for event in events if event.type == "response.output_text.delta"]
-
-    tools: Any = None
-
-    def parsed(self, text: str) -> Any:
-        answer = self.client().responses.parse(model=MODEL, input=text, text_format=Person)
-        return answer.output_parsed
+        assert answer.choices[0].message.parsed == person
+        return person
 
 
 class Anthropic(Adapter):
-    def messages(self) -> Any:
-        return load("anthropic").Anthropic(base_url=self.url, **stock("anthropic")).messages
-
-    def chat(self, text: str) -> str:
-        answer = self.messages().create(model=MODEL, max_tokens=500, messages=user(text))
-        return str(answer.content[0].text)
-
-    def stream(self, text: str) -> list[str]:
-        options: Any = {"model": MODEL, "max_tokens": 500, "messages": user(text)}
-        with self.messages().stream(**options) as events:
-            return [*events.text_stream]
+    def client(self) -> Any:
+        return load("anthropic").Anthropic(base_url=self.url, **stock("anthropic"))
 
     def tools(self, text: str) -> str:
-        anthropic = load("anthropic")
-        api = anthropic.Anthropic(base_url=self.url, **stock("anthropic"))
-        runner = api.beta.messages.tool_runner(
+        *_, last = self.client().beta.messages.tool_runner(
             model=MODEL,
             max_tokens=500,
-            tools=[anthropic.beta_tool(get_weather)],
+            tools=[load("anthropic").beta_tool(get_weather)],
             messages=user(text),
         )
-        *_, last = runner
         return str(last.content[0].text)
 
     def parsed(self, text: str) -> Any:
-        answer = self.messages().parse(
+        answer = self.client().messages.parse(
             model=MODEL, max_tokens=500, messages=user(text), output_format=Person
         )
         return answer.parsed_output
 
 
 ADAPTERS: list[Callable[[str], Any]] = [
-    *(OpenAI, OpenAIResponses, Anthropic, LangChain, LangChainResponses, LlamaIndex),
+    *(OpenAI, Anthropic, LangChain, LangChainResponses, LlamaIndex),
     *(LiteLLM, LiteLLMHosted, LiteLLMAnthropic, Agents, AgentsResponses),
     *(PydanticAI, PydanticAIResponses, PydanticAIMessages, Instructor, InstructorAnthropic),
 ]

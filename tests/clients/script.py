@@ -29,10 +29,6 @@ def answer(prompt: str) -> str | list[str]:
         return "\n".join(calls) if "get_weather" in tools else "I have no window."
     if "Nora" in text:
         return _nora(tools, "JSON" in prompt)
-    if "colour" in text:
-        return ["It might be red.", "red"]
-    if "2 + 2" in text:
-        return "4" if prompt.endswith("</think>\n\n") else "<think>\nTwo and two.\n</think>\n\n4"
     return [f"You are the {role}, and said: {text}", call("get_weather", city="Oslo")]
 
 

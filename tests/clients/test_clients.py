@@ -15,14 +15,20 @@ from tests.clients.adapters import (
     PydanticAIMessages,
     PydanticAIResponses,
 )
-from tests.clients.rooms import ROOMS, room
 
+ROOMS = 20
 HELLO = "You are the user, and said: Hello!"
 
 
 @pytest.fixture(params=ADAPTERS, ids=lambda adapter: adapter.__name__)
 def client(request: pytest.FixtureRequest, url: str) -> Any:
     return request.param(url)
+
+
+def room(number: int) -> str:
+    """What is in the room of this number, and where to go next."""
+    further = f"; the next is {number + 1}" if number < ROOMS else ""
+    return f"Room {number}: a table with {number * 7} chairs{further}."
 
 
 def able(way: Any) -> Any:

@@ -109,7 +109,7 @@ def test_the_package_is_a_program():
         (["chat", "--temperature", "-1"], "temperature must be at least 0 and finite, not -1.0"),
         (["demo", "--model", "/no/model"], "no model at /no/model"),
         (["generate", "--prompt", "x", "--temprature", "1"], "(see radixcache generate --help)"),
-        (["chat", "--gpu-memory-utilization=0.5"], "arguments: --gpu-memory-utilization=0.5 (see"),
+        (["chat", "--gpu-memory-utilization=0.5"], "did you mean --kv-cache-memory-bytes?"),
         (["serve", "--prot", "3"], "unrecognized arguments: --prot: did you mean --port? (see"),
         (["generate", "--foo", "3"], "unrecognized arguments: --foo (see"),
         (["generate", "-", "--seeed", "3"], "--seeed 3: did you mean --seed? (see"),

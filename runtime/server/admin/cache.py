@@ -17,9 +17,7 @@ from radixcache.runtime.server.admin.prefixes import describe
 from radixcache.runtime.server.admin.search import search
 from radixcache.runtime.server.http.access import ADMINISTRATOR
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.observe.metrics import EngineState, Started
 from radixcache.runtime.server.protocol.answers import (
-    CacheFolded,
     CacheHit,
     CacheHits,
     CacheNamespace,
@@ -29,13 +27,12 @@ from radixcache.runtime.server.protocol.answers import (
     CacheStatistics,
     CacheView,
     DeletedPrefix,
-    Flushed,
     RecentRequest,
 )
 from radixcache.runtime.server.protocol.fields import PrefixName
 from radixcache.runtime.server.serving import Backend, BackendDep
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Folded, Look, Picture
+from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Look, Picture
 
 router = APIRouter(dependencies=[ADMINISTRATOR])
 
@@ -74,25 +71,24 @@ async def view_cache(
     was used last not. `under` and `reveal` are ids of nodes: the one to begin with (404 if it has
     gone), and one that does not fold.
     """
-    engine = backend.llm.engine
+    cache, worker = backend.llm.cache, backend.llm.worker
     # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
     wanted = Look(rows, levels, under and _told.get(under), reveal and _told.get(reveal))
     if under is not None and not wanted.under:
-        raise ApiError.not_found(f"no node {under[:100]!r} is cached")
+        raise ApiError(404, f"no node {under[:100]!r} is cached")
 
-    def look() -> tuple[str, EngineState, list[Started], Picture | None]:
-        state = EngineState.of(backend.llm)
+    def look() -> tuple[str, dict[str, Any], list[RecentRequest], Picture | None]:
+        stats = _statistics(backend)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
-        seen = (backend.created, backend.llm.worker.num_steps, state, engine.cache.pins, wanted)
-        tag = f'"{_digest(seen)}"'
-        picture = None if tag == if_none_match else engine.cache.outline().draw(wanted)
-        return tag, state, [*backend.metrics.recent], picture
+        tag = f'"{_digest((backend.created, worker.num_steps, stats, cache.pins, wanted))}"'
+        picture = None if tag == if_none_match else cache.outline().draw(wanted)
+        return tag, stats, [*backend.metrics.recent], picture
 
-    tag, state, recent, picture = await backend.jobs.look(look, (wanted, if_none_match))
+    tag, stats, recent, picture = await backend.jobs.look(look)
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
-        raise ApiError.not_found(f"no node {under!r} is cached")
+        raise ApiError(404, f"no node {under!r} is cached")
     response.headers["ETag"] = tag
     response.headers["Cache-Control"] = "no-cache"
 
@@ -105,24 +101,30 @@ async def view_cache(
 
     namespaces, above = await _with_tokenizer(backend, tell)
     return CacheView(
-        kind=type(engine.cache).__name__,
+        kind=type(cache).__name__,
         stats=CacheStatistics(
-            **asdict(state.stats),
-            hit_rate=state.stats.hit_rate,
-            cached_nodes=picture.num_nodes,
-            cached_tokens=picture.num_tokens,
-            pages=state.num_pages,
-            free_pages=state.num_free,
-            pinned_pages=state.num_pinned,
-            page_size=engine.cache.page_size,
-            running=state.num_running,
-            waiting=state.num_waiting,
+            **stats, cached_nodes=picture.num_nodes, cached_tokens=picture.num_tokens
         ),
         above=above,
         namespaces=namespaces,
-        more=_folded(picture.more),
-        recent=[RecentRequest(**asdict(request)) for request in recent],
+        more=picture.more,
+        recent=recent,
     )
+
+
+def _statistics(backend: Backend) -> dict[str, Any]:
+    """Counters since the last flush, and pages now; on the engine's thread."""
+    cache, scheduler = backend.llm.cache, backend.llm.engine.scheduler
+    return {
+        **asdict(cache.stats),
+        "hit_rate": cache.stats.hit_rate,
+        "pages": cache.pool.num_pages,
+        "free_pages": cache.pool.num_free,
+        "pinned_pages": cache.pinned_pages,
+        "page_size": cache.page_size,
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+    }
 
 
 @router.get("/v1/cache/search")
@@ -131,15 +133,15 @@ async def search_cache(
 ) -> CacheHits:
     """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
     if backend.options.hide_texts:
-        raise ApiError.forbidden("this server hides what prompts say")
-    nodes = await backend.jobs.look(lambda: backend.llm.engine.cache.outline().spell(), "search")
+        raise ApiError(403, "this server hides what prompts say")
+    nodes = await backend.jobs.look(lambda: backend.llm.cache.outline().spell())
     paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
     return CacheHits(total=total, data=hits)
 
 
 @router.post("/v1/cache/flush")
-async def flush_cache(backend: BackendDep) -> Flushed:
+async def flush_cache(backend: BackendDep) -> dict[str, bool]:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
     try:
         await asyncio.to_thread(backend.llm.reset_prefix_cache)
@@ -149,7 +151,7 @@ async def flush_cache(backend: BackendDep) -> Flushed:
             "requests run or prefixes are pinned: flush when the ones have ended and the others "
             "are deleted",
         ) from None
-    return Flushed()
+    return {"flushed": True}
 
 
 async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T]) -> T:
@@ -164,13 +166,8 @@ def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
         "id": node.id if node.id == ROOT else _name(node.id),
         "text": tokenizer.decode(node.tokens, special=True) if tokenizer else "",
         "children": [_node(child, tokenizer) for child in node.children],
-        "more": _folded(node.more),
     }
     return CacheNode(**{**vars(node), **told})
-
-
-def _folded(more: Folded | None) -> CacheFolded | None:
-    return None if more is None else CacheFolded(**asdict(more))
 
 
 _told: dict[str, str] = {}
@@ -232,5 +229,5 @@ async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) ->
         return False
 
     if not await backend.jobs.call(unpin):
-        raise ApiError.not_found(f"no prefix named {name!r} is pinned in {namespace!r}")
+        raise ApiError(404, f"no prefix named {name!r} is pinned in {namespace!r}")
     return DeletedPrefix(name=name)

@@ -22,17 +22,9 @@ router = APIRouter(route_class=BodyRoute)
 async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
     """Compute a prefix and pin it; 409 if the salt has that name, or no pages left to pin."""
     client = client_of(request, body.cache_salt)
-    messages = None if body.messages is None else plain_messages(body.messages)
-    tokens: TokensLike
-    if messages is not None:
-        tokens = await backend.tokenize(
-            lambda t: t.encode(t.render_chat(messages, ask=False), special=False), client
-        )
-    elif isinstance(body.prompt, str):
-        text = body.prompt
-        tokens = await backend.tokenize(lambda t: t.encode(text), client)
-    else:
-        tokens = body.prompt or []
+    tokens: TokensLike = body.prompt if isinstance(body.prompt, list) else ()
+    if not isinstance(body.prompt, list):
+        tokens = await backend.tokenize(body.encode, client)
     name, salt, lifetime = body.name, body.cache_salt, body.lifetime
     prefixes = backend.llm.prefixes
     job = await backend.jobs.submit(
@@ -45,8 +37,8 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
     prefix = await backend.jobs.call(
         lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime)
     )
-    if messages is not None:
-        backend.prefix_messages[prefix] = messages
+    if body.messages is not None:
+        backend.prefix_messages[prefix] = plain_messages(body.messages)
     return describe(prefix)
 
 

@@ -17,7 +17,7 @@ def _check(request: Request) -> None:
     known = _OF_CLIENTS | {parameter.alias for parameter in route.dependant.query_params}
     for name in request.query_params:
         if name not in known:
-            raise ApiError.invalid(f"there is no query parameter {name[:100]!r} here", name[:100])
+            raise ApiError(400, f"there is no query parameter {name[:100]!r} here", name[:100])
 
 
 QUERY = Depends(_check)

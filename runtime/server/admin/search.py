@@ -19,44 +19,26 @@ def search(
     decoded by themselves: a character whose bytes are in two nodes is not found.
 
     Args:
-        nodes: as `Outline.spell` tells them.
+        nodes: as `Outline.spell` tells them, children behind their parents.
     """
-    wanted = text.casefold()
-    tails: list[str] = []  # of the text up to a node's end, one character short of what is wanted
-    found: list[int] = []
-    for at, (_, parent, tokens) in enumerate(nodes):
-        before = tails[parent] if parent >= 0 else ""
-        here = before + tokenizer.decode(tokens.tolist(), special=True).casefold()
-        tails.append(here[max(0, len(here) - len(wanted) + 1) :])
-        if wanted in here:
-            found.append(at)
-    rows = _rows(nodes)
-    paths = [_path(nodes, at) for at in sorted(found, key=rows.__getitem__)[:MAX_HITS]]
-    return [[nodes[at].id for at in path] for path in paths], len(found)
-
-
-def _rows(nodes: Sequence[Spelled]) -> list[int]:
-    """The places of the nodes from top to bottom, as the tree is drawn."""
-    count = [1] * len(nodes)
-    for at in range(len(nodes) - 1, -1, -1):
-        if (parent := nodes[at].parent) >= 0:
-            count[parent] += count[at]
-    free = 0  # for the next of the top nodes
-    inside: list[int] = []  # for the next child of each
-    rows: list[int] = []
-    for size, (_, parent, _) in zip(count, nodes, strict=True):
-        row = inside[parent] if parent >= 0 else free
-        if parent >= 0:
-            inside[parent] += size
-        else:
-            free += size
-        rows.append(row)
-        inside.append(row + 1)
-    return rows
-
-
-def _path(nodes: Sequence[Spelled], at: int) -> list[int]:
-    path = [at]
-    while (at := nodes[at].parent) >= 0:
+    wanted, children = text.casefold(), [list[int]() for _ in nodes]
+    todo = [(at, "", -1) for at, node in enumerate(nodes) if node.parent < 0][::-1]
+    for at, node in enumerate(nodes):
+        if node.parent >= 0:
+            children[node.parent].append(at)
+    path: list[int] = []
+    hits: list[list[str]] = []
+    total = 0
+    while todo:
+        at, before, parent = todo.pop()  # the text up to here, one character short of `wanted`
+        while path and path[-1] != parent:
+            path.pop()
         path.append(at)
-    return path[::-1]
+        here = before + tokenizer.decode(nodes[at].tokens.tolist(), special=True).casefold()
+        if wanted in here:
+            total += 1
+            if total <= MAX_HITS:
+                hits.append([nodes[one].id for one in path])
+        tail = here[max(0, len(here) - len(wanted) + 1) :]
+        todo += [(child, tail, at) for child in reversed(children[at])]
+    return hits, total

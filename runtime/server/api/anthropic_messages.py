@@ -15,14 +15,15 @@ from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import Turn, begin, template_kwargs
-from radixcache.runtime.server.api.content_blocks import Exchange, Part, Step
+from radixcache.runtime.server.api.chat_turn import begin, turn_of
+from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE
 from radixcache.runtime.server.api.response_store import StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.server.protocol.turn import Turn
+from radixcache.runtime.server.serving import BackendDep, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
@@ -57,7 +58,7 @@ async def create_message(
         answers.job.end()
         raise
     head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
-    exchange = _Exchange(body, backend, store, head, answers)
+    exchange = _Message(body, backend, head, answers, store)
     exchange.prefixes = prefixes
     return await exchange.answer(request)
 
@@ -72,29 +73,6 @@ async def count_tokens(body: CountRequest, request: Request, backend: BackendDep
         client_of(request, body.cache_salt),
     )
     return {"input_tokens": len(tokens)}
-
-
-def turn_of(body: CountRequest, backend: Backend) -> Turn:
-    """What a request asks for.
-
-    Raises:
-        InvalidRequest: a value makes no sense.
-    """
-    asked = body if isinstance(body, MessagesRequest) else None
-    return Turn(
-        body.plain_messages(),
-        asked.sampling_params(backend.chat_defaults) if asked else backend.chat_defaults,
-        tools=body.offered,
-        choice=body.choice,
-        template_kwargs=template_kwargs(
-            backend, body.template_kwargs, body.effort, "output_config.effort"
-        ),
-        continue_final=body.goes_on,
-        ask=not body.goes_on,
-        cache_salt=body.cache_salt,
-        stream=bool(asked and asked.stream),
-        explain=bool(asked and (asked.explain or asked.diagnostics)),
-    )
 
 
 def _length(
@@ -114,8 +92,8 @@ def _length(
     return token + (common_length(rest, prompt.tokens[token:][: len(rest)]) if len(rest) else 0)
 
 
-class _Exchange(Exchange[MessagesRequest]):
-    """One request and the message that answers it.
+class _Message(BlockExchange[MessagesRequest]):
+    """A message, of whose prompt some prefixes are marked to stay.
 
     Attributes:
         prefixes: tokens up to where a `cache_control` stands, and its seconds.
@@ -153,8 +131,9 @@ class _Exchange(Exchange[MessagesRequest]):
         elif isinstance(end.stop_reason, str):
             message |= {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
         else:
-            message["stop_reason"] = "tool_use" if self.parts.has_calls else "end_turn"
-        message["content"] = [_block(part) for part in self.parts.parts]
+            has_calls = any(part.kind == "call" for part in self.parts)
+            message["stop_reason"] = "tool_use" if has_calls else "end_turn"
+        message["content"] = [_block(part) for part in self.parts]
         message["radixcache"] = self.extension()
         tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
         if self.prefixes:
@@ -172,7 +151,7 @@ class _Exchange(Exchange[MessagesRequest]):
 
     def _message(self, num_tokens: int) -> JSON:
         """The message when it has so many tokens, without its content and end."""
-        cached = self.answers.job.requests[0].sequences[0].cached_tokens
+        cached = self.job.requests[0].sequences[0].cached_tokens
         marked = max((length for length, _ in self.prefixes), default=0)
         written = max(0, marked - cached) * self.backend.caches
         message: JSON = {

@@ -3,65 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
-
-from fastapi import Request
 
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
-from radixcache.runtime.server.api.generation import finish
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage, Tool, ToolChoice
+from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage
 from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What is asked for.
+def turn_of(body: TurnRequest, backend: Backend, *more: Any) -> Turn:
+    """What a request asks for; of Responses, `more` is the whole conversation.
 
-    Attributes:
-        messages: as chat templates take them: `content` is a string; an assistant's `tool_calls`
-            are [{"id", "type", "function": {"name", "arguments": dict}}]; role "tool" has a
-            `tool_call_id`.
-        params: without the grammar of tools, which `begin` adds.
-        template_kwargs: more values that the chat template takes.
-        continue_final: the last message goes on instead of a new one beginning.
-        ask: the prompt asks for the next message.
-        prefix: name of a pinned prefix that the messages go on from.
-        explain: keep why prompt tokens were not cached.
+    Raises:
+        ApiError: the model cannot be told how much to think.
+        InvalidRequest: a value makes no sense.
     """
-
-    messages: list[Message]
-    params: SamplingParams
-    tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = field(default_factory=ToolChoice)
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    continue_final: bool = False
-    ask: bool = True
-    cache_salt: str | None = None
-    prefix: str | None = None
-    stream: bool = False
-    explain: bool = False
-
-    @property
-    def rendering(self) -> dict[str, Any]:
-        """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
-        return {
-            "tools": [tool.as_template() for tool in self.tools],
-            "template_kwargs": self.template_kwargs,
-            "ask": self.ask,
-            "continue_final": self.continue_final,
-        }
+    turn = body.turn(backend.chat_defaults, *more)
+    effort, place = turn.effort
+    if effort is None:
+        return turn
+    template, reasons = backend.tokenizer.chat_template(), backend.tokenizer.reasons
+    if "reasoning_effort" in template:
+        values: dict[str, Any] = {"reasoning_effort": effort}
+    elif "enable_thinking" in template:
+        values = {"enable_thinking": effort != "none"}
+    elif effort == "none" and not reasons:
+        values = {}
+    else:
+        raise ApiError(400, "one cannot tell this model how much to think", place)
+    return replace(turn, template_kwargs={**values, **turn.template_kwargs})
 
 
 async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
@@ -85,7 +67,8 @@ async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedTex
         prefix = await backend.find_prefix(turn.prefix, turn.cache_salt)
         before = backend.prefix_messages.get(prefix)
         if before is None:
-            raise ApiError.invalid(
+            raise ApiError(
+                400,
                 f"the prefix {turn.prefix!r} was pinned as text: it cannot begin a conversation",
                 "prefix",
             )
@@ -100,7 +83,8 @@ def _check_results(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
         known |= {call.get("id") for call in message.get("tool_calls") or ()}
         if message["role"] == "tool" and (name := message.get("tool_call_id")) not in known:
-            raise ApiError.invalid(
+            raise ApiError(
+                400,
                 f"message {index}: a tool's result has the id of a call before it, not {name!r}",
                 "messages",
             )
@@ -117,37 +101,17 @@ def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingPara
         return params
     calls = tokenizer.tool_format
     if calls is None:
-        raise ApiError.invalid("this model writes calls in a form that is not known here", "tools")
+        raise ApiError(400, "this model writes calls in a form that is not known here", "tools")
     free = choice.mode == "auto" and choice.parallel and not choice.names and not wanted
     if free and not any(tool.strict for tool in tools):
         return params
     answer = as_rule(wanted.kind, wanted.value) if wanted else None
     if wanted and answer is None:
-        raise ApiError.invalid("a grammar and tools cannot be combined", "tools")
+        raise ApiError(400, "a grammar and tools cannot be combined", "tools")
     thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
     named = [tool for tool in tools if not choice.names or tool.name in choice.names]
     grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)
     return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
-
-
-def template_kwargs(
-    backend: Backend, values: dict[str, Any], effort: str | None, field: str
-) -> dict[str, Any]:
-    """Values for the chat template: how much to think, as `field` says, may be one of them.
-
-    Raises:
-        ApiError: the model cannot be told.
-    """
-    if effort is None:
-        return values
-    template = backend.tokenizer.chat_template()
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort, **values}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none", **values}
-    if effort == "none" and not backend.tokenizer.reasons:
-        return values
-    raise ApiError.invalid("one cannot tell this model how much to think", field)
 
 
 class Answers:
@@ -185,25 +149,17 @@ class Answers:
         return self._parsers[index].said()
 
     def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
-        """Why a message ended: as the engine says, or "tool_calls".
+        """As the engine says, or "tool_calls"; but "stop" for the one function that was named."""
+        if end.finish_reason != "stop" or self.turn.choice.named:
+            return end.finish_reason
+        return "tool_calls" if self.said(end.index).calls else "stop"
 
-        A call of the one function that the client named is no news: that is "stop".
-        """
-        if (
-            end.finish_reason == "stop"
-            and self.said(end.index).calls
-            and not self.turn.choice.named
-        ):
-            return "tool_calls"
-        return end.finish_reason
-
-    async def whole(self, request: Request) -> RequestOutput:
-        """The messages once they are there, and remembered; for a turn that is not streamed."""
-        (output,) = await finish(self.job, request)
+    def read(self, output: RequestOutput) -> Answers:
+        """Take in messages that were not streamed."""
         for answer in output.outputs:
             self._parsers[answer.index].feed(answer.text, ended=True)
         self.remember(output)
-        return output
+        return self
 
     def remember(self, output: RequestOutput) -> None:
         """Let conversations go on from these messages; at the end of a stream."""

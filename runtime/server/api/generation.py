@@ -1,16 +1,17 @@
-"""What answering takes, whether as chat or as plain completion."""
+"""What answering takes, whichever API asks: an answer as a whole, or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from radixcache.runtime.engine.explain import Miss
@@ -18,14 +19,19 @@ from radixcache.runtime.engine.outputs import Delta, RequestOutput, find_repetit
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.serving import Backend
-
-if TYPE_CHECKING:
-    from radixcache.runtime.server.api.chat_turn import Turn
 
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
+
+
+class MayStream(Protocol):
+    stream: bool | None
+
+
+B = TypeVar("B", bound=MayStream)
 R = TypeVar("R", bound=GenerationRequest)
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
@@ -48,38 +54,62 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
         job.end()
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events made from a job, which is aborted if the client hangs up.
+class Exchange(ABC, Generic[B]):
+    """One request and what answers it, in the words of an API.
 
-    Args:
-        chunks: what to send of a delta, or of how far the prompts are computed.
-        last: what to send when all is done, before the end mark.
-        failed: what to send when it fails.
-        end: the end mark.
+    Attributes:
+        head: what the answer, or each chunk of it, begins with.
+        end_mark: what a stream ends with.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        chunks: Callable[[Any], Iterable[JSON]],
-        last: Callable[[list[RequestOutput]], Iterable[JSON]],
-        failed: Callable[[ApiError], Iterable[JSON]] = lambda error: [error.body],
-        end: str = "data: [DONE]\n\n",
-    ) -> None:
-        async def events() -> AsyncIterator[str]:
-            try:
-                async for batch in job.batches():
-                    yield "".join(event(chunk) for news in batch for chunk in chunks(news))
-                yield "".join(map(event, last(job.outputs())))
-            except Exception as error:  # the status is sent already
-                if not isinstance(error, ApiError):
-                    log.exception("a stream failed")
-                yield "".join(map(event, failed(as_api_error(error))))
-            yield end
+    end_mark = ""
 
+    def __init__(self, body: B, backend: Backend, head: JSON, job: Job) -> None:
+        self.body = body
+        self.backend = backend
+        self.head = head
+        self.job = job
+
+    async def answer(self, request: Request) -> Response:
+        """The response to the client, who may abort the job by hanging up."""
+        if self.body.stream:
+            return _EventStream(self)
+        return JSONResponse(self.whole(await finish(self.job, request)))
+
+    @abstractmethod
+    def whole(self, outputs: list[RequestOutput]) -> JSON:
+        """The answer that is not streamed."""
+
+    @abstractmethod
+    def events(self, news: Any) -> Iterator[JSON]:
+        """What is sent of a delta, or of how far the prompts are computed."""
+
+    @abstractmethod
+    def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
+        """What is sent when all is done, before the end mark."""
+
+    def fail(self, error: ApiError) -> Iterator[JSON]:
+        """What is sent in place of `last`."""
+        yield error.body
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The text of the events."""
+        try:
+            async for batch in self.job.batches():
+                yield "".join(event(chunk) for news in batch for chunk in self.events(news))
+            yield "".join(map(event, self.last(self.job.outputs())))
+        except Exception as error:  # the status is sent already
+            if not isinstance(error, ApiError):
+                log.exception("a stream failed")
+            yield "".join(map(event, self.fail(as_api_error(error))))
+        yield self.end_mark
+
+
+class _EventStream(StreamingResponse):
+    def __init__(self, exchange: Exchange[Any]) -> None:
         headers = {"Cache-Control": "no-cache"}
-        super().__init__(events(), media_type="text/event-stream", headers=headers)
-        self._job = job
+        super().__init__(exchange.stream(), media_type="text/event-stream", headers=headers)
+        self._job = exchange.job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -88,30 +118,37 @@ class EventStream(StreamingResponse):
             self._job.end()
 
 
-class Chunks(ABC, Generic[R]):
-    """The chunks of one streamed chat or completion."""
+def head_of(body: GenerationRequest, backend: Backend, prefix: str, kind: str) -> JSON:
+    """What a chat or a plain completion begins with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": backend.now(),
+        "model": backend.check_model(body.model),
+    }
+
+
+class Chunks(Exchange[R]):
+    """A chat or a plain completion, whose chunks have choices."""
+
+    end_mark = "data: [DONE]\n\n"
+    chunk_kind = "text_completion"
 
     def __init__(self, body: R, backend: Backend, head: JSON, job: Job) -> None:
-        self.body = body
-        self.backend = backend
-        self.head = head
-        self.job = job
+        super().__init__(body, backend, head, job)
         self._usage: JSON = {"usage": None} if body.include_usage else {}
         if body.include_progress:
             backend.jobs.worker.follow(job)
 
     @abstractmethod
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
-        """Those of a delta of the prompt of this number."""
+        """The chunks of a delta of the prompt of this number."""
 
     def chunk(self, *choices: JSON, **more: JSON) -> JSON:
-        return {**self.head, "choices": choices, **self._usage, **more}
+        head = {**self.head, "object": self.chunk_kind}
+        return {**head, "choices": choices, **self._usage, **more}
 
-    def events(self) -> EventStream:
-        """The response to the client."""
-        return EventStream(self.job, self._of, self.last)
-
-    def _of(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
+    def events(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
         if isinstance(news, PromptDelta):
             yield from self.of(*news)
         else:
@@ -120,7 +157,7 @@ class Chunks(ABC, Generic[R]):
             yield self.chunk(radixcache=share)
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        """What a stream ends with, if more was asked for than text."""
+        """If more was asked for than text."""
         more: JSON = {}
         if self.body.include_usage:
             more["usage"] = usage(self.backend, outputs)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
-from radixcache.runtime.server.api.chat_turn import Answers, Turn, begin, template_kwargs
+from radixcache.runtime.server.api.chat_turn import Answers, begin, turn_of
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
     Chunks,
     clamp,
     extension,
+    head_of,
     prompt_logprobs,
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.openai import ChatRequest
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
+from radixcache.runtime.server.protocol.turn import call_of
+from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tool_calls import ParsedDelta
 
 router = APIRouter(route_class=BodyRoute)
@@ -31,94 +31,50 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses={**STREAM_RESPONSE})
 async def chat_completions(body: ChatRequest, request: Request, backend: BackendDep) -> Any:
     """Answer a conversation."""
-    head: JSON = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": backend.now(),
-        "model": backend.check_model(body.model),
-    }
-    turn = turn_of(body, backend)
-    answers = await begin(backend, turn, client_of(request, body.cache_salt))
-    if body.stream:
-        return _Chunks(body, backend, head, answers).events()
-    output = await answers.whole(request)
-    answer = {
-        **head,
-        "choices": [_choice(backend, body, answers, one) for one in output.outputs],
-        "usage": usage(backend, [output]),
-        "radixcache": extension(backend, answers.job, body),
-        "prompt_logprobs": prompt_logprobs(backend, body, output),
-        "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
-    }
-    return JSONResponse(answer)
+    head = head_of(body, backend, "chatcmpl", "chat.completion")
+    answers = await begin(backend, turn_of(body, backend), client_of(request, body.cache_salt))
+    return await _Chat(body, backend, head, answers).answer(request)
 
 
-def turn_of(body: ChatRequest, backend: Backend) -> Turn:
-    """What a request asks for.
+class _Chat(Chunks[ChatRequest]):
+    chunk_kind = "chat.completion.chunk"
 
-    Raises:
-        InvalidRequest: a value makes no sense.
-    """
-    params = body.sampling_params(
-        backend.chat_defaults,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        max_tokens=body.max_completion_tokens
-        or body.max_tokens
-        or backend.chat_defaults.max_tokens,
-    )
-    return Turn(
-        plain_messages(body.messages),
-        params,
-        tools=body.offered,
-        choice=body.choice,
-        template_kwargs=template_kwargs(
-            backend, body.chat_template_kwargs or {}, body.reasoning_effort, "reasoning_effort"
-        ),
-        continue_final=bool(body.continue_final_message),
-        ask=body.add_generation_prompt is not False,
-        cache_salt=body.cache_salt,
-        prefix=body.prefix,
-        stream=bool(body.stream),
-        explain=bool(body.explain),
-    )
-
-
-def _choice(
-    backend: Backend, body: ChatRequest, answers: Answers, answer: CompletionOutput
-) -> JSON:
-    said = answers.said(answer.index)
-    reasoning = None if body.include_reasoning is False else said.reasoning or None
-    calls = [
-        {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
-        for call_id, name, arguments in said.calls
-    ]
-    return {
-        "index": answer.index,
-        "message": {
-            "role": "assistant",
-            "content": None if calls and not said.content else said.content,
-            "tool_calls": calls or None,
-            "reasoning": reasoning,
-            "reasoning_content": reasoning,
-            "refusal": None,
-        },
-        "logprobs": _logprobs(backend, body, answer.token_ids, answer.logprobs),
-        "finish_reason": answers.finish_reason(answer),
-        "stop_reason": answer.stop_reason,
-        "token_ids": answer.token_ids if body.return_token_ids else None,
-    }
-
-
-class _Chunks(Chunks[ChatRequest]):
     def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
-        head = {**head, "object": "chat.completion.chunk"}
         super().__init__(body, backend, head, answers.job)
         self._answers = answers
         self._begun: set[int] = set()
+
+    def whole(self, outputs: list[RequestOutput]) -> JSON:
+        (output,) = outputs
+        self._answers.read(output)
+        return {
+            **self.head,
+            "choices": [self._choice(one) for one in output.outputs],
+            "usage": usage(self.backend, outputs),
+            "radixcache": extension(self.backend, self.job, self.body),
+            "prompt_logprobs": prompt_logprobs(self.backend, self.body, output),
+            "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
+        }
+
+    def _choice(self, answer: CompletionOutput) -> JSON:
+        body, said = self.body, self._answers.said(answer.index)
+        reasoning = None if body.include_reasoning is False else said.reasoning or None
+        calls = [call_of(*call) for call in said.calls]
+        return {
+            "index": answer.index,
+            "message": {
+                "role": "assistant",
+                "content": None if calls and not said.content else said.content,
+                "tool_calls": calls or None,
+                "reasoning": reasoning,
+                "reasoning_content": reasoning,
+                "refusal": None,
+            },
+            "logprobs": _logprobs(self.backend, body, answer.token_ids, answer.logprobs),
+            "finish_reason": self._answers.finish_reason(answer),
+            "stop_reason": answer.stop_reason,
+            "token_ids": answer.token_ids if body.return_token_ids else None,
+        }
 
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
         if delta.index not in self._begun:
@@ -157,8 +113,7 @@ def _delta(piece: ParsedDelta) -> JSON:
         case "reasoning":
             return {"reasoning": piece.text, "reasoning_content": piece.text}
         case "call":
-            function = {"name": piece.text, "arguments": ""}
-            more = {"id": piece.call_id, "type": "function", "function": function}
+            more = call_of(piece.call_id, piece.text, "")
         case "arguments":
             more = {"function": {"arguments": piece.text}}
     return {"tool_calls": [{"index": piece.call, **more}]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -10,17 +9,16 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from radixcache.base import TokensLike, as_tokens
-from radixcache.runtime.engine.outputs import Delta
+from radixcache.runtime.engine.outputs import Delta, RequestOutput
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
     Chunks,
     clamp,
     extension,
-    finish,
+    head_of,
     prompt_logprobs,
     usage,
 )
@@ -39,49 +37,14 @@ Logprobs = Sequence[dict[int, float] | None]
 @router.post("/v1/completions", responses={**STREAM_RESPONSE})
 async def completions(body: CompletionRequest, request: Request, backend: BackendDep) -> Any:
     """Complete one prompt or several."""
-    head: JSON = {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": backend.now(),
-        "model": backend.check_model(body.model),
-    }
-    scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-    scores_prompt = scores_prompt and body.prompt_logprobs is None
-    params = body.sampling_params(
-        backend.completion_defaults,
-        logprobs=body.logprobs,
-        **({"prompt_logprobs": body.logprobs or 0} if scores_prompt else {}),
-    )
+    head = head_of(body, backend, "cmpl", "text_completion")
+    params = body.sampling_params(backend.completion_defaults)
     client = client_of(request, body.cache_salt)
     backend.jobs.check_room(len(body.prompts) * params.n, client)
     prompts = await encode_prompts(body, backend, request)
     echoes = await _echoes(body, backend, client)
     job = await backend.submit(prompts, params, client, body.cache_salt, bool(body.stream))
-    if body.stream:
-        return _Chunks(body, backend, head, params.n, job, echoes).events()
-    outputs = await finish(job, request)
-    choices: list[JSON] = []
-    for number, output in enumerate(outputs):
-        for completion in output.outputs:
-            tokens: list[int] = completion.token_ids
-            logprobs: Logprobs | None = completion.logprobs
-            if logprobs is not None and body.echo:
-                tokens = output.prompt_token_ids + tokens
-                logprobs = [*(output.prompt_logprobs or []), *logprobs]
-            choices.append(
-                {
-                    "index": len(choices),
-                    "text": (echoes[number] if echoes else "") + completion.text,
-                    "logprobs": _logprobs(backend, body, tokens, logprobs),
-                    "finish_reason": completion.finish_reason,
-                    "stop_reason": completion.stop_reason,
-                    "prompt_logprobs": prompt_logprobs(backend, body, output),
-                    "token_ids": completion.token_ids if body.return_token_ids else None,
-                    "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
-                }
-            )
-    more = {"usage": usage(backend, outputs), "radixcache": extension(backend, job, body)}
-    return JSONResponse({**head, "choices": choices, **more})
+    return await _Completion(body, backend, head, params.n, job, echoes).answer(request)
 
 
 async def encode_prompts(
@@ -115,8 +78,8 @@ async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -
     return await backend.tokenize(decode, client)
 
 
-class _Chunks(Chunks[CompletionRequest]):
-    """The chunks of one stream: its choices are the completions of each prompt in turn."""
+class _Completion(Chunks[CompletionRequest]):
+    """Its choices are the completions of each prompt in turn."""
 
     def __init__(
         self,
@@ -132,6 +95,33 @@ class _Chunks(Chunks[CompletionRequest]):
         self._echoes = echoes
         self._offsets: dict[int, int] = {}
         """Where the next token of each choice begins in its text; choices that have begun."""
+
+    def whole(self, outputs: list[RequestOutput]) -> JSON:
+        body, choices = self.body, list[JSON]()
+        for number, output in enumerate(outputs):
+            for completion in output.outputs:
+                tokens: list[int] = completion.token_ids
+                logprobs: Logprobs | None = completion.logprobs
+                if logprobs is not None and body.echo:
+                    tokens = output.prompt_token_ids + tokens
+                    logprobs = [*(output.prompt_logprobs or []), *logprobs]
+                choice = {
+                    "index": len(choices),
+                    "text": (self._echoes[number] if self._echoes else "") + completion.text,
+                    "logprobs": _logprobs(self.backend, body, tokens, logprobs),
+                    "finish_reason": completion.finish_reason,
+                    "stop_reason": completion.stop_reason,
+                    "prompt_logprobs": prompt_logprobs(self.backend, body, output),
+                    "token_ids": None,
+                    "prompt_token_ids": None,
+                }
+                if body.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                    choice["prompt_token_ids"] = output.prompt_token_ids
+                choices.append(choice)
+        more = {"usage": usage(self.backend, outputs)}
+        more["radixcache"] = extension(self.backend, self.job, body)
+        return {**self.head, "choices": choices, **more}
 
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
         index = prompt * self._n + delta.index

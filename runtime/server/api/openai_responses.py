@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import Turn, begin, template_kwargs
-from radixcache.runtime.server.api.content_blocks import Exchange, Part, Step
+from radixcache.runtime.server.api.chat_turn import begin, turn_of
+from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, usage
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
@@ -32,30 +32,12 @@ async def create_response(
     if body.previous_response_id is not None:
         before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
-    response = _begin(body, backend)
-    turn = await on_thread(turn_of, body, conversation, backend)
+    turn = await on_thread(turn_of, body, backend, conversation)
+    head = _begin(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
-    exchange = _Exchange(body, backend, store, response, answers)
+    exchange = _Response(body, backend, head, answers, store)
     exchange.conversation = conversation
     return await exchange.answer(request)
-
-
-def turn_of(body: ResponsesRequest, conversation: list[Message], backend: Backend) -> Turn:
-    """What a request asks for, of the whole conversation.
-
-    Raises:
-        InvalidRequest: a value makes no sense.
-    """
-    return Turn(
-        body.plain_messages(conversation),
-        body.sampling_params(backend.chat_defaults),
-        tools=body.offered,
-        choice=body.choice,
-        template_kwargs=template_kwargs(backend, {}, body.effort, "reasoning.effort"),
-        cache_salt=body.cache_salt,
-        stream=bool(body.stream),
-        explain=bool(body.explain or body.compared),
-    )
 
 
 @router.get("/v1/responses/{response_id}")
@@ -64,7 +46,7 @@ async def get_response(
 ) -> JSON:
     """A response that is kept."""
     if stream:
-        raise ApiError.invalid("a response that is kept is not streamed", "stream")
+        raise ApiError(400, "a response that is kept is not streamed", "stream")
     return _find(store, response_id, cache_salt).response or {}
 
 
@@ -80,7 +62,7 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
     past = store.find(response_id, cache_salt)
     if past is None or past.response is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
-        raise ApiError.not_found(f"no response {response_id!r} is kept {whose}")
+        raise ApiError(404, f"no response {response_id!r} is kept {whose}")
     return past
 
 
@@ -114,8 +96,8 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     }
 
 
-class _Exchange(Exchange[ResponsesRequest]):
-    """One request and its response, of which `head` is what is known so far.
+class _Response(BlockExchange[ResponsesRequest]):
+    """Its `head` is what is known of it so far.
 
     Attributes:
         conversation: all its messages but the instructions.
@@ -164,7 +146,7 @@ class _Exchange(Exchange[ResponsesRequest]):
     def finish(self, output: RequestOutput) -> JSON:
         """It is kept if that is wanted."""
         body, response, answers = self.body, self.head, self.answers
-        cut, parts = output.outputs[0].finish_reason == "length", self.parts.parts
+        cut, parts = output.outputs[0].finish_reason == "length", self.parts
         ends = ["completed"] * (len(parts) - 1) + ["incomplete" if cut else "completed"]
         response["status"] = ends[-1]
         if cut:
@@ -202,7 +184,8 @@ class _Exchange(Exchange[ResponsesRequest]):
     def _usage(self, output: RequestOutput) -> JSON:
         told = usage(self.backend, [output])
         # As the tokenizer splits the text: what the model chose is not known by part.
-        reasoning = self.backend.tokenizer.encode(self.parts.reasoning, special=False)
+        thoughts = "".join(part.text for part in self.parts if part.kind == "reasoning")
+        reasoning = self.backend.tokenizer.encode(thoughts, special=False)
         return {
             "input_tokens": told["prompt_tokens"],
             "input_tokens_details": told["prompt_tokens_details"],

@@ -11,8 +11,8 @@ from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
-from radixcache.runtime.server.api.chat_turn import Turn
 from radixcache.runtime.server.protocol.responses import split_system
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tokenizer import Message
 
 Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]
@@ -48,7 +48,10 @@ class ResponseStore:
         self._stored: defaultdict[str | None, OrderedDict[str, tuple[StoredResponse, int]]]
         self._stored = defaultdict(OrderedDict)
         self._num_bytes: Counter[str | None] = Counter()
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes.total()
 
     def keep(self, name: str, past: StoredResponse) -> None:
         """Remember a turn under an id that cannot be guessed. O(its text)."""
@@ -57,7 +60,6 @@ class ResponseStore:
         size = past.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
         self._stored[salt][name] = past, size
         self._num_bytes[salt] += size
-        self.num_bytes += size
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._stored[most])), most)
@@ -70,7 +72,6 @@ class ResponseStore:
     def drop(self, name: str, salt: str | None) -> None:
         _, size = self._stored[salt].pop(name)
         self._num_bytes[salt] -= size
-        self.num_bytes -= size
         if not self._stored[salt]:
             del self._stored[salt], self._num_bytes[salt]
 

@@ -1,7 +1,8 @@
-"""Who may do what: keys, the names of the server, other web pages, and the size of bodies."""
+"""Who may do what: keys, the names of the server, other web pages; size and time of bodies."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -18,6 +19,10 @@ from radixcache.runtime.server.http.errors import ApiError
 OPEN_PATHS = {"/health", *static.FILES}
 """What needs no key, and may be asked for by any name of the server."""
 
+BODY_SECONDS = 60.0
+"""From the head of a request to the end of its body."""
+
+_TOO_LARGE, _CLOSE = "the request's body is larger than {} bytes", {"Connection": "close"}
 _ADMINISTRATES = "radixcache.administrates"
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 
@@ -47,33 +52,20 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, limit, size = Headers(scope=scope), self._options.max_body_size, 0
-        too_large = f"the request's body is larger than {limit} bytes"
+        headers, limit = Headers(scope=scope), self._options.max_body_size
         try:
             scope[_ADMINISTRATES] = self._admit(scope, headers)
             if "content-length" in headers and "transfer-encoding" in headers:
                 # Who reads it otherwise takes its end for another request (RFC 9112, 6.3).
-                raise ApiError(
-                    400,
-                    "Content-Length and Transfer-Encoding exclude each other",
-                    headers={"Connection": "close"},
-                )
+                message = "Content-Length and Transfer-Encoding exclude each other"
+                raise ApiError(400, message, headers=_CLOSE)
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > limit:
-                raise ApiError(413, too_large)
+                raise ApiError(413, _TOO_LARGE.format(limit))
         except ApiError as error:
             await error.response_at(scope["path"])(scope, receive, send)
             return
-
-        async def receive_limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > limit:
-                raise HTTPException(413, too_large)
-            return message
-
-        await self._app(scope, receive_limited, send)
+        await self._app(scope, _bounded(receive, limit), send)
 
     def _admit(self, scope: Scope, headers: Headers) -> bool:
         """Whether the request may administrate; `ApiError` if it may not even come in."""
@@ -83,7 +75,7 @@ class Access:
             page = origin.partition("://")[2].lower()  # of "null", nothing
             is_foreign = not page or (page != host and _host_name(page) not in self._names)
             if is_foreign and {origin, "*"}.isdisjoint(options.allowed_origins):
-                raise ApiError.forbidden(f"web pages of {origin!r} may not use this server")
+                raise ApiError(403, f"web pages of {origin!r} may not use this server")
         keys, name = _keys(headers), _host_name(host)
         if _has(keys, options.admin_key):
             return True
@@ -92,9 +84,10 @@ class Access:
                 if not _has(keys, options.api_key):
                     raise ApiError.unauthorized("a valid API key")
             elif name != "localhost" and name not in self._names and not _is_address(name):
-                raise ApiError.forbidden(
+                raise ApiError(
+                    403,
                     f"the server is not known as {name!r}: start it with --allowed-hosts and "
-                    "that name, or with keys"
+                    "that name, or with keys",
                 )
         if options.api_key is not None or options.admin_key is not None or is_foreign:
             return False
@@ -104,14 +97,40 @@ class Access:
         return client is not None and _is_local(client[0]) and _is_local(name) and not forwarded
 
 
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """Gives a body of so many bytes at most, in `BODY_SECONDS` from now."""
+    loop, size, is_whole = asyncio.get_running_loop(), 0, False
+    deadline = loop.time() + BODY_SECONDS
+
+    async def receive_bounded() -> Message:
+        nonlocal size, is_whole
+        if is_whole:  # the next message is that the client has hung up
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), deadline - loop.time())
+        except asyncio.TimeoutError:
+            late = f"the request's body did not come within {BODY_SECONDS:g} seconds"
+            raise HTTPException(408, late, _CLOSE) from None
+        except asyncio.CancelledError:  # who serves ends what has not even come
+            raise HTTPException(503, "the server is shutting down", _CLOSE) from None
+        is_whole = not message.get("more_body", False)
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise HTTPException(413, _TOO_LARGE.format(limit))
+        return message
+
+    return receive_bounded
+
+
 def _require_administrator(request: Request) -> None:
     if not request.scope[_ADMINISTRATES]:
         if request.app.state.backend.options.admin_key is not None:
             raise ApiError.unauthorized("the server's admin key")
-        raise ApiError.forbidden(
+        raise ApiError(
+            403,
             "the cache and the metrics of all clients are for the server's administrator: start it "
             "with --admin-key and send that key; a server without any key shows them to its own "
-            "machine only"
+            "machine only",
         )
 
 

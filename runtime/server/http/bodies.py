@@ -37,17 +37,15 @@ def read_json(body: bytes) -> Any:
         outside = b"".join(plain.split(b'"')[::2])
         count = max(count, sum(map(outside.count, (b",", b"[", b"{"))))
     if count > MAX_VALUES:
-        raise ApiError.invalid(f"the body has more than {MAX_VALUES:,} values")
+        raise ApiError(400, f"the body has more than {MAX_VALUES:,} values")
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
-        raise ApiError.invalid(f"the body is not JSON: {error.msg}") from None
+        raise ApiError(400, f"the body is not JSON: {error.msg}") from None
     except UnicodeDecodeError:
-        raise ApiError.invalid("the body is not JSON: it is not UTF-8 text") from None
+        raise ApiError(400, "the body is not JSON: it is not UTF-8 text") from None
     except (ValueError, RecursionError):
-        raise ApiError.invalid(
-            "the body is JSON that is too deep, or has too long a number"
-        ) from None
+        raise ApiError(400, "the body is JSON that is too deep, or has too long a number") from None
 
 
 async def on_thread(function: Callable[..., Any], *args: Any) -> Any:

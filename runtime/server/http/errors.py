@@ -50,8 +50,6 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        kind: str | None = None,
-        *,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -61,14 +59,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind or _KINDS.get(status, "invalid_request_error")
+        self.kind = _KINDS.get(status, "invalid_request_error")
         self.param = param
-        self.code = code
+        self.code = "rate_limit_exceeded" if status == 429 else code
         self.headers = headers or ({"Retry-After": "1"} if status in (429, 503) else None)
-
-    @classmethod
-    def invalid(cls, message: str, param: str | None = None) -> ApiError:
-        return cls(400, message, param=param)
 
     @classmethod
     def unauthorized(cls, key: str) -> ApiError:
@@ -80,35 +74,10 @@ class ApiError(Exception):
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    @classmethod
-    def forbidden(cls, message: str) -> ApiError:
-        """Not for who asks, whatever key is sent."""
-        return cls(403, message)
-
-    @classmethod
-    def not_found(cls, message: str, param: str | None = None, code: str | None = None) -> ApiError:
-        return cls(404, message, param=param, code=code)
-
-    @classmethod
-    def busy(cls, message: str) -> ApiError:
-        """The queue is full."""
-        return cls(429, message, code="rate_limit_exceeded")
-
-    @classmethod
-    def unavailable(cls, message: str) -> ApiError:
-        """Shutting down, stopped, or something is at its limit."""
-        return cls(503, message)
-
     @property
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        told = {"message": self.message, "type": self.kind}
+        return {"error": {**told, "param": self.param, "code": self.code}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The error in the words of the API at this path."""
@@ -137,23 +106,22 @@ def as_api_error(error: Exception) -> ApiError:
             # Its own text may tell of others that were in the step.
             return ApiError(500, f"the engine failed: {type(error.__cause__).__name__}")
         case EngineStopped() | Busy():
-            return ApiError.unavailable(str(error))
+            return ApiError(503, str(error))
         case RadixCacheError():
-            return ApiError.invalid(str(error))
+            return ApiError(400, str(error))
         case RequestValidationError():
             return _describe_validation(error)
         case HTTPException(status_code=405, headers={"Allow": methods}):
             return ApiError(405, f"the method must be {methods}", headers=error.headers)
         case HTTPException():
-            kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-            return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
             return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
 def _describe_validation(error: RequestValidationError) -> ApiError:
     if isinstance(error.body, bytes):  # what is called anything but JSON is not parsed
-        return ApiError.invalid("the body must be JSON: send 'Content-Type: application/json'")
+        return ApiError(400, "the body must be JSON: send 'Content-Type: application/json'")
     errors = error.errors()
     field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
     # Where a value may be of several kinds, each says why it is none; who got furthest says most.
@@ -168,7 +136,7 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
         message = "not supported"
     if first["type"] == "json_invalid":
         where, message = "", f"the body is not JSON: {first['ctx']['error']}"
-    return ApiError.invalid(f"{where}: {message}" if where else message, where or None)
+    return ApiError(400, f"{where}: {message}" if where else message, where or None)
 
 
 def _furthest(errors: Sequence[Any]) -> list[Any]:
@@ -192,7 +160,7 @@ def install(app: FastAPI) -> None:
         if isinstance(error, HTTPException) and error.status_code == 404:
             near = get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)
             hint = f": did you mean {near[0]}?" if near else ""
-            error = ApiError.not_found(f"there is nothing at {path[:64]!r}{hint}")
+            error = ApiError(404, f"there is nothing at {path[:64]!r}{hint}")
         return as_api_error(error).response_at(path)
 
     for kind in (ApiError, RadixCacheError, RequestValidationError, HTTPException, Exception):

@@ -7,8 +7,7 @@ alerts made for vLLM work here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,8 +17,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from radixcache.base import CacheStats
 from radixcache.runtime.engine.request import Request
+from radixcache.runtime.server.protocol.answers import RecentRequest
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
@@ -68,60 +67,6 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """The engine at one moment.
-
-    Attributes:
-        stats: since the last flush.
-        lifetime_stats: the same since the engine was made, as everything else that counts.
-    """
-
-    stats: CacheStats
-    lifetime_stats: CacheStats
-    num_pages: int
-    num_free: int
-    num_leased: int
-    num_pinned: int
-    num_running: int
-    num_waiting: int
-    num_generated: int
-    num_preemptions: int
-    missed_tokens: dict[str, int]
-    whole_hits: int
-    recurrent_states: dict[str, int]
-    """By whom they are held; empty unless the model is a hybrid."""
-
-    @classmethod
-    def of(cls, llm: LLM) -> EngineState:
-        """Read it, on the engine's thread. O(leased pages)."""
-        cache, engine, scheduler = llm.cache, llm.engine, llm.engine.scheduler
-        return cls(
-            stats=CacheStats(**vars(cache.stats)),
-            lifetime_stats=engine.lifetime_stats,
-            num_pages=cache.pool.num_pages,
-            num_free=cache.pool.num_free,
-            num_leased=cache.leased_pages,
-            num_pinned=cache.pinned_pages,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_generated=engine.num_generated,
-            num_preemptions=scheduler.num_preemptions,
-            missed_tokens=dict(llm.explainer.missed_tokens),
-            whole_hits=scheduler.kept.num_used if scheduler.kept is not None else 0,
-            recurrent_states=scheduler.states.index.counts if scheduler.states is not None else {},
-        )
-
-
-@dataclass(frozen=True)
-class Started:
-    """A request that got its first token, `ttft` seconds after it came."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    ttft: float
-
-
 class Metrics:
     """The metrics of one server, in a registry of its own.
 
@@ -133,7 +78,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        self.recent: deque[Started] = deque(maxlen=60)
+        self.recent: deque[RecentRequest] = deque(maxlen=60)
         self._model_name = model_name
         self._last_token: dict[Request, float] = {}
         self._registry = registry = CollectorRegistry()
@@ -159,8 +104,12 @@ class Metrics:
             self._observe("inter_token_latency_seconds", now - before)
         elif request.ttft is not None:
             self._observe("time_to_first_token_seconds", request.ttft)
-            cached = request.sequences[0].cached_tokens
-            self.recent.append(Started(len(request.prompt_token_ids), cached, request.ttft))
+            recent = RecentRequest(
+                prompt_tokens=len(request.prompt_token_ids),
+                cached_tokens=request.sequences[0].cached_tokens,
+                ttft=request.ttft,
+            )
+            self.recent.append(recent)
         self._last_token[request] = now
 
     def note_end(self, request: Request) -> None:
@@ -181,11 +130,18 @@ class Metrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def render(self, state: EngineState) -> bytes:
-        """Everything in Prometheus' text format."""
-        ours = {family.name: family for family in (*self._registry.collect(), *_families(state))}
+    def render(self, engine: Iterable[Metric]) -> bytes:
+        """Everything in Prometheus' text format, with what `engine_metrics` has read."""
+        ours = {family.name: family for family in (*self._registry.collect(), *engine)}
         theirs = [_renamed(ours[name], other, self._model_name) for other, name in VLLM.items()]
-        return generate_latest(_Families([*ours.values(), *theirs]))
+        return exposition([*ours.values(), *theirs])
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Families in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Families([*families]))
+    return generate_latest(registry)
 
 
 class _Families(Collector):
@@ -206,57 +162,61 @@ def _renamed(family: Metric, name: str, model_name: str) -> Metric:
     return renamed
 
 
-def _families(state: EngineState) -> Iterator[Metric]:
-    """The engine's state as metrics. No counter ever goes back, not even at a flush."""
-    stats = state.lifetime_stats
-    for name, text, count in (
-        ("requests_started", "Requests that began to run.", stats.requests),
-        ("query_tokens", "Prompt tokens that were looked up in the cache.", stats.query_tokens),
-        ("hit_tokens", "Prompt tokens that the cache held.", stats.hit_tokens),
-        (
-            "whole_hits",
+def engine_metrics(llm: LLM) -> list[Metric]:
+    """The engine as it is, read on its thread; no counter ever goes back, not even at a flush.
+    O(leased pages)."""
+    engine, cache, scheduler = llm.engine, llm.cache, llm.engine.scheduler
+    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.kept
+    leased, used = cache.leased_pages, pool.num_pages - pool.num_free
+    counters: dict[str, tuple[str, float]] = {
+        "requests_started": ("Requests that began to run.", stats.requests),
+        "query_tokens": ("Prompt tokens that were looked up in the cache.", stats.query_tokens),
+        "hit_tokens": ("Prompt tokens that the cache held.", stats.hit_tokens),
+        "whole_hits": (
             "Completions that computed no prompt token: all was cached, and the logits kept.",
-            state.whole_hits,
+            0 if kept is None else kept.num_used,
         ),
-        ("generation_tokens", "Generated tokens.", state.num_generated),
-        ("preemptions", "Times that a completion was put back.", state.num_preemptions),
-        ("evicted_tokens", "Tokens evicted.", stats.evicted_tokens),
-        ("evicted_pages", "Pages evicted.", stats.evicted_pages),
-        ("copied_pages", "Half-filled pages copied at a branch.", stats.copied_pages),
-    ):
-        yield CounterMetricFamily(f"radixcache_{name}", text, value=count)
+        "generation_tokens": ("Generated tokens.", engine.num_generated),
+        "preemptions": ("Times that a completion was put back.", scheduler.num_preemptions),
+        "evicted_tokens": ("Tokens evicted.", stats.evicted_tokens),
+        "evicted_pages": ("Pages evicted.", stats.evicted_pages),
+        "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
+    }
+    gauges: dict[str, tuple[str, float]] = {
+        "hit_rate": ("Share of the queried tokens hit since the last flush.", cache.stats.hit_rate),
+        "requests_running": ("Completions that run.", len(scheduler.running)),
+        "requests_waiting": ("Completions that wait for room.", len(scheduler.waiting)),
+        "kv_usage": (
+            "Share of the KV pages that requests and pins hold: at 1, requests must wait.",
+            leased / pool.num_pages,
+        ),
+    }
     missed = CounterMetricFamily(
         "radixcache_missed_tokens",
         "Prompt tokens computed, by why they were not cached, but for the last of each prompt.",
         labels=["reason"],
     )
-    for reason, count in state.missed_tokens.items():
+    for reason, count in llm.explainer.missed_tokens.items():
         missed.add_metric([reason], count)
-    yield missed
-    for name, text, value in (
-        ("hit_rate", "Share of the queried tokens hit since the last flush.", state.stats.hit_rate),
-        ("requests_running", "Completions that run.", state.num_running),
-        ("requests_waiting", "Completions that wait for room.", state.num_waiting),
-        (
-            "kv_usage",
-            "Share of the KV pages that requests and pins hold: at 1, requests must wait.",
-            state.num_leased / state.num_pages,
+    pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pinned_pages}
+    states = scheduler.states.index.counts if scheduler.states is not None else {}
+    return [
+        *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
+        *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
+        missed,
+        _by_state(
+            "pages",
+            "KV pages: used + free is all; the leased are among the used, the pinned among these.",
+            pages,
         ),
-    ):
-        yield GaugeMetricFamily(f"radixcache_{name}", text, value=value)
-    pages = GaugeMetricFamily(
-        "radixcache_pages",
-        "KV pages: used + free is all; the leased are among the used, the pinned among these.",
-        labels=["state"],
-    )
-    used = state.num_pages - state.num_free
-    counts = {"used": used, "free": state.num_free, "leased": state.num_leased}
-    for name, count in {**counts, "pinned": state.num_pinned}.items():
-        pages.add_metric([name], count)
-    yield pages
-    if state.recurrent_states:
-        text = "Slots of recurrent states: of running sequences, kept for a hit, or free."
-        slots = GaugeMetricFamily("radixcache_recurrent_states", text, labels=["state"])
-        for name, count in state.recurrent_states.items():
-            slots.add_metric([name], count)
-        yield slots
+    ] + ([_by_state("recurrent_states", _STATES, states)] if states else [])
+
+
+_STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."
+
+
+def _by_state(name: str, text: str, counts: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(f"radixcache_{name}", text, labels=["state"])
+    for state, count in counts.items():
+        family.add_metric([state], count)
+    return family

@@ -6,7 +6,6 @@ import { call, events } from "./server.js";
 
 const OPTIONS = { stream: true, stream_options: { include_usage: true, include_progress: true }, explain: true };
 
-/** How much of an answer has come. */
 export const size = ({ content, reasoning, calls }) => content.length + reasoning.length + calls.length;
 
 /**

@@ -26,7 +26,6 @@ export function lookAt(changes) {
   if (String(look) !== before && etag) refresh();
 }
 
-/** A parameter of what is looked at, or null. */
 export const looksAt = (name) => look.get(name);
 
 /** Look five times a second instead of once, while an answer is coming. */

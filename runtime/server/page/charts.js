@@ -9,7 +9,6 @@ const ttft = chart("ttft", "Time to first token");
 let recent = [];
 let chosen = null; // how many requests have come since the one that is pointed at
 
-/** Show the last requests of all clients. */
 export function showCharts(view) {
   recent = view.recent;
   const { stats } = view;

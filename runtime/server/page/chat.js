@@ -4,7 +4,7 @@ import { receive, size } from "./answering.js";
 import { hurry, refresh } from "./cache.js";
 import { showDefaults, takeFiles } from "./composer.js";
 import { attach, detach, end, forget, keep, kept, newId, onKept, path, reach, versions } from "./conversations.js";
-import { $, make } from "./dom.js";
+import { $, button, make } from "./dom.js";
 import { showList } from "./list.js";
 import { tell } from "./server.js";
 import { newTurn, sendsOnEnter, showUsage } from "./turn.js";
@@ -14,7 +14,6 @@ let current = null; // the one that is shown
 let example = null; // something that the model can be asked
 let loading = false; // nobody answers yet
 
-/** A conversation as it was kept, or a new one. */
 function open({ id = newId(), title = "", system = "", changed = 0, turns = [] }) {
   // `running` is the AbortController of the answer that is coming, `draft` what was refused, and
   // `trouble` why.
@@ -46,7 +45,6 @@ function show(chat) {
   update();
 }
 
-/** Show what may be done, and what has gone wrong. */
 function update() {
   const running = [...live].filter((chat) => chat.running);
   const busy = Boolean(current.running) || loading;
@@ -61,7 +59,7 @@ function update() {
   const asked = new Set(path(current).map((turn) => turn.content));
   const left = (example?.questions ?? []).filter((question) => !asked.has(question));
   $("examples").replaceChildren(
-    ...left.map((text) => make("button", { type: "button", disabled: busy, onclick: () => send(text) }, text)),
+    ...left.map((text) => button(text, () => send(text), { disabled: busy })),
   );
   showList(current, running, { pick: (id) => show(find(id)), rename, remove });
 }
@@ -93,7 +91,6 @@ function edit(chat, turn, content) {
   return true;
 }
 
-/** Ask the last question again. */
 function again(chat) {
   const last = end(chat);
   if (!chat.running) ask(chat, () => {}, last.role === "assistant" ? last.before : last);

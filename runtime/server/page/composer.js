@@ -8,7 +8,6 @@ const given = () => fields.filter((field) => field.value.trim());
 let limit = {}; // what is sent of it
 let own = ""; // how the server samples by itself
 
-/** What a request says of it. */
 export function sampling() {
   const value = (text) => (Number.isFinite(Number(text)) ? Number(text) : text);
   return { ...limit, ...Object.fromEntries(given().map((field) => [field.name, value(field.value.trim())])) };
@@ -66,7 +65,6 @@ export function takeFiles(place, field, trouble) {
   });
 }
 
-/** The name of a file, and what it says. */
 async function read(file) {
   if (file.size > MOST) throw new Error(`${file.name} is larger than 1 MB`);
   try {

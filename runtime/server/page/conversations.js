@@ -6,8 +6,6 @@ const MOST = 50; // the latest; fewer, if the browser has no room for them
 
 const place = () => (sessionStorage.getItem("key") ? sessionStorage : localStorage);
 const areText = (...values) => values.every((value) => typeof value === "string");
-const areNumbers = (...values) => values.every(Number.isFinite);
-const isTime = (value) => areNumbers(value) && !Number.isNaN(new Date(value).getTime());
 
 /**
  * All that are kept, {id, title, system, changed, turns}, the latest first. A turn is behind that of
@@ -50,7 +48,6 @@ export function forget(id) {
 
 export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
 
-/** Call `viewer` when another tab has changed what is kept. */
 export function onKept(viewer) {
   addEventListener("storage", ({ key }) => (key === NAME || key === null) && viewer());
 }
@@ -68,30 +65,15 @@ function write(conversations) {
 }
 
 function isConversation(value) {
-  return areText(value?.id, value?.title, value?.system) && isTime(value.changed)
+  const isTurn = (turn, index) => areText(turn?.role, turn?.content) && turn.before < index;
+  return areText(value?.id, value?.title, value?.system) && Number.isFinite(value.changed)
     && Array.isArray(value.turns) && value.turns.every(isTurn);
-}
-
-function isTurn(turn, index) {
-  const before = turn?.before;
-  return ["user", "assistant"].includes(turn?.role) && Number.isInteger(before) && before >= -1 && before < index
-    && areText(turn.content, turn.reasoning ?? "", turn.calls ?? "")
-    && (!turn.reply || isReply(turn.reply));
-}
-
-/** Whether it says what turn.js shows. */
-function isReply({ usage, ttft, rate, tokens, repeats, explanation }) {
-  return areNumbers(usage?.prompt_tokens, usage?.prompt_tokens_details?.cached_tokens)
-    && areNumbers(ttft ?? 0, rate ?? 0, tokens ?? 0, repeats ?? 0)
-    && (!explanation || (Array.isArray(explanation) && explanation.every(
-      (miss) => areNumbers(miss?.start, miss?.end) && areText(miss.reason ?? "", miss.text ?? ""))));
 }
 
 // The turns of a conversation as a tree. What is edited or computed anew stands beside what was there
 // before, `before` the two is the same turn, and of both one is shown, its `next`. The conversation
 // itself is the root: its `next` is the first turn that is shown, its `turns` are all, as they came.
 
-/** The turns that are shown, from the first to the last. */
 export function path(chat) {
   const turns = [];
   for (let turn = chat.next; turn; turn = turn.next) turns.push(turn);
@@ -101,7 +83,6 @@ export function path(chat) {
 /** The last turn that is shown, or the conversation if it has none. */
 export const end = (chat) => path(chat).at(-1) ?? chat;
 
-/** A turn and those beside it, as they came. */
 export const versions = (chat, turn) => chat.turns.filter(({ before }) => before === turn.before);
 
 /** Show a new turn behind another one, in the place of what was shown there. */
@@ -146,26 +127,17 @@ export function conversationOf(way) {
       for (let at = index; at >= 0; at = turns[at].before) branch.unshift(turns[at]);
       const text = [system, ...branch.flatMap((turn) => [turn.reasoning ?? "", turn.content])].join("\n");
       const shown = branch.every((turn) => turn.shown) ? 0.5 : 0; // of two branches, that one
-      const letters = follow(wanted, text) + shown;
+      const letters = match(wanted, text) + shown;
       if (letters > most) [best, most] = [{ id, index }, letters];
     }
   }
   return best;
 }
 
-/** How many characters of these nodes a text has, one node after the other; 0 if not those of the last. */
-function follow(way, text) {
-  let [from, letters, here] = [0, 0, 0];
-  for (const node of way) {
-    here = 0;
-    for (const line of node.lines) {
-      const at = text.indexOf(line, from);
-      if (at >= 0) {
-        from = at + line.length;
-        here += line.length;
-      } else if (node === way.at(-1) && node.start) return 0; // the first may begin with the template's words
-    }
-    letters += here;
-  }
-  return here && letters;
+/** How many characters of these nodes a text has; 0 if not all of the last, whose text is its own. */
+function match(way, text) {
+  const has = (line) => text.includes(line);
+  const { start, lines: own } = way.at(-1);
+  if (!own.some(has) || (start && !own.every(has))) return 0; // the first may begin with the template's words
+  return way.flatMap((node) => node.lines).filter(has).join("").length;
 }

@@ -12,3 +12,5 @@ export function make(tag, properties = {}, ...children) {
   element.append(...children);
   return element;
 }
+
+export const button = (text, onclick, properties = {}) => make("button", { type: "button", onclick, ...properties }, text);

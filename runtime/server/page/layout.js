@@ -19,7 +19,6 @@ export const room = (width, height) => ({
   levels: Math.min(12, Math.max(3, Math.floor(width / 88))),
 });
 
-/** The height of each of so many rows. */
 export const rowHeight = (height, rows) => Math.min(row().most, Math.max(row().least, height / rows));
 
 /**
@@ -143,5 +142,4 @@ function note(namespace, tree, trees, until) {
   compare(tree, "");
 }
 
-/** The nodes below a node, drawn or not. */
 const weight = (node) => node.children.reduce((sum, child) => sum + 1 + weight(child), node.more?.nodes ?? 0);

@@ -1,11 +1,10 @@
 // The list of conversations: which to show, what they are called, and which to delete.
 
 import { kept } from "./conversations.js";
-import { $, make } from "./dom.js";
+import { $, button, make } from "./dom.js";
 
 const list = $("conversations");
 const dates = new Intl.DateTimeFormat("en", { dateStyle: "medium", timeStyle: "short" });
-const button = (properties, ...children) => make("button", { type: "button", ...properties }, ...children);
 
 /** List what is kept. `current` is shown, and of `running` an answer is coming. */
 export function showList(current, running, actions) {
@@ -24,7 +23,8 @@ export function showList(current, running, actions) {
 function item({ id, title, changed }, { pick, rename, remove }, { shown, busy }) {
   const open = () => { list.open = false; pick(id); };
   const note = make("small", {}, busy ? "answering …" : dates.format(changed));
-  const name = button({ className: "pick", onclick: open }, make("span", {}, title), note);
+  const name = button(make("span", {}, title), open, { className: "pick" });
+  name.append(note);
   if (shown) name.ariaCurrent = "true";
   const renaming = () => {
     const field = make("input", { value: title, ariaLabel: "Name of the conversation" });
@@ -43,8 +43,8 @@ function item({ id, title, changed }, { pick, rename, remove }, { shown, busy })
   };
   return make(
     "li", {}, name,
-    button({ ariaLabel: `Rename ${title}`, title: "Rename", onclick: renaming }, "✎"),
-    button({ ariaLabel: `Delete ${title}`, title: "Delete", onclick: removing, onblur: ({ target }) => { target.textContent = "✕"; } }, "✕"),
+    button("✎", renaming, { ariaLabel: `Rename ${title}`, title: "Rename" }),
+    button("✕", removing, { ariaLabel: `Delete ${title}`, title: "Delete", onblur: ({ target }) => { target.textContent = "✕"; } }),
   );
 }
 

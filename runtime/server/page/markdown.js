@@ -1,7 +1,7 @@
 // Markdown as models write it, made of elements. What is not known here is text, raw HTML first of
 // all; nothing is ever parsed as HTML. Any text takes time linear in its length.
 
-import { make } from "./dom.js";
+import { button, make } from "./dom.js";
 
 const DEPTH = 16; // of blocks within blocks, and of marks that wait for their counterpart
 const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*(\S*)/;
@@ -77,19 +77,19 @@ function codeBlock(lines, at, [, mark, language]) {
   const indent = lines[at].indexOf(mark);
   const text = lines.slice(at + 1, end).map((line) => unindent(line, indent)).join("\n");
   const code = make("code", {}, text);
-  const copy = make("button", { type: "button", onclick: () => copyText(copy, code) }, "Copy");
+  const copy = button("Copy", () => copyText(copy, code));
   return [make("div", { className: "code" }, make("small", {}, language), copy, make("pre", {}, code)), end + 1];
 }
 
-async function copyText(button, code) {
+async function copyText(place, code) {
   try {
     await navigator.clipboard.writeText(code.textContent);
-    button.textContent = "Copied";
+    place.textContent = "Copied";
   } catch { // browsers have no clipboard for pages that come neither by TLS nor from this machine
     getSelection().selectAllChildren(code);
-    button.textContent = "Selected";
+    place.textContent = "Selected";
   }
-  setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  setTimeout(() => { place.textContent = "Copy"; }, 2000);
 }
 
 function quotation(lines, at, depth) {

@@ -21,7 +21,6 @@ export async function call(path, { body, method = body ? "POST" : "GET", headers
   throw Object.assign(new Error(sentence), { status: response.status });
 }
 
-/** The events of a streamed completion. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {

@@ -3,7 +3,7 @@
 import { lookAt, looksAt, refresh } from "./cache.js";
 import { openAt } from "./chat.js";
 import { conversationOf } from "./conversations.js";
-import { $, count, format, make } from "./dom.js";
+import { $, button, count, format, make } from "./dom.js";
 import { fit, goneBelow, gonePlaces, isThinned, layOut, mostHeight, narrow, noteGone, room, rowHeight } from "./layout.js";
 import { found, foundBelow, searchWith } from "./search.js";
 import { call, tell } from "./server.js";
@@ -15,7 +15,6 @@ let view = null; // the last answer of /v1/cache
 let drawn = []; // the nodes as they are drawn, in the order of the keys Up and Down
 let unfolded = 1; // times the rows that have room: what is folded at the top has been opened
 
-/** Draw an answer of /v1/cache. */
 export function showTree(news) {
   noteGone(view, news, show);
   view = news;
@@ -64,10 +63,8 @@ function show() {
     if (tree.children[index] !== element) tree.insertBefore(element, tree.children[index] ?? null);
     element.box = box;
     element.className = `node ${state(box)} ${mark(box)}`;
-    element.style.left = `${box.left}px`;
-    element.style.top = `${box.row * height}px`;
-    element.style.width = `${box.width - GAP}px`;
-    element.style.height = `${box.rows * height - GAP}px`;
+    const place = { left: box.left, top: box.row * height, width: box.width - GAP, height: box.rows * height - GAP };
+    for (const [side, pixels] of Object.entries(place)) element.style[side] = `${pixels}px`;
     element.style.setProperty("--age", ages.length > 1 ? box.rank / (ages.length - 1) : 0);
     element.style.setProperty("--hit", hitShare(node));
     element.firstChild.textContent = label(node);
@@ -119,7 +116,6 @@ const ordinals = new Intl.PluralRules("en", { type: "ordinal" });
 const ordinal = (n) => n + { one: "st", two: "nd", few: "rd", other: "th" }[ordinals.select(n)];
 const inUse = (leases) => `in use by ${count(leases, "request")}`;
 
-/** What there is to know about a node, but for its text. */
 function facts({ node, rank, namespace, parent }) {
   if (node.isFold) return foldFacts(node, parent, namespace);
   const { page_size } = view.stats;
@@ -172,12 +168,11 @@ function showCrumbs() {
   $("crumbs").dataset.key = key;
   const buttons = parts.map(({ id, name }, index) => {
     const disabled = index === parts.length - 1;
-    return make("li", {}, make("button", { type: "button", disabled, onclick: () => go(id) }, name));
+    return make("li", {}, button(name, () => go(id), { disabled }));
   });
   $("crumbs").firstElementChild.replaceChildren(...buttons);
 }
 
-/** Ask for as much as can be read. */
 function measure() {
   const { rows, levels } = room($("tree").clientWidth, mostHeight($("tree")));
   lookAt({ rows: Math.min(10000, rows * unfolded), levels });
@@ -209,7 +204,7 @@ function opening(key, box) {
   const way = [];
   for (let at = key === focused && box; at; at = at.parent) way.unshift(at.node);
   const found = way.length && conversationOf([...view.above, ...way]);
-  return found ? [" ", make("button", { type: "button", onclick: () => openAt(found) }, "Open its conversation")] : [];
+  return found ? [" ", button("Open its conversation", () => openAt(found))] : [];
 }
 
 function focusNode(key) {

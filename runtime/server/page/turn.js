@@ -1,9 +1,7 @@
 // One message of a conversation as it is shown: a question, which can be edited, or an answer.
 
-import { $, count, format, make, milliseconds, percent } from "./dom.js";
+import { $, button, count, format, make, milliseconds, percent } from "./dom.js";
 import { markdown } from "./markdown.js";
-
-const button = (className, text, onclick, more = {}) => make("button", { type: "button", className, onclick, ...more }, text);
 
 /**
  * A message, {role, content, reasoning, calls, reply}, and its `article`. An answer can `begin` to come,
@@ -13,7 +11,7 @@ const button = (className, text, onclick, more = {}) => make("button", { type: "
 export function newTurn(given, actions) {
   const turn = { ...given };
   const [before, next] = [["‹", "Previous version", -1], ["›", "Next version", 1]].map(
-    ([text, ariaLabel, by]) => button("", text, () => actions.step(by), { ariaLabel, title: ariaLabel }),
+    ([text, ariaLabel, by]) => button(text, () => actions.step(by), { ariaLabel, title: ariaLabel }),
   );
   const place = make("span");
   turn.versions = make("span", { className: "versions", hidden: true }, before, place, next);
@@ -26,7 +24,7 @@ function question(turn, { edit, again }) {
   turn.text = make("div", { className: "text" }, turn.content);
   turn.article = make(
     "article", { className: "user", ariaLabel: "You" }, turn.text, turn.versions,
-    button("edit", "Edit", () => rewrite(turn, edit)), button("again", "Answer", again),
+    button("Edit", () => rewrite(turn, edit), { className: "edit" }), button("Answer", again, { className: "again" }),
   );
   return turn;
 }
@@ -57,7 +55,7 @@ function answer(turn, { again, goOn }) {
     turn.prefill = null;
     turn.draw();
     turn.article.removeAttribute("aria-busy");
-    const regenerate = button("again", "↻", again, { title: "Regenerate", ariaLabel: "Regenerate" });
+    const regenerate = button("↻", again, { className: "again", title: "Regenerate", ariaLabel: "Regenerate" });
     const said = turn.reply ? usageOf(turn.reply) : [make("p", { className: "usage" }, "stopped")];
     const foot = make("div", { className: "foot" }, said.pop(), turn.versions, regenerate);
     end.replaceChildren(...endOf(turn, goOn), ...said, foot);
@@ -72,14 +70,13 @@ function showPrefill(element, { prompt_tokens: prompt, computed_tokens: computed
   text.textContent = `${percent(computed / prompt)} of ${count(prompt, "prompt token")}`;
 }
 
-/** What is to be said of how an answer ended. */
 function endOf({ content, calls, reply }, goOn) {
   const said = [];
   if (reply?.repeats) said.push(make("p", { className: "warning" }, `The last ${count(reply.repeats, "token")} of this repeat themselves again and again.`));
   if (reply?.finish === "length") {
     const cut = `cut at ${format.format(reply.tokens)} tokens`;
     const canGoOn = content.trim() && !calls; // else the prompt would not end with it
-    said.push(canGoOn ? button("continue", `${cut}, continue`, goOn) : make("p", { className: "usage" }, cut));
+    said.push(canGoOn ? button(`${cut}, continue`, goOn, { className: "continue" }) : make("p", { className: "usage" }, cut));
   }
   return said;
 }
@@ -89,7 +86,7 @@ function rewrite(turn, edit) {
   const field = make("textarea", { value: turn.content, ariaLabel: "Message to send instead" });
   const restore = () => { form.replaceWith(turn.text); turn.article.classList.remove("edited"); };
   const resend = (event) => { event.preventDefault(); if (field.value.trim() && edit(field.value)) restore(); };
-  const form = make("form", { onsubmit: resend }, field, make("button", { className: "main" }, "Send"), button("", "Cancel", restore));
+  const form = make("form", { onsubmit: resend }, field, make("button", { className: "main" }, "Send"), button("Cancel", restore));
   sendsOnEnter(field, resend);
   field.addEventListener("keydown", (event) => event.key === "Escape" && restore());
   turn.text.replaceWith(form);
@@ -105,7 +102,6 @@ export function sendsOnEnter(field, submit) {
 
 // What a request took, and why: the strip of its prompt, and the reasons of its misses.
 
-/** Show what the last request took. */
 export function showUsage(reply) {
   const { numbers, misses, parts } = read(reply);
   $("last-usage").textContent = numbers;
@@ -113,7 +109,6 @@ export function showUsage(reply) {
   $("reasons").replaceChildren(...misses.map(describeMiss));
 }
 
-/** The elements below an answer that say what it took. */
 function usageOf(reply) {
   const { numbers, parts } = read(reply);
   const { ttft, rate } = reply;

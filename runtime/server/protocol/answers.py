@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 from radixcache.runtime.engine.explain import Reason
-from radixcache.runtime.server.protocol.fields import Body, TokenIds
+from radixcache.runtime.server.protocol.fields import Body
+from radixcache.snapshot import Folded
 
 
 class MissedTokens(Body):
@@ -26,22 +27,6 @@ class Explained(Body):
     prompt_tokens: int
     cached_tokens: int
     explanation: list[MissedTokens]
-
-
-class ModelCard(Body):
-    """A name under which the model is served; `exact` if it was started with `--exact`."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["radixcache"] = "radixcache"
-    max_model_len: int
-    exact: bool
-
-
-class ModelList(Body):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
 
 
 class Prefix(Body):
@@ -81,16 +66,6 @@ class DeletedPrefix(Body):
     deleted: Literal[True] = True
 
 
-class CacheFolded(Body):
-    """Branches that a view leaves out; see `radixcache.snapshot.Folded`."""
-
-    branches: int
-    nodes: int
-    tokens: int
-    leases: int
-    age: int
-
-
 class CacheNode(Body):
     """A node of the tree; see `radixcache.snapshot.CachedNode`."""
 
@@ -104,7 +79,7 @@ class CacheNode(Body):
     pins: list[str]
     pinned: bool
     children: list[CacheNode]
-    more: CacheFolded | None
+    more: Folded | None
 
 
 class CacheNamespace(Body):
@@ -151,7 +126,7 @@ class CacheView(Body):
     stats: CacheStatistics
     above: list[CacheNode]
     namespaces: list[CacheNamespace]
-    more: CacheFolded | None
+    more: Folded | None
     recent: list[RecentRequest]
 
 
@@ -166,25 +141,6 @@ class CacheHits(Body):
 
     total: int
     data: list[CacheHit]
-
-
-class Flushed(Body):
-    flushed: Literal[True] = True
-
-
-class Tokenized(Body):
-    count: int
-    max_model_len: int
-    tokens: TokenIds
-    token_strs: list[str] | None = None
-
-
-class Detokenized(Body):
-    prompt: str
-
-
-class Health(Body):
-    status: Literal["ok"] = "ok"
 
 
 class ErrorBody(Body):

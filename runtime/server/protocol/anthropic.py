@@ -17,7 +17,6 @@ from radixcache.runtime.server.protocol.fields import (
     List,
     MaxTokens,
     OneOf,
-    Salt,
     SomeItems,
     StrictModel,
     Temperature,
@@ -25,12 +24,13 @@ from radixcache.runtime.server.protocol.fields import (
     ToolName,
     TopK,
     TopP,
-    UnsupportedField,
+    Unsupported,
     check_stop,
+    join_texts,
 )
-from radixcache.runtime.server.protocol.response_format import OutputFormat
+from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -97,7 +97,7 @@ class ChatTurn(StrictModel):
             {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
-                "content": ("Error: " if block.is_error else "") + _join(block.content),
+                "content": ("Error: " if block.is_error else "") + join_texts(block.content),
             }
             for block in blocks
             if block.type == "tool_result"
@@ -108,12 +108,7 @@ class ChatTurn(StrictModel):
             message["reasoning_content"] = "\n".join(thoughts)
         if calls := [block for block in blocks if block.type == "tool_use"]:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.input)},
-                }
-                for call in calls
+                call_of(call.id, call.name, json.dumps(call.input)) for call in calls
             ]
         return results if results and not texts else [*results, message]
 
@@ -121,11 +116,11 @@ class ChatTurn(StrictModel):
 class ClientTool(StrictModel):
     harmless: ClassVar = frozenset({"eager_input_streaming"})
     refused: ClassVar = {
-        "input_examples": UnsupportedField("put them into the description", ([],)),
-        "defer_loading": UnsupportedField("send the tools that may be called", (False,)),
-        "allowed_callers": UnsupportedField("only the model calls tools", (["direct"],)),
-        "function": UnsupportedField("send name, description and input_schema beside each other"),
-        "parameters": UnsupportedField("send them as input_schema"),
+        "input_examples": Unsupported("put them into the description", ([],)),
+        "defer_loading": Unsupported("send the tools that may be called", (False,)),
+        "allowed_callers": Unsupported("only the model calls tools", (["direct"],)),
+        "function": Unsupported("send name, description and input_schema beside each other"),
+        "parameters": Unsupported("send them as input_schema"),
     }
 
     type: Literal["custom"] | None = None
@@ -150,9 +145,8 @@ class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputConfig(StrictModel):
+class OutputConfig(FormatOptions):
     effort: Text | None = None
-    format: OutputFormat | None = None
 
 
 class Diagnostics(StrictModel):
@@ -161,12 +155,12 @@ class Diagnostics(StrictModel):
     previous_message_id: Text | None = None
 
 
-class CountRequest(OffersTools, StrictModel):
+class CountRequest(TurnRequest, StrictModel):
     refused: ClassVar = {
-        "container": UnsupportedField("run the tools yourself"),
-        "context_management": UnsupportedField("leave out what is old", ({"edits": []},)),
-        "mcp_servers": UnsupportedField("call them yourself", ([],)),
-        "thread": UnsupportedField("send all messages each time"),
+        "container": Unsupported("run the tools yourself"),
+        "context_management": Unsupported("leave out what is old", ({"edits": []},)),
+        "mcp_servers": Unsupported("call them yourself", ([],)),
+        "thread": Unsupported("send all messages each time"),
         **OTHERS_IN_MESSAGES,
     }
     harmless: ClassVar = frozenset({"speed"})
@@ -179,7 +173,6 @@ class CountRequest(OffersTools, StrictModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    cache_salt: Salt | None = None
 
     @property
     def system_texts(self) -> list[TextBlock]:
@@ -210,19 +203,27 @@ class CountRequest(OffersTools, StrictModel):
         system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
         return merge_system([*system, *messages])
 
-    def plain_messages(self) -> list[Message]:
+    def turn(self, defaults: SamplingParams) -> Turn:
         new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
-        return [for_template(message) for message in self._with_system(new)]
-
-    @property
-    def goes_on(self) -> bool:
-        return self.messages[-1].role == "assistant"
+        goes_on, values = self.messages[-1].role == "assistant", dict[str, Any]()
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            values = {"enable_thinking": self.thinking.type == "enabled"}
+        return Turn(
+            [for_template(message) for message in self._with_system(new)],
+            defaults,
+            self.offered,
+            self.choice,
+            values,
+            (self.output_config.effort if self.output_config else None, "output_config.effort"),
+            continue_final=goes_on,
+            ask=not goes_on,
+            cache_salt=self.cache_salt,
+        )
 
     @property
     def offered(self) -> tuple[Tool, ...]:
         return tuple(
-            make_tool(tool.name, tool.input_schema, tool.description, tool.strict)
-            for tool in self.tools or ()
+            make_tool(t.name, t.input_schema, t.description, t.strict) for t in self.tools or ()
         )
 
     @property
@@ -233,16 +234,6 @@ class CountRequest(OffersTools, StrictModel):
         if kind == "tool":
             return ToolChoice("required", (self.tool_choice.name or "",), True, parallel=False)
         return ToolChoice("required" if kind == "any" else kind, parallel=parallel)
-
-    @property
-    def template_kwargs(self) -> JSON:
-        if self.thinking is None or self.thinking.type == "adaptive":
-            return {}
-        return {"enable_thinking": self.thinking.type == "enabled"}
-
-    @property
-    def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
 
 
 class MessagesRequest(CountRequest):
@@ -265,18 +256,18 @@ class MessagesRequest(CountRequest):
             raise ValueError(f"a cache_control may stand in {MAX_BREAKPOINTS} places at most")
         return self
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        asked |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        given: JSON = {name: value for name, value in asked.items() if value is not None}
-        form = None if self.output_config is None else self.output_config.format
-        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
-
-
-def _join(content: str | list[TextBlock] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(block.text or "" for block in content or ())
+    def turn(self, defaults: SamplingParams) -> Turn:
+        params = sampled(
+            defaults,
+            self.output_config,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+        )
+        explain = bool(self.explain or self.diagnostics)
+        return replace(super().turn(params), stream=bool(self.stream), explain=explain)
 
 
 Block.model_rebuild()

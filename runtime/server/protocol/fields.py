@@ -140,7 +140,7 @@ _REFUSAL = TypeAdapter(dict[str, Annotated[str, AfterValidator(_refuse)]])
 """Given {field: problem}, raises the error that a field of that name would raise."""
 
 
-class UnsupportedField(NamedTuple):
+class Unsupported(NamedTuple):
     """A field that is not supported: what to do instead, and values that ask for nothing."""
 
     instead: str
@@ -150,7 +150,7 @@ class UnsupportedField(NamedTuple):
 NO_MEDIA = dict.fromkeys(
     "image_url input_audio audio_url video_url file source detail file_id file_data "
     "file_url".split(),
-    UnsupportedField("models here read and write text"),
+    Unsupported("models here read and write text"),
 )
 """What parts of a message have that are no text, in whichever API."""
 
@@ -164,7 +164,7 @@ class StrictModel(Body):
     """
 
     harmless: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {}
+    refused: ClassVar[Mapping[str, Unsupported]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -197,3 +197,8 @@ class OneOf(StrictModel):
             if getattr(self, name) is None:
                 raise ValueError(f"a {kind} has a {name!r}")
         return self
+
+
+def join_texts(content: str | list[Any] | None) -> str:
+    """Content as one text, its parts joined by line breaks."""
+    return content if isinstance(content, str) else "\n".join(p.text or "" for p in content or ())

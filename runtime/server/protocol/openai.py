@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
+from radixcache.base import TokensLike
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     MAX_LOGPROBS,
@@ -30,22 +31,25 @@ from radixcache.runtime.server.protocol.fields import (
     TokenIds,
     TopK,
     TopP,
-    UnsupportedField,
+    Unsupported,
     check_stop,
 )
 from radixcache.runtime.server.protocol.response_format import StructuredFields
 from radixcache.runtime.server.protocol.tools import ChatMessage, ToolFields
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.protocol.unsupported import (
     HARMLESS,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_STREAM_OPTIONS,
 )
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 
 class StreamOptions(StrictModel):
     harmless = frozenset({"include_obfuscation"})
-    refused = REFUSED_IN_STREAM_OPTIONS
+    refused: ClassVar = {
+        "continuous_usage_stats": Unsupported("set include_usage: the last chunk has it", (False,))
+    }
 
     include_usage: bool | None = None
     include_progress: bool | None = Field(
@@ -130,7 +134,7 @@ class GenerationRequest(StructuredFields, StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_COMPLETIONS
+    refused: ClassVar[Mapping[str, Unsupported]] = REFUSED_IN_COMPLETIONS
 
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -139,6 +143,12 @@ class CompletionRequest(GenerationRequest):
         None, description="False leaves out what the model wants around a text, such as BOS."
     )
     best_of: int | None = Field(None, description="Must equal n.")
+
+    def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        scored = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        if scored and self.prompt_logprobs is None:
+            more["prompt_logprobs"] = self.logprobs or 0
+        return super().sampling_params(defaults, logprobs=self.logprobs, **more)
 
     @property
     def prompts(self) -> list[str | TokenIds]:
@@ -163,14 +173,32 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class ChatRequest(ToolFields, GenerationRequest):
-    refused: ClassVar[Mapping[str, UnsupportedField]] = REFUSED_IN_CHAT
+class ChatRequest(GenerationRequest, ToolFields):
+    refused: ClassVar[Mapping[str, Unsupported]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def turn(self, defaults: SamplingParams) -> Turn:
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        limit = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
+        return Turn(
+            [message.plain() for message in self.messages],
+            self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit),
+            self.offered,
+            self.choice,
+            self.chat_template_kwargs or {},
+            (self.reasoning_effort, "reasoning_effort"),
+            continue_final=bool(self.continue_final_message),
+            ask=self.add_generation_prompt is not False,
+            cache_salt=self.cache_salt,
+            prefix=self.prefix,
+            stream=bool(self.stream),
+            explain=bool(self.explain),
+        )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
@@ -180,28 +208,31 @@ class ChatRequest(ToolFields, GenerationRequest):
 
 
 class PromptOrMessages(StrictModel):
-    one_source: ClassVar[str]
-
+    prompt: Text | TokenIds | None = None
     messages: SomeItems[ChatMessage] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptOrMessages:
-        if (getattr(self, "prompt") is None) == (self.messages is None):  # noqa: B009
-            raise ValueError(self.one_source)
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either a prompt or messages")
         return self
 
 
 class PrefixRequest(PromptOrMessages):
     """POST /v1/prefixes: either `prompt` or `messages`."""
 
-    one_source = "a prefix is either a prompt or messages"
-
     name: PrefixName
-    prompt: Text | TokenIds | None = None
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds until it is unpinned by itself; null is never."
     )
     cache_salt: Salt | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> TokensLike:
+        """Its tokens; `tokenizer` is not asked if they are given."""
+        if self.messages is not None:
+            text = tokenizer.render_chat([m.plain() for m in self.messages], ask=False)
+            return tokenizer.encode(text, special=False)
+        return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt or []
 
 
 class ExplainRequest(ToolFields, PromptOrMessages):
@@ -213,14 +244,11 @@ class ExplainRequest(ToolFields, PromptOrMessages):
     harmless: ClassVar[frozenset[str]] = HARMLESS | frozenset(
         {**ChatRequest.model_fields, **CompletionRequest.model_fields}
     )
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {
+    refused: ClassVar[Mapping[str, Unsupported]] = {
         **REFUSED_IN_COMPLETIONS,
         **REFUSED_IN_CHAT,
     }
-    one_source = "either a prompt or messages are explained"
-
     model: Text | None = None
-    prompt: Text | TokenIds | None = None
     add_special_tokens: bool | None = None
     cache_salt: Salt | None = None
     prefix: PrefixName | None = None
@@ -235,8 +263,6 @@ class ExplainRequest(ToolFields, PromptOrMessages):
 
 class TokenizeRequest(PromptOrMessages):
     """POST /tokenize: either `prompt` or `messages`."""
-
-    one_source = "either a prompt or messages are tokenised"
 
     model: Text | None = None
     prompt: Text | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
-from radixcache.runtime.server.protocol.fields import Body, Json, List, Text
+from radixcache.runtime.server.protocol.fields import Body, Json, List, StrictModel, Text
 
 Schema = Json | bool
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -54,6 +56,21 @@ class OutputFormat(NamedSchema):
         return _structured(self.type, self)
 
 
+class FormatOptions(StrictModel):
+    """What these two have beside it differs."""
+
+    format: OutputFormat | None = None
+
+
+def sampled(
+    defaults: SamplingParams, options: FormatOptions | None, **asked: Any
+) -> SamplingParams:
+    """Sampling as asked for, None being as in `defaults`, and an answer of this form."""
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    form = None if options is None else options.format
+    return replace(defaults, structured_outputs=form.structured() if form else None, **given)
+
+
 def _structured(kind: str, schema: NamedSchema | None) -> StructuredOutputsParams | None:
     """None for free text."""
     if kind == "text":
@@ -81,12 +98,18 @@ class StructuredOutputs(Body):
         return value
 
     def all(self) -> list[StructuredOutputsParams]:
-        params = StructuredOutputsParams
-        found = [] if self.json_ is None else [params.json(self.json_)]
-        found += [] if self.regex is None else [params.regex(self.regex)]
-        found += [] if self.choice is None else [params.choice(self.choice)]
-        found += [] if self.grammar is None else [params.grammar(self.grammar)]
-        return found + ([params.json_object()] if self.json_object else [])
+        found = []
+        for kind in KINDS[:4]:
+            value = self.json_ if kind == "json" else getattr(self, kind)
+            if value is not None:
+                found.append(getattr(StructuredOutputsParams, kind)(value))
+        return found + ([StructuredOutputsParams.json_object()] if self.json_object else [])
+
+    @model_validator(mode="after")
+    def _not_none(self) -> StructuredOutputs:
+        if not self.all():
+            raise ValueError("none is given of " + ", ".join(KINDS))
+        return self
 
 
 class StructuredFields(Body):
@@ -94,22 +117,17 @@ class StructuredFields(Body):
     structured_outputs: StructuredOutputs | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        forms = self._forms()
+        forms = self.structured_outputs.all() if self.structured_outputs else []
+        if self.response_format and (form := self.response_format.structured()):
+            forms.append(form)
+        if len(forms) > 1:
+            raise ValueError(
+                f"{len(forms)} forms of the answer: response_format and structured_outputs "
+                "together may ask for one"
+            )
         return forms[0] if forms else None
-
-    def _forms(self) -> list[StructuredOutputsParams]:
-        format_ = self.response_format and self.response_format.structured()
-        new = self.structured_outputs.all() if self.structured_outputs else []
-        return ([format_] if format_ else []) + new
 
     @model_validator(mode="after")
     def _one_form(self) -> StructuredFields:
-        count = len(self._forms())
-        if count > 1:
-            raise ValueError(
-                f"{count} forms of the answer: response_format and structured_outputs together may "
-                "ask for one"
-            )
-        if self.structured_outputs is not None and not self.structured_outputs.all():
-            raise ValueError("structured_outputs: none is given of " + ", ".join(KINDS))
+        self.structured()  # refuses
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,17 +15,17 @@ from radixcache.runtime.server.protocol.fields import (
     MaxTokens,
     Metadata,
     OneOf,
-    Salt,
     SomeItems,
     StrictModel,
     Temperature,
     Text,
     ToolName,
     TopP,
-    UnsupportedField,
+    Unsupported,
+    join_texts,
 )
-from radixcache.runtime.server.protocol.response_format import OutputFormat
-from radixcache.runtime.server.protocol.tools import OffersTools, make_tool
+from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of, make_tool
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -74,24 +73,23 @@ class Item(OneOf):
         """The item as a message, or as a part of an assistant's."""
         match self.type:
             case "reasoning":
-                text = _join(self.content) or _join(self.summary)
+                text = join_texts(self.content) or join_texts(self.summary)
                 return {"role": "assistant", "reasoning_content": text}
             case "function_call":
-                function = {"name": self.name, "arguments": self.arguments}
-                call = {"id": self.call_id, "type": "function", "function": function}
+                call = call_of(self.call_id, self.name, self.arguments)
                 return {"role": "assistant", "tool_calls": [call]}
             case "function_call_output":
-                content = _join(self.output)
+                content = join_texts(self.output)
                 return {"role": "tool", "tool_call_id": self.call_id, "content": content}
             case _:  # few templates know developers
                 role = "system" if self.role == "developer" else self.role
-                return {"role": role, "content": _join(self.content)}
+                return {"role": role, "content": join_texts(self.content)}
 
 
 class ResponseFunctionTool(StrictModel):
     refused: ClassVar = {
-        "function": UnsupportedField("send name, description and parameters beside `type`"),
-        "input_schema": UnsupportedField("send it as parameters"),
+        "function": Unsupported("send name, description and parameters beside `type`"),
+        "input_schema": Unsupported("send it as parameters"),
     }
 
     type: Literal["function"]
@@ -112,10 +110,8 @@ class ResponseAllowedTools(StrictModel):
     tools: List[ResponseNamedTool]
 
 
-class TextOptions(StrictModel):
-    refused: ClassVar = {"verbosity": UnsupportedField("say it in the instructions", ("medium",))}
-
-    format: OutputFormat | None = None
+class TextOptions(FormatOptions):
+    refused: ClassVar = {"verbosity": Unsupported("say it in the instructions", ("medium",))}
 
 
 class Reasoning(StrictModel):
@@ -134,23 +130,23 @@ class CacheOptions(StrictModel):
 
     harmless: ClassVar = frozenset({"mode", "ttl"})
     refused: ClassVar = {
-        "prewarm": UnsupportedField("POST /v1/prefixes computes a prefix and pins it", (False,))
+        "prewarm": Unsupported("POST /v1/prefixes computes a prefix and pins it", (False,))
     }
 
     comparison_response_id: Text | None = None
 
 
-class ResponsesRequest(OffersTools, StrictModel):
+class ResponsesRequest(TurnRequest, StrictModel):
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
         "stream_options max_tool_calls".split()
     )
     refused: ClassVar = {
-        "background": UnsupportedField("keep the connection open, or stream", (False,)),
-        "conversation": UnsupportedField("send previous_response_id, or all items"),
-        "context_management": UnsupportedField("leave items out yourself", ([],)),
-        "prompt": UnsupportedField("send its text as instructions and input"),
-        "top_logprobs": UnsupportedField("/v1/chat/completions has log-probabilities", (0,)),
+        "background": Unsupported("keep the connection open, or stream", (False,)),
+        "conversation": Unsupported("send previous_response_id, or all items"),
+        "context_management": Unsupported("leave items out yourself", ([],)),
+        "prompt": Unsupported("send its text as instructions and input"),
+        "top_logprobs": Unsupported("/v1/chat/completions has log-probabilities", (0,)),
         **OTHERS_IN_RESPONSES,
     }
 
@@ -176,7 +172,6 @@ class ResponsesRequest(OffersTools, StrictModel):
     truncation: Literal["disabled"] | None = None
     metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
-    cache_salt: Salt | None = None
     explain: bool | None = None
 
     @property
@@ -189,17 +184,33 @@ class ResponsesRequest(OffersTools, StrictModel):
             return [{"role": "user", "content": self.input}]
         return merge([item.as_message() for item in self.input])
 
-    def plain_messages(self, conversation: list[Message]) -> list[Message]:
-        """A conversation behind the instructions, as chat templates take it."""
+    def turn(self, defaults: SamplingParams, conversation: list[Message] | None = None) -> Turn:
+        """Of the whole conversation, which may have begun before; instructions are not of it."""
+        messages = self.messages() if conversation is None else conversation
         if self.instructions:
-            conversation = [{"role": "system", "content": self.instructions}, *conversation]
-        return [for_template(message) for message in merge_system(conversation)]
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        params = sampled(
+            defaults,
+            self.text,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+        )
+        return Turn(
+            [for_template(message) for message in merge_system(messages)],
+            params,
+            self.offered,
+            self.choice,
+            effort=(self.reasoning.effort if self.reasoning else None, "reasoning.effort"),
+            cache_salt=self.cache_salt,
+            stream=bool(self.stream),
+            explain=bool(self.explain or self.compared),
+        )
 
     @property
     def offered(self) -> tuple[Tool, ...]:
         return tuple(
-            make_tool(tool.name, tool.parameters, tool.description, tool.strict)
-            for tool in self.tools or ()
+            make_tool(t.name, t.parameters, t.description, t.strict) for t in self.tools or ()
         )
 
     @property
@@ -212,17 +223,6 @@ class ResponsesRequest(OffersTools, StrictModel):
                 return ToolChoice(mode, tuple(tool.name for tool in allowed), parallel=parallel)
             case mode:
                 return ToolChoice(mode or "auto", parallel=parallel)
-
-    @property
-    def effort(self) -> str | None:
-        return None if self.reasoning is None else self.reasoning.effort
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        asked = {"temperature": self.temperature, "top_p": self.top_p}
-        asked |= {"max_tokens": self.max_output_tokens}
-        given: JSON = {name: value for name, value in asked.items() if value is not None}
-        form = None if self.text is None else self.text.format
-        return replace(defaults, structured_outputs=form.structured() if form else None, **given)
 
 
 def merge(parts: list[Message]) -> list[Message]:
@@ -250,7 +250,3 @@ def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]
     """System messages at the top, and the others."""
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     return messages[:count], messages[count:]
-
-
-def _join(content: str | list[ItemText] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from radixcache.runtime.server.protocol.fields import (
-    MAX_SCHEMAS,
     NO_MEDIA,
     Body,
     Items,
@@ -18,8 +16,10 @@ from radixcache.runtime.server.protocol.fields import (
     StrictModel,
     Text,
     ToolName,
-    UnsupportedField,
+    Unsupported,
+    join_texts,
 )
+from radixcache.runtime.server.protocol.turn import TurnRequest, make_tool
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -27,7 +27,7 @@ class TextPart(StrictModel):
     """A part of a message's content; text is the only kind there is."""
 
     harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations"})
-    refused: ClassVar[Mapping[str, UnsupportedField]] = NO_MEDIA
+    refused: ClassVar[Mapping[str, Unsupported]] = NO_MEDIA
 
     type: Literal["text"]
     text: Text
@@ -48,9 +48,9 @@ class ChatMessage(StrictModel):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
     harmless = frozenset({"refusal", "annotations", "provider_specific_fields"})  # LiteLLM's
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {
-        "function_call": UnsupportedField("send tool_calls"),
-        "audio": UnsupportedField("send text"),
+    refused: ClassVar[Mapping[str, Unsupported]] = {
+        "function_call": Unsupported("send tool_calls"),
+        "audio": Unsupported("send text"),
     }
 
     role: Annotated[Text, Field(min_length=1)]
@@ -63,9 +63,7 @@ class ChatMessage(StrictModel):
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it; parts are joined by line breaks."""
-        content = self.content
-        if content is not None and not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+        content = None if self.content is None else join_texts(self.content)
         # Few templates know developers, and some leave out whom they do not know.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
@@ -100,9 +98,9 @@ class Function(StrictModel):
 class FunctionTool(StrictModel):
     """A tool; functions are the only kind there is."""
 
-    refused: ClassVar[Mapping[str, UnsupportedField]] = {
-        **dict.fromkeys(Function.model_fields, UnsupportedField("it belongs into `function`")),
-        "input_schema": UnsupportedField("send it as function.parameters"),
+    refused: ClassVar[Mapping[str, Unsupported]] = {
+        **dict.fromkeys(Function.model_fields, Unsupported("it belongs into `function`")),
+        "input_schema": Unsupported("send it as function.parameters"),
     }
 
     type: Literal["function"]
@@ -132,41 +130,7 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-def make_tool(
-    name: str, parameters: dict[str, Any] | None, description: str | None, strict: bool | None
-) -> Tool:
-    """A function that the model is told of; without parameters it takes none."""
-    parameters = parameters or {"type": "object", "properties": {}}
-    return Tool(name=name, parameters=parameters, description=description, strict=bool(strict))
-
-
-class OffersTools(Body):
-    """What each API says of tools in its own form."""
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        raise NotImplementedError
-
-    @property
-    def choice(self) -> ToolChoice:
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> OffersTools:
-        tools, choice = self.offered, self.choice
-        names = [tool.name for tool in tools]
-        if len({*names}) < len(names):
-            raise ValueError("two tools have the same name")
-        if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
-            raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
-        if missing := [name for name in choice.names if name not in names]:
-            raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
-        if choice.mode == "required" and not names:
-            raise ValueError("tool_choice needs tools")
-        return self
-
-
-class ToolFields(OffersTools):
+class ToolFields(TurnRequest):
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None

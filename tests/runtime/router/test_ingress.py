@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,8 @@ from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.router.replica import Description
 from radixcache.runtime.router.scaling import by_queued_tokens
-from tests.runtime.router.pretend import Answer, World, world
+from tests.runtime.router.pretend import Answer, World
+from tests.runtime.router.pretend import world as make_world
 
 STREAMS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a b c", "max_tokens": 40},
@@ -38,6 +39,9 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 
 
+pytestmark = pytest.mark.anyio
+
+
 @pytest.fixture(scope="module")
 def llms() -> Iterator[dict[str, LLM]]:
     made = {name: LLM(kv_cache_memory_bytes="8MiB") for name in ("a", "b", "c")}
@@ -46,16 +50,22 @@ def llms() -> Iterator[dict[str, LLM]]:
         llm.close()
 
 
-def run(llms: dict[str, LLM], test: Callable[[World], Coroutine[Any, Any, None]], **options: Any):
-    async def main() -> None:
-        async with world(llms, **options) as made:
-            await asyncio.wait_for(test(made), 20)
-
-    asyncio.run(main())
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
-def two(llms: dict[str, LLM]) -> dict[str, LLM]:
-    return {name: llms[name] for name in "ab"}
+@pytest.fixture
+async def world(llms: dict[str, LLM], anyio_backend: str) -> AsyncIterator[World]:
+    """An ingress of two replicas."""
+    async with make_world({name: llms[name] for name in "ab"}) as made:
+        yield made
+
+
+@pytest.fixture
+async def three(llms: dict[str, LLM], anyio_backend: str) -> AsyncIterator[World]:
+    async with make_world(llms) as made:
+        yield made
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -78,24 +88,23 @@ def pinned(world: World) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_has_got_nothing_is_answered_by_another(llms: dict[str, LLM], path: str, stream: bool):
-    async def test(world: World) -> None:
-        expected = await world.ask(path, {**STREAMS[path], "temperature": 0})
+async def test_who_has_got_nothing_is_answered_by_another(
+    world: World, path: str, stream: bool
+) -> None:
+    expected = await world.ask(path, {**STREAMS[path], "temperature": 0})
 
-        async def die(name: str, scope: Scope) -> None:
-            world.before = None
-            world.kill(name)
+    async def die(name: str, scope: Scope) -> None:
+        world.before = None
+        world.kill(name)
 
-        world.before = die
-        answer = await world.ask(path, {**STREAMS[path], "temperature": 0, "stream": stream})
-        assert answer.status == 200 and answer.is_whole and b"died" not in answer.body
-        if not stream:
-            assert _text(answer) == _text(expected)
-        first, second = [name for name, *_ in world.calls[-2:]]
-        assert first != second == answer.replica
-        assert [*world.ingress.replicas] == [second]
-
-    run(two(llms), test)
+    world.before = die
+    answer = await world.ask(path, {**STREAMS[path], "temperature": 0, "stream": stream})
+    assert answer.status == 200 and answer.is_whole and b"died" not in answer.body
+    if not stream:
+        assert _text(answer) == _text(expected)
+    first, second = [name for name, *_ in world.calls[-2:]]
+    assert first != second == answer.replica
+    assert [*world.ingress.replicas] == [second]
 
 
 def _text(answer: Answer) -> Any:
@@ -108,53 +117,47 @@ def _text(answer: Answer) -> Any:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_stream_that_is_cut_ends_as_its_api_says(llms: dict[str, LLM], path: str):
-    async def test(world: World) -> None:
-        def heard(answer: Answer) -> None:
-            if b"died" not in answer.body:
-                world.kill(answer.replica)
+async def test_a_stream_that_is_cut_ends_as_its_api_says(world: World, path: str) -> None:
+    def heard(answer: Answer) -> None:
+        if b"died" not in answer.body:
+            world.kill(answer.replica)
 
-        body = {**STREAMS[path], "stream": True}
-        answer = await world.ask(path, body, heard=heard)
-        *_, event = [line for line in answer.body.decode().split("\n") if "died" in line]
-        told = json.loads(event.removeprefix("data: "))
-        if path == "/v1/messages":
-            assert told["type"] == "error" and told["error"]["type"] == "overloaded_error"
-            assert b"event: error" in answer.body
-        elif path == "/v1/responses":
-            assert (told["type"], told["code"]) == ("error", "server_error")
-        else:
-            assert told["error"]["type"] == "server_error"
-        assert answer.body.endswith(b"data: [DONE]\n\n") == path.endswith("completions")
-        assert len(world.calls) == 1
-
-    run(two(llms), test)
+    body = {**STREAMS[path], "stream": True}
+    answer = await world.ask(path, body, heard=heard)
+    *_, event = [line for line in answer.body.decode().split("\n") if "died" in line]
+    told = json.loads(event.removeprefix("data: "))
+    if path == "/v1/messages":
+        assert told["type"] == "error" and told["error"]["type"] == "overloaded_error"
+        assert b"event: error" in answer.body
+    elif path == "/v1/responses":
+        assert (told["type"], told["code"]) == ("error", "server_error")
+    else:
+        assert told["error"]["type"] == "server_error"
+    assert answer.body.endswith(b"data: [DONE]\n\n") == path.endswith("completions")
+    assert len(world.calls) == 1
 
 
-def test_a_request_that_kills_replicas_does_not_get_them_all(
-    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_request_that_kills_replicas_does_not_get_them_all(
+    three: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ingress_module, "TRIES", 2)
-
-    async def test(world: World) -> None:
-        async def die(name: str, scope: Scope) -> None:
-            world.kill(name)
-
-        world.before = die
-        answer = await world.ask("/v1/completions", {"prompt": "poison"})
-        assert answer.status == 503 and "2 replicas have died" in answer.json()["error"]["message"]
-        assert len(world.calls) == 2
-        world.before = None
-        assert (await world.ask("/v1/completions", {"prompt": "x"})).status == 200
-
     assert TRIES == 3
-    run(llms, test)
+
+    async def die(name: str, scope: Scope) -> None:
+        three.kill(name)
+
+    three.before = die
+    answer = await three.ask("/v1/completions", {"prompt": "poison"})
+    assert answer.status == 503 and "2 replicas have died" in answer.json()["error"]["message"]
+    assert len(three.calls) == 2
+    three.before = None
+    assert (await three.ask("/v1/completions", {"prompt": "x"})).status == 200
 
 
-def test_a_replica_whose_engine_has_stopped_gets_nothing_more(llms: dict[str, LLM]):
+async def test_a_replica_whose_engine_has_stopped_gets_nothing_more(llms: dict[str, LLM]):
     broken = LLM(kv_cache_memory_bytes="8MiB")
 
-    async def test(world: World) -> None:
+    async with make_world({"a": llms["a"], "broken": broken}) as world:
         broken.close()
         await asyncio.sleep(0.01)
         for number in range(4):  # it would seem to have the shortest queue
@@ -163,34 +166,31 @@ def test_a_replica_whose_engine_has_stopped_gets_nothing_more(llms: dict[str, LL
         assert [*world.ingress.replicas] == ["a"]
         assert len([name for name, *_ in world.calls if name == "broken"]) == 1
 
-    run({"a": llms["a"], "broken": broken}, test)
-
 
 @pytest.mark.parametrize("seed", range(2))
-def test_after_any_mix_of_deaths_and_hang_ups_nothing_is_booked(llms: dict[str, LLM], seed: int):
+async def test_after_any_mix_of_deaths_and_hang_ups_nothing_is_booked(
+    three: World, seed: int
+) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
 
-    async def test(world: World) -> None:
-        async def one(number: int) -> None:
-            path = rng.choice([*STREAMS])
-            body = {**STREAMS[path], "stream": rng.random() < 0.5, "cache_salt": rng.choice("xy")}
-            if path.endswith("completions"):
-                body["n"] = rng.choice([1, 3])
-            hang_up = asyncio.Event()
-            if rng.random() < 0.4:
-                asyncio.get_running_loop().call_later(rng.random() / 20, hang_up.set)
-            answer = await world.ask(path, body, hang_up=hang_up)
-            assert answer.status in (0, 200) or hang_up.is_set(), answer
+    async def one(number: int) -> None:
+        path = rng.choice([*STREAMS])
+        body = {**STREAMS[path], "stream": rng.random() < 0.5, "cache_salt": rng.choice("xy")}
+        if path.endswith("completions"):
+            body["n"] = rng.choice([1, 3])
+        hang_up = asyncio.Event()
+        if rng.random() < 0.4:
+            asyncio.get_running_loop().call_later(rng.random() / 20, hang_up.set)
+        answer = await three.ask(path, body, hang_up=hang_up)
+        assert answer.status in (0, 200) or hang_up.is_set(), answer
 
-        async def kill() -> None:
-            await asyncio.sleep(rng.random() / 10)
-            world.kill(rng.choice("ab"))
+    async def kill() -> None:
+        await asyncio.sleep(rng.random() / 10)
+        three.kill(rng.choice("ab"))
 
-        await asyncio.gather(kill(), *map(one, range(12)))
-        world.check()
-
-    run(llms, test)
+    await asyncio.gather(kill(), *map(one, range(12)))
+    three.check()
 
 
 # Named prefixes.
@@ -198,89 +198,80 @@ def test_after_any_mix_of_deaths_and_hang_ups_nothing_is_booked(llms: dict[str, 
 PREFIX = {"name": "rules", "prompt": "Be kind. " * 20}
 
 
-def test_a_prefix_is_pinned_on_all_or_on_none(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        there = llms["b"].pin_prefix("rules", "another prefix of that name, on one of them " * 4)
-        refused = await world.ask("/v1/prefixes", PREFIX)
-        assert refused.status == 409 and refused.replica == "b"
-        assert pinned(world) == {"a": [], "b": ["rules"]}
-        assert llms["b"].prefixes.list() == [there]
-
-    run(two(llms), test)
+async def test_a_prefix_is_pinned_on_all_or_on_none(world: World, llms: dict[str, LLM]) -> None:
+    there = llms["b"].pin_prefix("rules", "another prefix of that name, on one of them " * 4)
+    refused = await world.ask("/v1/prefixes", PREFIX)
+    assert refused.status == 409 and refused.replica == "b"
+    assert pinned(world) == {"a": [], "b": ["rules"]}
+    assert llms["b"].prefixes.list() == [there]
 
 
-def test_who_hangs_up_while_a_prefix_is_pinned_leaves_it_on_all(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        hang_up, go_on = asyncio.Event(), asyncio.Event()
+async def test_who_hangs_up_while_a_prefix_is_pinned_leaves_it_on_all(world: World) -> None:
+    hang_up, go_on = asyncio.Event(), asyncio.Event()
 
-        async def wait(name: str, scope: Scope) -> None:
-            if name == "b":
-                hang_up.set()
-                await go_on.wait()
+    async def wait(name: str, scope: Scope) -> None:
+        if name == "b":
+            hang_up.set()
+            await go_on.wait()
 
-        world.before = wait
-        answer = await world.ask("/v1/prefixes", PREFIX, hang_up=hang_up)
-        assert answer.status == 0
-        go_on.set()
-        await until(lambda: pinned(world) == {"a": ["rules"], "b": ["rules"]})
-
-    run(two(llms), test)
+    world.before = wait
+    answer = await world.ask("/v1/prefixes", PREFIX, hang_up=hang_up)
+    assert answer.status == 0
+    go_on.set()
+    await until(lambda: pinned(world) == {"a": ["rules"], "b": ["rules"]})
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_who_joins_meanwhile_has_pinned_what_the_others_have(llms: dict[str, LLM], deleted: bool):
+async def test_who_joins_meanwhile_has_pinned_what_the_others_have(
+    world: World, llms: dict[str, LLM], deleted: bool
+) -> None:
     """Whether the prefix is pinned or deleted while the third one joins."""
+    if deleted:
+        assert (await world.ask("/v1/prefixes", PREFIX)).status == 200
+    joined = asyncio.Event()
 
-    async def test(world: World) -> None:
-        if deleted:
-            assert (await world.ask("/v1/prefixes", PREFIX)).status == 200
-        joined = asyncio.Event()
+    async def join(name: str, scope: Scope) -> None:
+        world.before = slow
+        await world.start("c", llms["c"])
+        if not deleted:  # it is in before the others have pinned
+            await until(lambda: "c" in world.ingress.replicas)
 
-        async def join(name: str, scope: Scope) -> None:
-            world.before = slow
-            await world.start("c", llms["c"])
-            if not deleted:  # it is in before the others have pinned
-                await until(lambda: "c" in world.ingress.replicas)
+    async def slow(name: str, scope: Scope) -> None:
+        if name == "c" and scope["method"] == "POST" and deleted:
+            await joined.wait()
 
-        async def slow(name: str, scope: Scope) -> None:
-            if name == "c" and scope["method"] == "POST" and deleted:
-                await joined.wait()
-
-        world.before = join
-        method, path = ("DELETE", "/v1/prefixes/rules") if deleted else ("POST", "/v1/prefixes")
-        answer = await world.ask(path, b"" if deleted else PREFIX, method)
-        assert answer.status == 200
-        joined.set()
-        await until(lambda: "c" in world.ingress.replicas)
-        expected = [] if deleted else ["rules"]
-        assert pinned(world) == dict.fromkeys("abc", expected)
-
-    run(two(llms), test)
+    world.before = join
+    method, path = ("DELETE", "/v1/prefixes/rules") if deleted else ("POST", "/v1/prefixes")
+    answer = await world.ask(path, b"" if deleted else PREFIX, method)
+    assert answer.status == 200
+    joined.set()
+    await until(lambda: "c" in world.ingress.replicas)
+    expected = [] if deleted else ["rules"]
+    assert pinned(world) == dict.fromkeys("abc", expected)
 
 
 @pytest.mark.parametrize("salt", [None, "plain", "Zürich 日本"])
 @pytest.mark.parametrize("by", ["client", "administrator"])
-def test_who_joins_is_not_taught_what_was_deleted(llms: dict[str, LLM], salt: Any, by: str):
-    async def test(world: World) -> None:
-        assert (await world.ask("/v1/prefixes", {**PREFIX, "cache_salt": salt})).status == 200
-        path, headers = "/v1/prefixes/rules", {}
-        if by == "administrator" and salt is not None:
-            (listed,) = (await world.ask("/v1/cache/prefixes", method="GET")).json()["data"]
-            path = f"/v1/cache/prefixes/{listed['namespace']}/rules"
-        elif salt is not None:
-            headers = {"cache-salt": salt.encode()}
-        assert (await world.ask(path, method="DELETE", headers=headers)).status == 200
-        await world.start("c", llms["c"])
-        await until(lambda: "c" in world.ingress.replicas)
-        assert pinned(world) == {"a": [], "b": [], "c": []}
+async def test_who_joins_is_not_taught_what_was_deleted(
+    world: World, llms: dict[str, LLM], salt: Any, by: str
+) -> None:
+    assert (await world.ask("/v1/prefixes", {**PREFIX, "cache_salt": salt})).status == 200
+    path, headers = "/v1/prefixes/rules", {}
+    if by == "administrator" and salt is not None:
+        (listed,) = (await world.ask("/v1/cache/prefixes", method="GET")).json()["data"]
+        path = f"/v1/cache/prefixes/{listed['namespace']}/rules"
+    elif salt is not None:
+        headers = {"cache-salt": salt.encode()}
+    assert (await world.ask(path, method="DELETE", headers=headers)).status == 200
+    await world.start("c", llms["c"])
+    await until(lambda: "c" in world.ingress.replicas)
+    assert pinned(world) == {"a": [], "b": [], "c": []}
 
-    run(two(llms), test)
 
-
-def test_one_that_hangs_as_it_joins_holds_up_no_other(
+async def test_one_that_hangs_as_it_joins_holds_up_no_other(
     llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
 ):
-    async def test(world: World) -> None:
+    async with make_world({"a": llms["a"]}) as world:
         answers, describe = asyncio.Event(), world.describe
 
         async def hang(name: str) -> Description | None:
@@ -297,122 +288,99 @@ def test_one_that_hangs_as_it_joins_holds_up_no_other(
         await until(lambda: not world.ingress._tasks)
         assert [*world.ingress.replicas] == ["a", "c"]
 
-    run({"a": llms["a"]}, test)
 
-
-def test_a_lifetime_goes_on_where_a_replica_joins_and_may_be_written_as_text(
+async def test_a_lifetime_goes_on_where_a_replica_joins_and_may_be_written_as_text(
+    world: World,
     llms: dict[str, LLM],
-):
-    async def test(world: World) -> None:
-        answer = await world.ask("/v1/prefixes", {**PREFIX, "lifetime": "50"})
-        assert answer.status == 200
-        short = await world.ask("/v1/prefixes", {**PREFIX, "name": "short", "lifetime": 0.05})
-        assert short.status == 200
-        await asyncio.sleep(0.2)
-        await world.start("c", llms["c"])
-        await until(lambda: "c" in world.ingress.replicas)
-        (prefix,) = llms["c"].prefixes.list()
-        left = (prefix.expires or 0.0) - time.monotonic()
-        assert prefix.name == "rules" and 30 < left < 49.9
-        assert [*world.ingress._pins.live()] == [(None, "rules")]
-
-    run(two(llms), test)
+) -> None:
+    answer = await world.ask("/v1/prefixes", {**PREFIX, "lifetime": "50"})
+    assert answer.status == 200
+    short = await world.ask("/v1/prefixes", {**PREFIX, "name": "short", "lifetime": 0.05})
+    assert short.status == 200
+    await asyncio.sleep(0.2)
+    await world.start("c", llms["c"])
+    await until(lambda: "c" in world.ingress.replicas)
+    (prefix,) = llms["c"].prefixes.list()
+    left = (prefix.expires or 0.0) - time.monotonic()
+    assert prefix.name == "rules" and 30 < left < 49.9
+    assert [*world.ingress._pins.live()] == [(None, "rules")]
 
 
 # Clients.
 
 
-def test_who_hangs_up_amid_a_body_is_let_go_without_a_word(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        hang_up = asyncio.Event()
-        hang_up.set()
-        answer = await world.ask("/v1/completions", b"{", hang_up=hang_up, is_half=True)
-        assert answer.status == 0 and not world.calls
-
-    run(two(llms), test)
+async def test_who_hangs_up_amid_a_body_is_let_go_without_a_word(world: World) -> None:
+    hang_up = asyncio.Event()
+    hang_up.set()
+    answer = await world.ask("/v1/completions", b"{", hang_up=hang_up, is_half=True)
+    assert answer.status == 0 and not world.calls
 
 
-def test_shutting_down_does_not_wait_for_bodies(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        hang_up = asyncio.Event()
-        half = world.ask("/v1/completions", b"{", hang_up=hang_up, is_half=True)
-        task = asyncio.ensure_future(half)
-        await asyncio.sleep(0.01)
-        await asyncio.wait_for(world.ingress.drain(10), 1)
-        assert (await world.ask("/v1/completions", {"prompt": "x"})).status == 503
-        hang_up.set()
-        await task
-
-    run(two(llms), test)
+async def test_shutting_down_does_not_wait_for_bodies(world: World) -> None:
+    hang_up = asyncio.Event()
+    half = world.ask("/v1/completions", b"{", hang_up=hang_up, is_half=True)
+    task = asyncio.ensure_future(half)
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(world.ingress.drain(10), 1)
+    assert (await world.ask("/v1/completions", {"prompt": "x"})).status == 503
+    hang_up.set()
+    await task
 
 
-def test_a_client_cannot_choose_a_replica(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        for name in ("a", "b", "nobody"):
-            body = {"prompt": "the same", "max_tokens": 1}
-            pinned = {"name": "same", "prompt": "the same"}
-            paths = {"/v1/completions": body, "/v1/cache/flush": body, "/v1/prefixes": pinned}
-            for path, sent in paths.items():
-                answer = await world.ask(f"{path}?replica={name}", sent)
-                assert answer.status == 400 and answer.json()["error"]["param"] == "replica"
-        for path in ("/v1/replicas", "/metrics", "/health"):
-            assert (await world.ask(f"{path}?replica=a", method="GET")).status == 400
-        view = await world.ask("/v1/cache?replica=b&rows=3", method="GET")
-        assert view.status == 200 and view.replica == "b"
-        assert (await world.ask("/v1/cache?replica=nobody", method="GET")).status == 404
-        assert (await world.ask("/v1/cache?replica=b&row=3", method="GET")).status == 400
-
-    run(two(llms), test)
+async def test_a_client_cannot_choose_a_replica(world: World) -> None:
+    for name in ("a", "b", "nobody"):
+        body = {"prompt": "the same", "max_tokens": 1}
+        pinned = {"name": "same", "prompt": "the same"}
+        paths = {"/v1/completions": body, "/v1/cache/flush": body, "/v1/prefixes": pinned}
+        for path, sent in paths.items():
+            answer = await world.ask(f"{path}?replica={name}", sent)
+            assert answer.status == 400 and answer.json()["error"]["param"] == "replica"
+    for path in ("/v1/replicas", "/metrics", "/health"):
+        assert (await world.ask(f"{path}?replica=a", method="GET")).status == 400
+    view = await world.ask("/v1/cache?replica=b&rows=3", method="GET")
+    assert view.status == 200 and view.replica == "b"
+    assert (await world.ask("/v1/cache?replica=nobody", method="GET")).status == 404
+    assert (await world.ask("/v1/cache?replica=b&row=3", method="GET")).status == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/prefixes"])
-def test_a_salt_that_is_no_text_is_refused(llms: dict[str, LLM], path: str):
+async def test_a_salt_that_is_no_text_is_refused(world: World, path: str) -> None:
     body = {"name": "x", "input": "x", "prompt": "x", "previous_response_id": "resp_x"}
     content = json.dumps({**body, "cache_salt": "\ud800"}).encode()
-
-    async def test(world: World) -> None:
-        assert (await world.ask(path, content)).status == 400
-
-    run(two(llms), test)
+    assert (await world.ask(path, content)).status == 400
 
 
-def test_a_response_is_found_by_its_salt_only(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        body = {"input": "x", "max_output_tokens": 1, "cache_salt": "Zürich"}
-        first = await world.ask("/v1/responses", body)
-        more = {**body, "previous_response_id": first.json()["id"]}
-        assert (await world.ask("/v1/responses", more)).replica == first.replica
-        other = await world.ask("/v1/responses", {**more, "cache_salt": "other"})
-        assert other.status == 404
-
-    run(two(llms), test)
+async def test_a_response_is_found_by_its_salt_only(world: World) -> None:
+    body = {"input": "x", "max_output_tokens": 1, "cache_salt": "Zürich"}
+    first = await world.ask("/v1/responses", body)
+    more = {**body, "previous_response_id": first.json()["id"]}
+    assert (await world.ask("/v1/responses", more)).replica == first.replica
+    other = await world.ask("/v1/responses", {**more, "cache_salt": "other"})
+    assert other.status == 404
 
 
-def test_a_text_that_no_context_holds_is_not_tokenised(
-    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
-):
-    async def test(world: World) -> None:
-        tokenizer = world.ingress._prompts.tokenizer
-        read: list[int] = []
-        encode = tokenizer._tokenizer.encode
+async def test_a_text_that_no_context_holds_is_not_tokenised(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = world.ingress._prompts.tokenizer
+    read: list[int] = []
+    encode = tokenizer._tokenizer.encode
 
-        def note(text: str, **more: Any) -> Any:
-            read.append(len(text))
-            return encode(text, **more)
+    def note(text: str, **more: Any) -> Any:
+        read.append(len(text))
+        return encode(text, **more)
 
-        monkeypatch.setattr(tokenizer._tokenizer, "encode", note)
-        text = "many words " * 200_000
-        assert (await world.ask("/v1/completions", {"prompt": text})).status == 400
-        chat = {"messages": [{"role": "user", "content": text}]}
-        assert (await world.ask("/v1/chat/completions", chat)).status == 400
-        assert max(read, default=0) < 1000
-
-    run(two(llms), test)
+    monkeypatch.setattr(tokenizer._tokenizer, "encode", note)
+    text = "many words " * 200_000
+    assert (await world.ask("/v1/completions", {"prompt": text})).status == 400
+    chat = {"messages": [{"role": "user", "content": text}]}
+    assert (await world.ask("/v1/chat/completions", chat)).status == 400
+    assert max(read, default=0) < 1000
 
 
-def test_texts_of_one_client_are_tokenised_one_after_the_other(
-    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
-):
+async def test_texts_of_one_client_are_tokenised_one_after_the_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_once: dict[Any, int] = {"x": 0, "y": 0}
     most: list[int] = []
     lock, real = threading.Lock(), Prompts.read
@@ -428,56 +396,48 @@ def test_texts_of_one_client_are_tokenised_one_after_the_other(
         return real(self, path, body, prefix)
 
     monkeypatch.setattr(Prompts, "read", read)
-
-    async def test(world: World) -> None:
-        body = {"prompt": "x", "max_tokens": 1}
-        await asyncio.gather(
-            *(world.ask("/v1/completions", {**body, "cache_salt": "xy"[n % 2]}) for n in range(8))
-        )
-        assert max(most) == 1 and len(most) == 8
-
-    run(two(llms), test)
+    body = {"prompt": "x", "max_tokens": 1}
+    await asyncio.gather(
+        *(world.ask("/v1/completions", {**body, "cache_salt": "xy"[n % 2]}) for n in range(8))
+    )
+    assert max(most) == 1 and len(most) == 8
 
 
 # What it tells.
 
 
-def test_it_tells_of_the_replicas_and_of_decisions(llms: dict[str, LLM]):
-    async def test(world: World) -> None:
-        await world.ask("/v1/completions", {"prompt": "a b c d e f", "max_tokens": 1})
-        found = (await world.ask("/v1/replicas", method="GET")).json()
-        kv_tokens = llms["a"].cache.pool.num_pages * llms["a"].cache.page_size
-        assert [r["replica"] for r in found["replicas"]] == ["a", "b"]
-        assert {r["kv_tokens"] for r in found["replicas"]} == {kv_tokens}
-        (route,) = found["recent"]
-        assert route["path"] == "/v1/completions" and route["replica"] == "a"
-        assert [s["cost"] for s in route["standings"]] == [route["prompt_tokens"]] * 2
-        told = (await world.ask("/metrics", method="GET")).body.decode()
-        for name in "ab":
-            assert f'radixcache_router_requests{{replica="{name}"}} 0.0' in told
+async def test_it_tells_of_the_replicas_and_of_decisions(
+    world: World, llms: dict[str, LLM]
+) -> None:
+    await world.ask("/v1/completions", {"prompt": "a b c d e f", "max_tokens": 1})
+    found = (await world.ask("/v1/replicas", method="GET")).json()
+    kv_tokens = llms["a"].cache.pool.num_pages * llms["a"].cache.page_size
+    assert [r["replica"] for r in found["replicas"]] == ["a", "b"]
+    assert {r["kv_tokens"] for r in found["replicas"]} == {kv_tokens}
+    (route,) = found["recent"]
+    assert route["path"] == "/v1/completions" and route["replica"] == "a"
+    assert [s["cost"] for s in route["standings"]] == [route["prompt_tokens"]] * 2
+    told = (await world.ask("/metrics", method="GET")).body.decode()
+    for name in "ab":
+        assert f'radixcache_router_requests{{replica="{name}"}} 0.0' in told
 
-    run(two(llms), test)
 
-
-def test_the_metrics_of_others_come_though_a_replica_hangs(
-    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_metrics_of_others_come_though_a_replica_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app_module, "PATIENCE", 0.2)
 
-    async def test(world: World) -> None:
-        async def before(name: str, scope: Scope) -> None:
-            if name == "b":
-                await asyncio.Event().wait()
+    async def before(name: str, scope: Scope) -> None:
+        if name == "b":
+            await asyncio.Event().wait()
 
-        world.before = before
-        told = await world.ask("/metrics", method="GET")
-        lines = [line for line in told.body.decode().splitlines() if "radixcache_pages" in line]
-        assert told.status == 200
-        assert any('replica="a"' in line for line in lines)
-        assert not any('replica="b"' in line for line in lines)
-        world.before = None
-
-    run(two(llms), test)
+    world.before = before
+    told = await world.ask("/metrics", method="GET")
+    lines = [line for line in told.body.decode().splitlines() if "radixcache_pages" in line]
+    assert told.status == 200
+    assert any('replica="a"' in line for line in lines)
+    assert not any('replica="b"' in line for line in lines)
+    world.before = None
 
 
 def test_an_ingress_has_no_torch() -> None:

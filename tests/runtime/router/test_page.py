@@ -12,11 +12,10 @@ from radixcache import LLM
 from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.http.serve import configure
 from tests.runtime.router.pretend import world
-from tests.runtime.server.browser import INSTALLED, Page, browser
+from tests.runtime.server.page.browser import Page, browser
 
 
 @pytest.mark.exhaustive  # a browser and two models
-@pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 def test_the_page_shows_the_replica_that_has_the_chat(tmp_path: Path):
     llms = {name: LLM(kv_cache_memory_bytes="16MiB") for name in ("a", "b")}
 

@@ -148,19 +148,6 @@ def test_trees_stay_as_large_as_the_replicas_memory(seed: int) -> None:
         router.check()
 
 
-def test_equal_replicas_take_turns() -> None:
-    router = Router()
-    for name in "abc":
-        router.add(name, 1000)
-    chosen = []
-    for key in range(6):
-        chosen.append(router.choose(key, [key, 1, 2]).replica)
-        router.started(key)
-    assert chosen == ["a", "b", "c", "a", "b", "c"]
-    router.release(1)  # fewest requests go before longest ago
-    assert router.choose(6, [9, 9]).replica == "b"
-
-
 def test_a_burst_with_one_stem_stays_where_it_is_until_another_replica_is_quicker() -> None:
     stem = list(range(1000))
     for queue, own, copies in ((1, 1, 1), (1, 200, 8), (4000, 10, 1)):
@@ -191,61 +178,6 @@ def test_equal_prompts_that_do_not_end_spread_once_the_memory_of_a_replica_is_fu
     for key in range(10, 20):  # all of those on the second
         router.release(key)
     assert router.order(range(100))[0] == 1
-
-
-def test_what_may_not_run_yet_goes_elsewhere() -> None:
-    router = Router()
-    for name in range(3):
-        router.add(name, 100_000, max_num_seqs=4)
-    chosen = []
-    for key in range(12):
-        chosen.append(router.choose(key, range(1000)).replica)
-        router.started(key)
-    assert chosen == [0] * 4 + [1] * 4 + [2] * 4
-    assert router.choose("full", range(1000)).short_tokens == ANSWER
-    router.release(5)
-    assert router.order(range(1000))[0] == 1
-
-
-def test_a_prompt_that_cannot_be_read_goes_to_each_in_turn() -> None:
-    router = Router()
-    for name in range(3):
-        router.add(name, 100_000)
-    assert [router.choose(key, []).replica for key in range(6)] == [0, 1, 2, 0, 1, 2]
-
-
-def test_a_head_that_all_prompts_share_keeps_no_replica_idle() -> None:
-    router = Router()
-    router.add("a", 100_000)
-    router.add("b", 100_000)
-    router.book("before", "a", [*range(90), 1])
-    router.release("before")
-    assert router.order([*range(90), *range(1000, 1900)]) == ["b", "a"]  # less than a tenth
-    assert router.order([*range(90), *range(1000, 1800)]) == ["a", "b"]
-
-
-def test_what_was_computed_stays_when_a_request_fails_and_its_queue_goes() -> None:
-    router = Router()
-    router.add("a", 1000)
-    router.choose("k", [1, 2, 3, 4])
-    router.release("k")
-    router.release("k")
-    router.started("k")
-    (standing,) = router.standings([1, 2, 3, 4, 5])
-    assert (standing.cached_tokens, standing.queued_tokens, standing.requests) == (4, 0, 0)
-
-
-def test_a_request_that_moves_is_booked_once() -> None:
-    router = Router()
-    router.add("a", 1000)
-    router.add("b", 1000)
-    assert router.choose("k", [1, 2, 3]).replica == "a"
-    router.book("k", "b", [1, 2, 3])
-    router.check()
-    assert {s.replica: s.queued_tokens for s in router.standings([9])} == {"a": 0, "b": 3}
-    again = router.choose("k", [1, 2, 3])  # its own booking does not speak against "b"
-    assert (again.queued_tokens, again.requests, again.cached_tokens) == (0, 0, 2)
-    router.check()
 
 
 def test_what_is_refused_changes_nothing() -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from radixcache import LLM
-from tests.runtime.server.apis import Chat, script
+from tests.runtime.server.api.apis import Chat, script
 from tests.runtime.server.live import LiveServer, live
 from tests.scripted import scripted_llm
 
@@ -23,6 +23,12 @@ def server() -> Iterator[LiveServer]:
 def scripted() -> Iterator[LiveServer]:
     with live(scripted_llm(script)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """For servers with options of their own; two requests run at a time."""
+    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
 @pytest.fixture

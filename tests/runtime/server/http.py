@@ -5,27 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx2 as httpx
 
-
-def get(url: str, **options: Any) -> httpx.Response:
-    return httpx.get(url, verify=False, **options)
-
-
-def post(url: str, **options: Any) -> httpx.Response:
-    return httpx.post(url, verify=False, **options)
-
-
-def delete(url: str, **options: Any) -> httpx.Response:
-    return httpx.delete(url, verify=False, **options)
-
-
-def stream(method: str, url: str, **options: Any) -> AbstractContextManager[httpx.Response]:
-    return httpx.stream(method, url, verify=False, **options)
+get = partial(httpx.get, verify=False)
+post = partial(httpx.post, verify=False)
+delete = partial(httpx.delete, verify=False)
+stream = partial(httpx.stream, verify=False)
 
 
 @contextmanager

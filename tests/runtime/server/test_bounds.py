@@ -13,24 +13,18 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM, StructuredOutputsParams
-from radixcache.errors import Busy
 from radixcache.runtime.sampling import grammar
 from radixcache.runtime.server import serving
-from radixcache.runtime.server.http import bodies, deadline, serve
+from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server import http
-from tests.runtime.server.apis import Chat, user
+from tests.runtime.server.api.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
 
 SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 MANY = bodies.MAX_VALUES + 1
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
 
 
 # Bodies.
@@ -98,16 +92,6 @@ def test_a_text_that_cannot_fit_is_never_tokenised(
     monkeypatch.setattr(fast, "__call__", encode)
     error = assert_error(server.post(path, body), 400, "too long for the context of 4096")
     assert error["code"] == "context_length_exceeded"
-
-
-def test_more_prompts_than_have_places_are_refused_before_any_work(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share = server.backend.jobs.share
-    monkeypatch.setattr(Tokenizer, "encode", None)
-    for count, n in ((share + 1, 1), (share // 2 + 1, 2)):
-        refused = server.post(COMPLETIONS, {"prompt": ["a"] * count, "n": n})
-        assert_error(refused, 400, f"takes {share} at most")
 
 
 # Slots, places, and threads.
@@ -227,22 +211,6 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
         go_on.set()
 
 
-def test_too_many_new_structures_are_told_to_come_again(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(_: StructuredOutputsParams) -> Any:
-        raise Busy("other structures take long to compile: try again")
-
-    monkeypatch.setattr(llm.grammar_backend, "compile", busy)
-    body = {**SHORT, "structured_outputs": {"regex": "never seen"}}
-    with live(llm) as server:
-        for most in (0, 8):
-            monkeypatch.setattr(serving, "MAX_COMPILING", most)
-            answer = server.post(COMPLETIONS, body)
-            assert_error(answer, 503, "try again")
-            assert answer.headers["Retry-After"] == "1"
-
-
 def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +282,7 @@ def test_heads_that_are_too_large_or_tell_two_ends_of_a_body_are_refused(server:
 def test_a_body_that_does_not_come_is_408(
     server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deadline, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
     received = answer(server, COMPLETIONS_HEAD + b"Content-Length: 100\r\n\r\n" + body)
     head, _, content = received.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
@@ -325,7 +293,7 @@ def test_a_body_that_does_not_come_is_408(
 def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deadline, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.05)
     step = llm.engine.step
 
     def slow() -> Any:

@@ -28,11 +28,6 @@ COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
-
-
 @contextmanager
 def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
     """The lines of an endless stream, of which the first chunk has come."""
@@ -45,17 +40,6 @@ def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
 
 
 # Hanging up, and limits.
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_that_is_closed_frees_its_pages(llm: LLM, n: int):
-    with live(llm) as server:
-        with streaming(server, n=n):
-            assert server.call(lambda: len(server.engine.scheduler.running)) == n
-            before = server.call(lambda: server.engine.num_generated)
-        server.wait_until(lambda: not server.engine.has_work, 5)
-        server.assert_idle()
-        assert server.call(lambda: server.engine.num_generated) < before + 2000
 
 
 def test_a_request_that_takes_too_long_ends(llm: LLM):
@@ -80,15 +64,6 @@ def test_a_body_that_is_too_large_is_413(llm: LLM):
 
 
 # Failures.
-
-
-def test_steps_that_fail_once_in_a_while_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    body = {"prompt": "| 1 | Nora", "max_tokens": 8}
-    with live(llm) as server:
-        wanted = server.post(COMPLETIONS, body).json()["choices"]
-        fail_steps(monkeypatch, llm, range(3, 8, 2))
-        assert server.post(COMPLETIONS, body).json()["choices"] == wanted
-        server.assert_idle()
 
 
 def test_requests_whose_steps_keep_failing_fail_and_the_server_goes_on(
@@ -124,23 +99,6 @@ def test_waiting_requests_survive_the_failure_of_those_that_run(
             fail_steps(monkeypatch, llm, range(1, 1 + MAX_FAILED_STEPS))
             assert all(any("the engine failed" in line for line in s) for s in (one, two))
         assert waiting.result().status_code == 200
-        server.assert_idle()
-
-
-def test_a_token_that_gives_no_text_ends_its_own_stream_only(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
-    def decode(ids: list[int]) -> str:
-        if ids:
-            raise IndexError("no such piece")
-        return ""
-
-    with live(llm) as server:
-        monkeypatch.setattr(llm.engine, "_decode", decode)
-        text = server.post(COMPLETIONS, {**ENDLESS, "stream": True}).text
-        assert "gives no text: no such piece" in text.split("\n\n")[-3]
-        monkeypatch.undo()
-        assert server.post(COMPLETIONS, {**ENDLESS, "max_tokens": 3}).status_code == 200
         server.assert_idle()
 
 

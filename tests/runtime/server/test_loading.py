@@ -31,11 +31,6 @@ from tests.runtime.server.live import ask, assert_error
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB")
-
-
 @contextmanager
 def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
     """A server whose model loads, and its address."""
@@ -183,24 +178,24 @@ def test_the_address_of_a_named_model_is_told_before_it_is_loaded(
 
 
 def serve_slowly(*flags: str) -> int:
-    """`radixcache serve` with a model that has loaded its half when there is a file `go`."""
-    load = commands._load
+    """`radixcache serve` with a model of which only half is ever loaded."""
 
     def wait(args: Any) -> LLM:
         progress.report("reading weights", 0.5)
-        wait_for(Path(flags[0]).exists)
-        return load(args)
+        time.sleep(60)
+        raise AssertionError("nobody has ended this")
 
     commands._load = wait
-    return radixcache("serve", *flags[1:])
+    return radixcache("serve", *flags)
 
 
-@contextmanager
-def slow(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
-    """`serve_slowly` in a process that has begun to load, and its address."""
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Path):
     port = free_port()
-    running = Forked(folder, serve_slowly, str(folder / "go"), "--port", str(port), *flags)
     url = f"http://127.0.0.1:{port}"
+    running = Forked(tmp_path, serve_slowly, "--port", str(port))
 
     def loads() -> bool:
         with suppress(httpx.TransportError):
@@ -209,26 +204,9 @@ def slow(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
 
     try:
         wait_for(loads)
-        yield running, url
-    finally:
-        running.kill()
-
-
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
-)
-def test_a_signal_while_it_loads_ends_it(number: int, status: int, tmp_path: Path):
-    with slow(tmp_path) as (running, url):
         plain.get(f"{url}/")
         running.send_signal(number)
         assert running.wait(5) == status
         assert running.err.read_text() == ""
-
-
-def test_a_signal_after_it_has_loaded_lets_it_end(tmp_path: Path):
-    with slow(tmp_path, "--kv-cache-memory-bytes", "16MiB") as (running, url):
-        (tmp_path / "go").touch()
-        wait_for(lambda: "Serving tabletalk at" in running.err.read_text())
-        assert plain.get(f"{url}/v1/models").status_code == 200
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(15) in (0, -signal.SIGTERM)
+    finally:
+        running.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -34,15 +33,6 @@ def refusal(flags: str) -> str:
     return str(refused.value)
 
 
-def test_every_flag_is_a_setting_and_every_setting_a_flag():
-    commands = cli._parser()._subparsers
-    assert commands is not None
-    (group,) = commands._group_actions
-    assert isinstance(group.choices, dict)
-    serve: argparse.ArgumentParser = group.choices["serve"]
-    assert {a.dest for a in serve._actions} - {"help", "MODEL"} == {"config", *SETTINGS}
-
-
 def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, monkeypatch):
     file.write_text("port: 1\nhost: file\nmax-queued-requests: 5\nallowed_hosts: [a, b]\n")
     monkeypatch.setenv("RADIXCACHE_CONFIG", str(file))
@@ -68,6 +58,8 @@ def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
 
 FLAGS = [
     ("--port many", "argument --port: invalid int value: 'many' (see radixcache serve --help)"),
+    ("--block-size 16", "did you mean --page-size?"),
+    ("--no-enable-prefix-caching", "did you mean --cache none?"),
     ("--request-timeout soon", "argument --request-timeout: invalid float value: 'soon'"),
     ("--request-timeout 0", "--request-timeout: must be above 0, not 0"),
     ("--max-queued-requests -1", "--max-queued-requests: must be at least 0, not -1"),
@@ -82,6 +74,7 @@ FLAGS = [
     ),
     ("--config /no/file", "no settings at /no/file: no such file"),
     ("--api-key-file /no/file", "cannot read /no/file: No such file"),
+    ("--api-key a --admin-key a", "the admin key must not be the API key, which all clients have"),
     ("--api-key a --api-key-file b", "api_key and api_key_file are both given"),
 ]
 VARIABLES = [

@@ -18,11 +18,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 APP = "https://app.example.org"
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB")
-
-
 def preflight(server: LiveServer, origin: str) -> httpx.Response:
     headers = {
         "origin": origin,

@@ -17,7 +17,7 @@ from radixcache.runtime.server.protocol.openai import (
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from tests.models import tiny_model
-from tests.runtime.server.apis import SCHEMA, user
+from tests.runtime.server.api.apis import SCHEMA, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -61,8 +61,6 @@ BLOCK_RESULT = {"type": "tool_result", "tool_use_id": "d"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Messages and prompts.
     (CHAT, {"messages": None}, "messages: Input should be a valid list"),
-    (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
-    (CHAT, {"messages": "hello"}, "messages: Input should be a valid list"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0: only an assistant's message may"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should"),
     (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "no role is called 'usr': say sys"),
@@ -73,16 +71,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
     (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
     (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
-    (COMPLETIONS, {"prompt": []}, "the prompt is empty"),
     (COMPLETIONS, {"prompt": ["fine", ""]}, "prompt 1: the prompt is empty"),
-    (COMPLETIONS, {"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),
     (COMPLETIONS, {"prompt": [10**30]}, "prompt"),
     (COMPLETIONS, {"prompt": [99_999]}, "token ids outside the vocabulary"),
     (COMPLETIONS, {"prompt": [99_999], "stream": True}, "token ids outside the vocabulary"),
     (RESPONSES, {"input": []}, "input: List should have at least 1 item"),
     (RESPONSES, {"input": [{"role": "user"}]}, "input.0: a message has a 'content'"),
     (RESPONSES, {"input": [HI] * 10_001}, TOO_MANY),
-    (MESSAGES, {"messages": []}, "messages: List should have at least 1 item"),
     (MESSAGES, {"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role: Input should"),
     (MESSAGES, {"messages": parts("text")}, "content.0: a text has a 'text'"),
     (MESSAGES, {"messages": [HI] * 10_001}, TOO_MANY),
@@ -90,19 +85,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Sampling.
     (CHAT, {"temperature": "hot"}, "temperature: Input should be"),
     (CHAT, {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
-    (CHAT, {"presence_penalty": 2.5}, "presence_penalty: Input should be less than or equal to 2"),
-    (CHAT, {"n": 200}, "n: Input should be less than or equal to 128"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
     (CHAT, {"stop": [""]}, "stop must be a string or a list of strings that are not empty"),
-    (CHAT, {"stop": [7]}, "stop.0: Input should be a valid string"),
     (CHAT, {"stream_options": {}}, "only for streams"),
-    (COMPLETIONS, {"stop": ["x"] * 65}, "stop: at most 64 strings of 4096 characters together"),
     (COMPLETIONS, {"stop": "x" * 4097}, "stop: at most 64 strings of 4096 characters together"),
-    (COMPLETIONS, {"stop": ["x" * 2000] * 3}, "stop: at most 64 strings of 4096 characters"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens must be at least 1"),
-    (COMPLETIONS, {"seed": 2**63}, "seed: Input should be less than"),
     (COMPLETIONS, {"top_k": 10**400}, "top_k"),
-    (COMPLETIONS, {"logprobs": 21}, "logprobs: Input should be less than"),
     (COMPLETIONS, {"best_of": 3}, "best_of is not supported"),
     (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias: a bias is a number"),
     (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias: its keys are token ids"),
@@ -114,27 +102,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "are not streamed"),
     (COMPLETIONS, {"allowed_token_ids": [1], "min_tokens": 3}, "no token is left to go on with"),
     (COMPLETIONS, {"echo": True, "prefix": "p"}, "a prefix cannot be echoed"),
-    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens: Input should be greater"),
-    (RESPONSES, {"temperature": -1}, "temperature: Input should be greater"),
-    (MESSAGES, {"max_tokens": 0}, "max_tokens: Input should be greater"),
-    (MESSAGES, {"temperature": -1}, "temperature: Input should be greater"),
     (MESSAGES, {"stop_sequences": ["a"] * 70}, "stop_sequences: at most 64 strings"),
-    (MESSAGES, {"stop_sequences": "\n"}, "stop_sequences: Input should be a valid list"),
     # Tools and their results.
     (CHAT, {"tools": [{}]}, "tools.0.type: Field required"),
     (CHAT, {"tools": [tool("f"), tool("f")]}, "two tools have the same name"),
     (CHAT, {"tools": [tool("a b")]}, "tools.0.function.name: String should match"),
-    (CHAT, {"tools": [tool("f")] * 10_001}, TOO_MANY),
     (CHAT, {"tools": [tool("f", parameters={"x": "x" * (1 << 20)})]}, "JSON schemas in all tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
     (CHAT, {"tools": [tool("f")], "tool_choice": tool("x")}, "tool_choice names 'x', which is not"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions: not supported: send them as tools"),
-    (CHAT, {"function_call": {"name": "f"}}, "function_call: not supported: send tools"),
     (CHAT, {"messages": [called("{")]}, "an object as JSON text"),
     (CHAT, {"messages": [called(DEEP)]}, "a tool call has a 'function'"),
-    (CHAT, {"messages": [{**called("{}"), "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id: "),
     (CHAT, {"messages": [HI, result("d")]}, NO_CALL),
-    (CHAT, {"messages": [called("{}"), result("d")]}, f"{NO_CALL}, not 'd'"),
     (CHAT, {"messages": [called("{}"), result(None)]}, f"{NO_CALL}, not None"),
     (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
@@ -150,13 +129,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "messages"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "prompt to be false"),
     (MESSAGES, {"output_config": {"effort": "high"}}, "one cannot tell this model how much to"),
-    (MESSAGES, {"thinking": {"type": "hard"}}, "thinking.type: Input should be"),
     # The form of the answer.
     (CHAT, {"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
     (CHAT, {"structured_outputs": {"json": {"not": {}}}}, "json does not compile: Unimpl"),
     (CHAT, {"structured_outputs": {"regex": "("}}, "regex does not compile"),
-    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "regex does not compile"),
     (COMPLETIONS, {"structured_outputs": {}}, "none is given of json, regex, choice"),
     (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supp"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 forms of the answer"),
@@ -168,7 +145,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
     # Fields that are not there, or go by another name.
     (COMPLETIONS, {"temprature": 1}, "temprature: there is no such field: did you mean temp"),
-    (COMPLETIONS, {"colour": "red"}, "colour: there is no such field"),
     (COMPLETIONS, {"suffix": "y"}, "suffix: not supported: write both sides"),
     (COMPLETIONS, {"messages": []}, "send a prompt, or ask /v1/chat/completions"),
     (CHAT, {"prompt": "x"}, "prompt: not supported: send messages, or ask /v1/completions"),
@@ -181,17 +157,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"max_tokens": 1}, "this API calls it max_output_tokens"),
     (RESPONSES, {"tools": [{"type": "function", "function": {}}]}, "tools.0.function: not supp"),
     (RESPONSES, {"background": True}, "background: not supported: keep the connection open"),
-    (RESPONSES, {"conversation": "conv_1"}, "conversation: not supported"),
-    (RESPONSES, {"prompt": {"id": "p"}}, "prompt: not supported"),
-    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include.0: Input should be"),
     (RESPONSES, {"truncation": "auto"}, "truncation: Input should be 'disabled'"),
     (RESPONSES, {"text": {"verbosity": "low"}}, "verbosity: not supported: say it in the instr"),
     (RESPONSES, {"prompt_cache_options": {"prewarm": True}}, "POST /v1/prefixes"),
     (RESPONSES, {"top_logprobs": 3}, "/v1/chat/completions has log-probabilities"),
-    (RESPONSES, {"store": "perhaps"}, "store: Input should be a valid boolean"),
     (MESSAGES, {"systen": "a"}, "systen: there is no such field: did you mean system?"),
     (MESSAGES, {"stop": "x"}, "stop: not supported: this API calls it stop_sequences"),
-    (MESSAGES, {"container": "c"}, "container: not supported: run the tools yourself"),
     (MESSAGES, {"tools": [{"function": {}}]}, "send name, description and input_schema beside"),
     (MESSAGES, {"diagnostics": {"previous": "1"}}, "diagnostics.previous: there is no such field"),
     (MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
@@ -199,15 +170,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "either a prompt or messages"),
     ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
     ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
-    ("/v1/explain", {}, "either a prompt or messages are explained"),
-    ("/v1/explain", {"prompt": ""}, "the prompt is empty"),
+    ("/v1/explain", {}, "give either a prompt or messages"),
     ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
     ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
     ("/v1/explain", {"prompt": "x", "suffix": "y"}, "suffix: not supported"),
     ("/v1/explain", {"messages": [HI, result("d")]}, NO_CALL),
     ("/v1/prefixes", {"name": "x"}, "either a prompt or messages"),
     ("/v1/prefixes", {"name": "x", "prompt": "y", "lifetime": 0}, "lifetime: Input should be"),
-    ("/v1/prefixes", {"name": "x", "prompt": ""}, "the prompt is empty"),
 ]
 
 
@@ -319,12 +288,6 @@ def test_what_is_wrong_a_thousand_times_is_complained_of_once(kind: Any, body: d
     assert caught.value.error_count() < 5
 
 
-def test_tokens_allowed_a_hundred_times_over_are_looked_at_once():
-    """A body of 2 MB took 16 bytes a token and row in every step."""
-    body = {"prompt": "x", "allowed_token_ids": [7, 8] * 500}
-    assert CompletionRequest.model_validate(body).allowed_token_ids == [7, 8]
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status", "sentence"),
     [
@@ -381,3 +344,8 @@ def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
             assert_error(server.post(route, body), 400, "no tokenizer")
         assert server.get("/v1/cache").status_code == 200
         server.assert_idle()
+
+
+def test_tokens_allowed_a_hundred_times_over_are_looked_at_once():
+    body = {"prompt": "x", "allowed_token_ids": [7, 8] * 500}
+    assert CompletionRequest.model_validate(body).allowed_token_ids == [7, 8]

@@ -12,7 +12,7 @@ import pytest
 
 from radixcache import LLM
 from radixcache.runtime.cli import main
-from tests.runtime.server.apis import user
+from tests.runtime.server.api.apis import user
 from tests.runtime.server.http import stranger
 from tests.runtime.server.live import SYSTEM, LiveServer, ask, assert_error, live
 

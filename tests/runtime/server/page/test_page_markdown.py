@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.runtime.server.browser import INSTALLED, browser
+from tests.runtime.server.page.browser import browser
 from tests.runtime.server.test_loading import loading
 
 MARKDOWN = {
@@ -82,7 +80,6 @@ import("/markdown.js").then(({ markdown }) => {
 """
 
 
-@pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 def test_markdown_is_shown_and_what_is_hostile_is_text(tmp_path: Path):
     """Letter by letter or at once, the same comes of it."""
     with loading() as (_, url), browser(tmp_path) as page:

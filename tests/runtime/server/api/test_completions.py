@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -107,17 +106,6 @@ def test_an_echo_shows_the_prompt_and_its_logprobs(client: Any, stream: bool):
     alone = create(client, "| 1 | Nora", max_tokens=0, echo=True, stream=stream)
     (choice,) = [part.choices[0] for part in (alone if stream else [alone])]
     assert (choice.text, choice.logprobs, choice.finish_reason) == ("| 1 | Nora", None, "length")
-
-
-def test_a_texts_score_does_not_depend_on_whether_it_is_read_or_written(client: Any):
-    (written,) = create(client, max_tokens=6, logprobs=0).choices
-    text = PROMPT + written.text
-    (read,) = create(client, text, max_tokens=0, echo=True, logprobs=0).choices
-    assert read.text == text and read.finish_reason == "length"
-    assert read.logprobs.tokens[-6:] == written.logprobs.tokens
-    values = read.logprobs.token_logprobs
-    assert values[-6:] == pytest.approx(written.logprobs.token_logprobs, abs=1e-3)
-    assert math.isfinite(sum(values[1:]))
 
 
 def test_a_stream_gives_what_it_held_back_when_it_ends(client: Any):

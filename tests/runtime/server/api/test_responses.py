@@ -11,10 +11,10 @@ import pytest
 
 from radixcache import SamplingParams
 from radixcache.runtime.demo.script import TABLE
-from radixcache.runtime.server.api.chat_turn import Turn
 from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse, compare
+from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tool_calls import Tool
-from tests.runtime.server.apis import WEATHER, Responses, user
+from tests.runtime.server.api.apis import WEATHER, Responses, user
 from tests.runtime.server.live import LiveServer
 
 TABLE_TEXT = TABLE.read_text()
@@ -169,15 +169,6 @@ def test_it_says_why_a_prompt_was_not_cached(server: LiveServer, client: openai.
     evicted, told = compare()
     assert told.type == "unavailable"
     assert evicted.radixcache["explanation"][0]["reason"] == "evicted"
-
-
-def test_changed_tools_are_why_a_prompt_was_not_cached(scripted: LiveServer):
-    api = Responses(scripted.url, False)
-    first = api.ask(user("Hi"), tools=[WEATHER]).whole
-    changed = [{**WEATHER, "description": "Rain or shine."}]
-    options = {"comparison_response_id": first.id}
-    told = api.ask(user("Hi"), tools=changed, prompt_cache_options=options).whole
-    assert told.prompt_cache_diagnostics.reason == "tools_changed"
 
 
 def stored(*texts: str, salt: str | None = None, prompt: str = "", **more: Any) -> StoredResponse:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -117,7 +118,10 @@ class Page:
 
 @contextmanager
 def browser(profile: Path, before: str = "") -> Iterator[Page]:
-    """A browser with a profile of its own, which runs the script `before` ahead of every page's."""
+    """A browser with a profile of its own, which runs the script `before` ahead of every page's;
+    without one, the test is skipped."""
+    if not INSTALLED:
+        pytest.skip("needs chromium and chromedriver")
     options = ChromeOptions()
     options.binary_location = CHROMIUM or ""
     for flag in (*FLAGS, f"--user-data-dir={profile}"):

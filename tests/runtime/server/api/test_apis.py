@@ -13,7 +13,7 @@ import pytest
 
 from radixcache import LLM
 from tests.runtime.server import http
-from tests.runtime.server.apis import (
+from tests.runtime.server.api.apis import (
     NUM_TURNS,
     SCHEMA,
     WEATHER,

@@ -32,11 +32,6 @@ from radixcache.runtime.server.observe import tracing
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_cache_memory_bytes="16MiB", max_num_seqs=2)
-
-
 class Traced:
     """A server, and the spans that it has sent."""
 
@@ -139,19 +134,6 @@ def test_a_prefill_says_what_was_cached_and_why_the_rest_was_not(traced: Traced)
     length = attributes(tokens)["gen_ai.usage.input_tokens"]
     assert 0 < cached == length - 1 - missed
     assert prefill["radixcache.prefilled_tokens"] == length - cached
-
-
-def test_each_prompt_has_its_own_spans_and_who_waits_is_seen_to(traced: Traced):
-    body = {"prompt": ["| 1 |", "| 2 |", "| 3 |"], "max_tokens": 20, "ignore_eos": True}
-    assert traced.server.post(COMPLETIONS, body).status_code == 200
-    spans = traced.spans(1 + 3 * 4)
-    lengths = {
-        name: [times(span)[1] - times(span)[0] for span in spans if span.name == name]
-        for name in ("queue", "decode")
-    }
-    assert (
-        max(lengths["queue"]) > min(lengths["decode"]) > 0
-    )  # there are two slots: the third waited for one of them
 
 
 def test_a_refusal_and_what_nobody_waits_for_are_seen(traced: Traced):

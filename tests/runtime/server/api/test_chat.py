@@ -13,9 +13,8 @@ import pytest
 
 from radixcache import SamplingParams
 from tests.cover import seeds
-from tests.runtime.server.apis import SCHEMA, Answer, Chat, user
+from tests.runtime.server.api.apis import SCHEMA, Answer, Chat, user
 from tests.runtime.server.live import SYSTEM, LiveServer, ask
-from tests.runtime.test_tabletalk import HEADER, LOOKUP, PEOPLE
 from tests.schemas import random_schema
 
 CHAT = "/v1/chat/completions"
@@ -125,15 +124,6 @@ def test_what_ends_an_answer(client: Any):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The age of "
 
 
-def test_a_seed_makes_sampling_repeatable(client: Any):
-    def sample(seed: int) -> list[str | None]:
-        answer = create(client, "x", seed=seed, temperature=2.0, n=2, max_tokens=12)
-        return [choice.message.content for choice in answer.choices]
-
-    assert sample(1) == sample(1) != sample(2)
-    assert sample(1)[0] != sample(1)[1]
-
-
 # The form of an answer.
 
 
@@ -162,34 +152,6 @@ def test_every_way_to_ask_for_a_form_holds_for_chats_and_completions(
 
 
 # Tools and thoughts.
-
-
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_the_bundled_model_looks_people_up_and_computes_only_what_is_new(client: Any, choice: str):
-    messages: list[Any] = [{"role": "system", "content": f"Calls: {choice}."}]
-    computed, before = [], 0
-
-    def ask(tool_choice: str) -> Any:
-        nonlocal before
-        answer = client.chat.completions.create(
-            model="tabletalk", messages=messages, tools=[LOOKUP], tool_choice=tool_choice
-        )
-        usage, said = answer.usage, answer.choices[0].message
-        computed.append(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
-        if before:  # all but the last token
-            assert usage.prompt_tokens_details.cached_tokens == before
-        before = usage.total_tokens - 1
-        messages.append(said.model_dump(exclude_none=True))
-        return said
-
-    for person, row in PEOPLE.items():
-        messages.append(user(f"What is the age of {person}?"))
-        (made,) = ask(choice).tool_calls
-        assert json.loads(made.function.arguments) == {"where": f"Name = {person}"}
-        result = {"role": "tool", "tool_call_id": made.id, "content": HEADER + row + "\n"}
-        messages.append(result)
-        assert ask("auto").content == f"The age of {person} is {row.split(' | ')[2]}."
-    assert max(computed[1:]) < computed[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])

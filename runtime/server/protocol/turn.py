@@ -1,0 +1,101 @@
+"""What is asked for by whoever wants the next message of a conversation, whichever API it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import model_validator
+
+from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.server.protocol.fields import MAX_SCHEMAS, Body, Salt
+from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request, as each API's body says it.
+
+    Attributes:
+        messages: as chat templates take them: `content` is a string; an assistant's `tool_calls`
+            are [{"id", "type", "function": {"name", "arguments": dict}}]; role "tool" has a
+            `tool_call_id`.
+        params: without the grammar of tools.
+        template_kwargs: more values that the chat template takes.
+        effort: how much to think, and the field that says so.
+        continue_final: the last message goes on instead of a new one beginning.
+        ask: the prompt asks for the next message.
+        prefix: name of a pinned prefix that the messages go on from.
+        explain: keep why prompt tokens were not cached.
+    """
+
+    messages: list[Message]
+    params: SamplingParams
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    effort: tuple[str | None, str] = (None, "")
+    continue_final: bool = False
+    ask: bool = True
+    cache_salt: str | None = None
+    prefix: str | None = None
+    stream: bool = False
+    explain: bool = False
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
+        return {
+            "tools": [tool.as_template() for tool in self.tools],
+            "template_kwargs": self.template_kwargs,
+            "ask": self.ask,
+            "continue_final": self.continue_final,
+        }
+
+
+class TurnRequest(Body):
+    """The body of such a request, which may offer tools."""
+
+    cache_salt: Salt | None = None
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        raise NotImplementedError
+
+    @property
+    def choice(self) -> ToolChoice:
+        raise NotImplementedError
+
+    def turn(self, defaults: SamplingParams) -> Turn:
+        """What is asked for, and else as in `defaults`; `InvalidRequest` if it makes no sense."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> TurnRequest:
+        tools, choice = self.offered, self.choice
+        names = [tool.name for tool in tools]
+        if len({*names}) < len(names):
+            raise ValueError("two tools have the same name")
+        if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
+            raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
+        if missing := [name for name in choice.names if name not in names]:
+            raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
+        if choice.mode == "required" and not names:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+
+def make_tool(
+    name: str, parameters: dict[str, Any] | None, description: str | None, strict: bool | None
+) -> Tool:
+    """A function that the model is told of; without parameters it takes none."""
+    return Tool(name, parameters or {"type": "object", "properties": {}}, description, bool(strict))
+
+
+def call_of(call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
+    """A call of a function, as messages of chats have it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
