@@ -73,6 +73,9 @@ def open_index(path: Path) -> sqlite3.Connection:
         index = sqlite3.connect(path, check_same_thread=False)
         try:
             index.execute("pragma journal_mode = wal")
+            ((state,),) = index.execute("pragma quick_check(1)")
+            if state != "ok":
+                raise sqlite3.DatabaseError(state)
             index.execute("pragma synchronous = normal")
             index.executescript(_SCHEMA)
             index.execute("select slot, parent, key, tokens, checksum, last_use from pages limit 1")
