@@ -189,6 +189,7 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     """What the engine has to say about a job that is finished, and OpenAI has no field for.
 
     ttft: seconds from the request's arrival to its first token.
+    loaded_tokens: of the cached ones, those that came up from disk.
     explanation: of each prompt in turn, if it was asked for.
     repetitions: of each answer how many tokens it says again and again at its end, null if it does
         not; null as a whole if none does.
@@ -201,6 +202,7 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     repetitions = [find_repetition(sequence.generated) for sequence in sequences]
     return {
         "ttft": job.requests[0].ttft,
+        "loaded_tokens": sum(request.sequences[0].num_loaded for request in job.requests),
         "explanation": explanation,
         "repetitions": repetitions if any(repetitions) else None,
     }

@@ -100,6 +100,7 @@ class CacheStatistics(Body):
     evicted_tokens: int
     evicted_pages: int
     copied_pages: int
+    loaded_tokens: int
     cached_nodes: int
     cached_tokens: int
     pages: int

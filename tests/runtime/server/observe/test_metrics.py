@@ -236,6 +236,19 @@ def test_the_page_s_table_names_what_there_is(fresh: LiveServer):
     assert theirs == set(VLLM)
 
 
+def test_a_server_tells_of_its_pages_on_disk(tmp_path: Path):
+    for _ in range(2):
+        llm = LLM(kv_dir=tmp_path, kv_dir_size="30MB", kv_cache_memory_bytes="10MB")
+        with llm, live(llm) as server:
+            body = server.post(COMPLETIONS, {"prompt": LINE * 9, "max_tokens": 1}).json()
+            found = samples(server)
+            loaded = body["radixcache"]["loaded_tokens"]
+            assert found["loaded_tokens_total"] == loaded and not found["disk_failed_pages_total"]
+            used, free = (found[f"disk_pages{{{state}}}"] for state in ("used", "free"))
+            assert used + free == llm.offload.tier.num_slots  # type: ignore[union-attr]
+    assert loaded and used, "the second one has found them"
+
+
 def test_a_hybrid_tells_what_its_states_are_for(tmp_path: Path):
     with LLM(tiny_model("lfm2", tmp_path), kv_cache_memory_bytes="1MB") as llm, live(llm) as server:
         states = llm.engine.scheduler.states
