@@ -21,6 +21,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ create table if not exists pages (slot integer primary key, parent blob not null
     tokens blob not null, checksum blob not null, last_use integer not null);
 create table if not exists notes (name text primary key, value text not null, checksum blob);
 """
+
+_MOST_REPLICAS = 256
 
 _log = logging.getLogger("radixcache")
 
@@ -87,6 +90,20 @@ def open_index(path: Path) -> sqlite3.Connection:
             for name in (path, *path.parent.glob(f"{path.name}-*")):
                 name.unlink(missing_ok=True)
     raise InvalidRequest(f"{path} cannot be written")
+
+
+def free_folder(kv_dir: Path) -> Path:
+    """The first of `kv_dir`/0, /1 and so on that no process uses: that of one of many replicas.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    for number in range(_MOST_REPLICAS):
+        folder = kv_dir / str(number)
+        with suppress(InvalidRequest):
+            os.close(lock_folder(folder))
+            return folder
+    raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: no folder in it is free")
 
 
 def remove_others(kv_dir: Path, own: Path) -> None:

@@ -7,7 +7,8 @@ import os
 import platform
 from collections.abc import AsyncIterator, Hashable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.types import Message, Scope
@@ -72,6 +73,10 @@ class Replica:
 
         cache.share_key(key)
         self._name: str = serve.get_replica_context().replica_id.unique_id
+        if engine.kv_dir is not None:
+            from radixcache.runtime.kv_offload.files import free_folder
+
+            engine = replace(engine, kv_dir=free_folder(Path(engine.kv_dir)))
         self._llm = LLM(**vars(engine))
         self._app = create_app(self._llm, options)
         self._lifespan = self._app.router.lifespan_context(self._app)

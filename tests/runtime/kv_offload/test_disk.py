@@ -17,7 +17,7 @@ import pytest
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.disk import DiskStore
-from radixcache.runtime.kv_offload.files import INDEX, PAGES, lock_folder
+from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder
 from tests.cover import seeds
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
@@ -207,6 +207,15 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidRequest, match="cannot be used"):
         lock_folder(tmp_path / "file")
+
+
+def test_each_replica_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    assert free_folder(tmp_path) == free_folder(tmp_path) == tmp_path / "0"
+    held = lock_folder(tmp_path / "0")
+    assert free_folder(tmp_path) == tmp_path / "1"
+    os.close(held)
+    with pytest.raises(InvalidRequest, match="no folder in it is free"):
+        free_folder(tmp_path / "0" / "lock")
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
