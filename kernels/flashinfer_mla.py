@@ -30,7 +30,7 @@ MOST_HEADS = 128
 MAX_FIXED_ROWS = 256
 """Sequences in a batch for `plan_fixed`."""
 
-_WORKSPACE = 128 << 20  # bytes; partial results of 2 tiles of 64 rows an SM take 18 MiB of it
+_WORKSPACE = 128 << 20  # bytes; partial results of two tiles an SM are 17 MB on 132 SMs
 _WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
 
 
@@ -54,8 +54,10 @@ class FlashInferMLABackend(AttentionBackend):
             raise ValueError(f"it computes in float16 and bfloat16, not {dtype}")
         for kind in kinds:
             if (kind.head_dim, kind.value_dim) != (LATENT, ROTATED):
-                dims = f"{kind.head_dim} and {kind.value_dim}"
-                raise ValueError(f"it has no kernel for MLA of {dims}, only of {LATENT} and {ROTATED}")
+                raise ValueError(
+                    f"it has no kernel for MLA of {kind.head_dim} and {kind.value_dim}, "
+                    f"only of {LATENT} and {ROTATED}"
+                )
             if kind.query_heads > MOST_HEADS or kind.window or kind.softcap:
                 raise ValueError(f"its MLA has no window, no cap and at most {MOST_HEADS} heads")
         self.device, self.dtype = device, dtype
