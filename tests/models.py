@@ -131,6 +131,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm3": _CONV,
 }  # fmt: skip
 
+# Multi-head latent attention, of the families that have it.
+MLA: dict[str, Any] = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
 # How much larger than variance-keeping the weights are, by parts of their names.
 _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "query": 2.5, "qkv": 2.5, "lm_head": 4.0}
 

@@ -50,10 +50,8 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     kernels do not have."""
     flashinfer = pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
     backend = importlib.import_module("radixcache.kernels.flashinfer_backend")
-    parts = {
-        name: importlib.import_module(f"flashinfer.{name}")
-        for name in f"prefill decode page cascade norm rope activation sampling utils {FA2_MLA}".split()
-    }
+    names = "prefill decode page cascade norm rope activation sampling utils".split()
+    parts = {name: importlib.import_module(f"flashinfer.{name}") for name in [*names, FA2_MLA]}
     mla_backend = importlib.import_module("radixcache.kernels.flashinfer_mla")
     staged = importlib.import_module("flashinfer.jit.attention.modules")._BatchMLAModuleProxy
     with pretend_cuda(index) as device, ExitStack() as stack:

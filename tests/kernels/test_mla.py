@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.torch_backend import TorchBackend
 from tests.kernels.gpu import Gpu, pretend_gpu
@@ -51,8 +51,8 @@ def assert_close(out: torch.Tensor, step: Step, latent: int, **options: Any) -> 
     """Within rounding of float32, or of the last bits of bfloat16."""
     wanted = naive_attention(step, scale=SCALE, **options)[..., :latent]
     assert out.is_contiguous() and out.dtype == step.query.dtype
-    low = out.dtype == torch.bfloat16
-    np.testing.assert_allclose(out.cpu().double(), wanted, *((1 / 128, 2e-3) if low else (2e-5, 2e-5)))
+    tolerance = (1 / 128, 2e-3) if out.dtype == torch.bfloat16 else (2e-5, 2e-5)
+    np.testing.assert_allclose(out.cpu().double(), wanted, *tolerance)
 
 
 SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0, -40.0])
@@ -119,9 +119,6 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
     assert len(captured) == 2
 
 
-WRAPPER = "mla.BatchMLAPagedAttentionWrapper"
-
-
 @pytest.mark.parametrize(
     ("function", "argument", "change", "message"),
     [
@@ -146,9 +143,13 @@ def test_a_planted_fault_is_found(gpu, monkeypatch, function, argument, change, 
     backend = gpu_backend(kind_of(4))
     step = mla_step(3, SHAPES["mixed"], 4, 576, page_size=4, dtype=torch.bfloat16)
     monkeypatch.setattr(owner, function, wrong)
-    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
+
+    def attend() -> None:
         backend.plan(step.batch)
         run(backend, step, LATENT, CUDA)
+
+    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
+        attend()
 
 
 def test_heads_that_no_tile_holds_whole_are_filled_up(gpu, monkeypatch) -> None:

@@ -1,0 +1,169 @@
+"""MLA over pages of latents: the answers of transformers, in a part of the memory."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from radixcache import SamplingParams
+from radixcache.kernels.native.library import problem
+from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.engine.request import Request
+from radixcache.runtime.model import mla
+from radixcache.runtime.model.kv_pool import LayerShape
+from radixcache.runtime.model.load import load_model, load_stock
+from tests.cover import seeds
+from tests.engines import generated, make_engine, plain_greedy
+from tests.models import MLA, tiny_model
+from tests.runtime.model.test_paged_model import (
+    STEPS,
+    plain_logits,
+    random_sequences,
+    relative_error,
+    run_steps,
+)
+from tests.traffic import Asked, play
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, "expand_kv"),
+    reason="transformers before 5.23 expands keys and values in the layer's forward",
+)
+CPU = torch.device("cpu")
+FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "longcat_flash")
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+    "mscale": 0.7, "mscale_all_dim": 0.9, "rope_theta": 10000.0,
+}  # fmt: skip
+WIDE = {"v_head_dim": 24, "qk_rope_head_dim": 8, "head_dim": 8}  # no two sizes alike
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in FAMILIES),
+        *((family, {"q_lora_rank": None}) for family in FAMILIES[:3]),
+        *((family, {"rope_parameters": YARN}) for family in FAMILIES[:3]),
+        ("deepseek_v3", {"rope_interleave": False, **WIDE}),
+        ("glm4_moe_lite", {"rope_interleave": False}),
+        ("deepseek_v2", WIDE),
+        ("deepseek_v3", {"attention_bias": True}),
+    ],
+    ids=str,
+)
+def test_logits_of_any_chunks_are_those_of_one_forward_and_a_wrong_page_shows(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tiny_model(family, tmp_path, tokenizer=False, **{**MLA, **options})
+    model, sequences = load_model(folder, device="cpu"), random_sequences()
+    rotated = options.get("qk_rope_head_dim", 16)
+    assert model.shapes == [LayerShape(1, 32, rotated)] * len(model.shapes)
+    assert model.bytes_per_token == len(model.shapes) * (32 + rotated) * 4
+    plain = plain_logits(folder, sequences)
+    for page_size in (1, 16):
+        for steps in STEPS:
+            assert relative_error(run_steps(model, sequences, steps, page_size), plain) < 1e-5
+        damaged = run_steps(model, sequences, STEPS[2], page_size, damage=True)
+        assert relative_error(damaged, plain) > 1e-2
+
+
+@pytest.fixture(scope="module", params=FAMILIES[:3])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(request.param, tmp_path_factory.mktemp(request.param), **MLA)
+
+
+@seeds(20_261_125, 20)
+def test_random_requests_get_the_tokens_of_transformers(folder: Path, seed: int) -> None:
+    """Hits at any token, pages that are copied, preemption, evictions, steps that fail."""
+    rng, total = random.Random(seed), Counter[str]()
+
+    def ask(texts: list[list[int]]) -> Asked:
+        prompt = [rng.randrange(250) for _ in range(rng.randint(1, 40))]
+        if texts and rng.random() < 0.8:
+            base = rng.choice(texts)
+            prompt = (base[: rng.randint(1, len(base))] + prompt[: rng.randint(1, 20)])[:90]
+        count, n = rng.randint(1, 12), rng.choice([1, 1, 3])
+        return prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, n=n), None
+
+    def verify(request: Request) -> None:
+        prompt, count = request.prompt_token_ids.tolist(), request.params.max_tokens or 0
+        for tokens in generated([request])[0]:
+            assert tokens == plain_greedy(folder, prompt, count, ignore_eos=True)
+
+    for cache, page_size in (("radix", rng.choice([1, 3])), ("radix", 16), ("hash-block", 4)):
+        engine = make_engine(
+            folder,
+            cache,
+            page_size,
+            -(-130 // page_size) + 2,
+            max_num_batched_tokens=rng.choice([7, 30, 500]),
+            max_num_seqs=8,
+        )
+        assert engine.model.shapes[0].heads == 1
+        total += play(engine, rng, 25, ask, verify, arrivals=0.3, failures=0.04)
+    print(f"seed {seed}: {dict(total)}")
+    assert total["hits"] > total["finished"] / 4
+    assert total["preempted"] > 0
+
+
+def test_a_token_of_deepseek_v3_is_71_times_smaller(tmp_path: Path) -> None:
+    """What the guide says, of the sizes in its config and 61 layers."""
+    folder = tiny_model(
+        "deepseek_v3", tmp_path, num_attention_heads=128,
+        **{**MLA, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+           "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 1},
+    )  # fmt: skip
+    dtype = torch.bfloat16
+    latent = load_stock(folder, dtype, CPU)
+    expanded = load_stock(folder, dtype, CPU, latents=False)
+    assert 61 * latent.bytes_per_token == 70_272
+    assert 61 * expanded.bytes_per_token == 4_997_120
+
+
+def test_latents_that_give_wrong_logits_are_not_kept(tmp_path, monkeypatch, caplog) -> None:
+    folder = tiny_model("deepseek_v3", tmp_path, tokenizer=False, **MLA)
+    right = mla.AbsorbedProjection.from_latent
+    monkeypatch.setattr(
+        mla.AbsorbedProjection, "from_latent", lambda self, out: right(self, out).flip(1)
+    )
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(folder, device="cpu", dtype=dtype)
+        assert model.shapes[0] == LayerShape(4, 32, 16)
+        assert "all heads are kept, not MLA's latents: model type 'deepseek_v3'" in caplog.text
+        caplog.clear()
+    sequences = random_sequences()
+    model = load_model(folder, device="cpu")
+    logits = run_steps(model, sequences, STEPS[0], 4)
+    assert relative_error(logits, plain_logits(folder, sequences)) < 1e-5
+
+
+@pytest.mark.skipif(problem() is not None, reason="exact mode needs the native kernels")
+def test_exact_mode_and_a_chosen_backend_keep_keys_and_values(tmp_path: Path) -> None:
+    folder = tiny_model("minicpm3", tmp_path, tokenizer=False, **MLA)
+    expanded = [LayerShape(4, 32, 16)] * 2
+    assert load_model(folder, device="cpu", exact=True).shapes == expanded
+    assert load_model(folder, device="cpu", attention=TorchBackend()).shapes == expanded
+
+
+def test_a_weight_that_is_not_plain_keeps_its_layer_expanded(tmp_path, monkeypatch) -> None:
+    """As a quantised checkpoint's: latents of one layer, keys and values of the other."""
+    folder = tiny_model("deepseek_v2", tmp_path, tokenizer=False, **MLA)
+    keep = mla.keep_latents
+
+    class Quantised(torch.nn.Linear):
+        pass
+
+    def with_another_class(model: Any, name: str) -> bool:
+        model.model.layers[1].self_attn.kv_b_proj.__class__ = Quantised
+        return keep(model, name)
+
+    monkeypatch.setattr(mla, "keep_latents", with_another_class)
+    model, sequences = load_stock(folder, torch.float32, CPU), random_sequences()
+    assert model.shapes == [LayerShape(1, 32, 16), LayerShape(4, 32, 16)]
+    logits = run_steps(model, sequences, STEPS[0], 4)
+    assert relative_error(logits, plain_logits(folder, sequences)) < 1e-5
