@@ -62,9 +62,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    absorbed = getattr(module, "kv_b_proj", None)
-    is_mla = isinstance(absorbed, AbsorbedProjection)
-    if is_mla:  # key and value are the latent and the rotated part of the key
+    projection = getattr(module, "kv_b_proj", None)
+    absorbed = projection if isinstance(projection, AbsorbedProjection) else None
+    if absorbed is not None:  # key and value are the latent and the rotated part of the key
         query = absorbed.to_latent(query)
     call = AttentionCall(
         layer=cast(int, module.layer_idx),
@@ -76,7 +76,7 @@ def _attention(
             scale=scaling,
             window=sliding_window,
             softcap=softcap,
-            mla=is_mla,
+            mla=absorbed is not None,
         ),
         causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
         masked=attention_mask is not None,
@@ -84,7 +84,9 @@ def _attention(
     # Fused QKV projections give strided slices.
     flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
     out = _serve.get()(call, flat[0], flat[1], flat[2], s_aux)
-    return (absorbed.from_latent(out) if is_mla else out)[None], None
+    if absorbed is not None:
+        out = absorbed.from_latent(out)
+    return out[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

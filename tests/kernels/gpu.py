@@ -445,7 +445,7 @@ class MLA(Attention):
         pinned.view(torch.int32)[: len(work)] = work
         return [cluster, heads], 4 * len(work)
 
-    def run(
+    def run(  # type: ignore[override]
         self, workspace: Any, ints: Any, info: Any, q_nope: Any, q_pe: Any, ckv: Any, kpe: Any,
         indices: Any, out: Any, lse: Any, mask_mode: int, heads: int, page_size: int, scale: float,
         base_e: bool, *rest: Any,

@@ -18,8 +18,10 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.model import mla
 from radixcache.runtime.model.kv_pool import LayerShape
 from radixcache.runtime.model.load import load_model, load_stock
+from tests import engines
 from tests.cover import seeds
-from tests.engines import generated, make_engine, plain_greedy
+from tests.engines import generated, is_greedy, make_engine, plain_greedy, run
+from tests.kernels.gpu import pretend_gpu
 from tests.models import MLA, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
@@ -167,3 +169,31 @@ def test_a_weight_that_is_not_plain_keeps_its_layer_expanded(tmp_path, monkeypat
     assert model.shapes == [LayerShape(1, 32, 16), LayerShape(4, 32, 16)]
     logits = run_steps(model, sequences, STEPS[0], 4)
     assert relative_error(logits, plain_logits(folder, sequences)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_a_gpu_decodes_take_graphs_or_torch_where_flashinfer_has_no_kernel(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    dense = {"first_k_dense_replace": 2}  # torch counts an expert's tokens otherwise on a GPU
+    folder = tiny_model("deepseek_v3", tmp_path, tokenizer=False, **{**MLA, **sizes, **dense})
+    rng, params = random.Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    stem = [rng.randrange(250) for _ in range(30)]
+    prompts = [[*stem[: rng.randint(5, 30)], rng.randrange(250)] for _ in range(6)]
+    with pretend_gpu() as gpu:
+        monkeypatch.setattr(
+            engines, "paged_model", lambda path, _: load_model(path, device="cuda", dtype=dtype)
+        )
+        engine = make_engine(folder, page_size=4, max_num_batched_tokens=20)
+        assert engine.model.shapes == [LayerShape(1, 512, 64)] * 2
+        gpu.kernels.calls.clear()
+        answers = [tokens for (tokens,) in generated(run(engine, prompts, params))]
+        if dtype == "bfloat16":
+            assert engine.model.attention.name.startswith("FlashInfer")
+            assert engine._graphs is not None and gpu.kernels.calls["mla"]
+            assert engine._graphs._replays and all(engine._graphs._replays.values())
+        else:
+            assert engine.model.attention.name.startswith("torch") and engine._graphs is None
+    tie = 1e-4 if dtype == "float32" else 3e-2
+    assert all(is_greedy(folder, *pair, tie) for pair in zip(prompts, answers, strict=True))
