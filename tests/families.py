@@ -30,9 +30,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm": {}, "glm4": {}, "cohere": {}, "cohere2": {}, "olmo": {}, "olmo2": {}, "olmo3": {},
     "exaone4": {}, "nemotron": {}, "phi": {}, "phi3": {}, "starcoder2": {}, "arcee": {},
     "apertus": {}, "helium": {}, "stablelm": {}, "gpt_neox": {}, "gpt2": {}, "opt": {},
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), MLA
-    ),
     "gpt_oss": {**_SINKS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": _SINKS,
 }  # fmt: skip
@@ -59,6 +56,7 @@ def tried(family: str, folder: Path) -> int:
 GROUPS: dict[str, dict[str, Any]] = {
     "compared with transformers' logits by the tests": FAMILIES,
     "others with transformers' layers": OTHERS,
+    "MLA, over latents": MLA,
     "hybrids": HYBRIDS,
     "text of models that take images": MULTIMODAL,
 }

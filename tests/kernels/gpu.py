@@ -81,8 +81,7 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
         both = {one.__name__: one for one in (flashinfer, backend, mla_backend)}
         stack.enter_context(patch.dict(sys.modules, both))
         # Zeroing more takes long.
-        stack.enter_context(patch.object(backend, "_WORKSPACE", 16 << 20))
-        stack.enter_context(patch.object(mla_backend, "_WORKSPACE", 17 << 20))
+        stack.enter_context(patch.object(backend, "_WORKSPACE", 17 << 20))
         yield Gpu(device, flashinfer, backend, kernels)
 
 

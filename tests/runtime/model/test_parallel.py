@@ -36,7 +36,7 @@ from radixcache.runtime.model.parallel import workers as ranks
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.forks import Forked
-from tests.models import MLA, NUM_KV_HEADS, tiny_model
+from tests.models import NUM_KV_HEADS, tiny_model
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.20")  # as the extra `tensor-parallel` says
@@ -228,7 +228,7 @@ def test_closing_does_not_wait_for_a_rank_that_is_stopped(
 def test_200_answers_of_two_ranks_are_those_of_one_process(
     family: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(family, tmp_path, **(MLA if family == "minicpm3" else {}))
+    model = tiny_model(family, tmp_path)
     with LLM(model, **SETTINGS) as alone, LLM(model, tensor_parallel_size=2, **SETTINGS) as llm:
         check_equal(llm, alone, count, seed=len(family), monkeypatch=monkeypatch)
 
