@@ -274,6 +274,7 @@ def load_stock(
         else:
             pack_linears(model)
         load = partial(load_stock, name_or_path, make=make)
+        paged: TransformersModel | None = None
         try:
             paged = (make or TransformersModel)(model, attention, exact)
             if config.model_type not in VERIFIED:
@@ -285,6 +286,7 @@ def load_stock(
             if not kept or latents:
                 raise
             _log.warning("keys and values of all heads are kept, not MLA's latents: %s", error)
+    model = paged = None  # before all of it is read again
     return load(dtype, device, latents=False)
 
 

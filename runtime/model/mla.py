@@ -9,9 +9,9 @@ them runs attention with a single KV head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -51,25 +51,19 @@ def keep_latents(model: PreTrainedModel, implementation: str) -> bool:
     found = False
     modules: list[Any] = list(model.modules())
     for module in modules:
-        expand, projection = getattr(module, "expand_kv", None), getattr(module, "kv_b_proj", None)
-        if expand is None or type(projection) is not nn.Linear or projection.bias is not None:
+        projection = getattr(module, "kv_b_proj", None) if hasattr(module, "expand_kv") else None
+        if type(projection) is not nn.Linear or projection.bias is not None:
             continue
         module.kv_b_proj = AbsorbedProjection(
             projection, module.qk_nope_head_dim, module.v_head_dim
         )
-        module.expand_kv = partial(_expand, module.config, implementation, expand)
+        module.expand_kv = partial(_expand, proxy(module), implementation)  # no circle
         found = True
     return found
 
 
-def _expand(
-    config: Any,
-    implementation: str,
-    expand: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    latent: torch.Tensor,
-    rotated: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _expand(module: Any, implementation: str, latent: torch.Tensor, rotated: torch.Tensor) -> Any:
     """Instead of `expand_kv`: [1, 1, T, rank] and [1, 1, T, rope] for our attention."""
-    if config._attn_implementation == implementation:
+    if module.config._attn_implementation == implementation:
         return latent, rotated
-    return expand(latent, rotated)
+    return module.__class__.expand_kv(module, latent, rotated)
