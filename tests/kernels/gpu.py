@@ -463,20 +463,13 @@ class MLA(Attention):
         self, ints: Any, q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, indices: Any, out: Any,
         lse: Any, scale: float, info: list[int],
     ) -> None:  # fmt: skip
-        self.kernels.calls["mla"] += 1
         batch, *planned = ints.view(torch.int32)[:3].tolist()
         assert planned == info, f"a captured graph has {info} baked in, not {planned}"
         work = ints.view(torch.int32)[3 : 5 + 3 * batch].split([batch + 1, batch + 1, batch])
-        rows, starts, lens = (part.tolist() for part in work)
-        query = torch.cat([q_nope, q_pe], -1)
-        for owner, length in enumerate(lens):
-            own = slice(rows[owner], rows[owner + 1])
-            table = indices[starts[owner] :][: -(-length // ckv.shape[1])].long()
-            assert ((table >= 0) & (table < len(ckv))).all(), "pages outside of the pool"
-            latent, rotated = (side[table].flatten(0, 1)[:length, None] for side in (ckv, kpe))
-            keys = torch.cat([latent, rotated], -1)
-            result, sums = self._attend(query[own], keys, latent, True, -1, 0, scale)
-            out[own], lse[own] = result.to(out.dtype), sums.float()
+        sides = (torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)[:, :, None])
+        tables = (*work[:2], indices, (work[2] - 1) % ckv.shape[1] + 1)
+        options = (True, -1, 0, scale, 64 * info[0], "mla")
+        self.attend(*sides, ckv[:, :, None], *tables, out, lse, *options)
 
 
 def _lens(starts: Sequence[int], last: Sequence[int], page_size: int) -> list[int]:
