@@ -45,8 +45,8 @@ class AbsorbedProjection(nn.Module):
 def keep_latents(model: PreTrainedModel, implementation: str) -> bool:
     """Let attention of that name get latents from the model's MLA layers; whether it has any.
 
-    A layer whose `kv_b_proj` is not a plain linear one, as of a quantised checkpoint, goes on to
-    expand keys and values, as do all before transformers 5.23.
+    A layer without `expand_kv`, or whose `kv_b_proj` is not a plain linear one, as of a quantised
+    checkpoint, goes on to expand keys and values.
     """
     found = False
     modules: list[Any] = list(model.modules())

@@ -466,10 +466,13 @@ class MLA(Attention):
         batch, *planned = ints.view(torch.int32)[:3].tolist()
         assert planned == info, f"a captured graph has {info} baked in, not {planned}"
         work = ints.view(torch.int32)[3 : 5 + 3 * batch].split([batch + 1, batch + 1, batch])
-        sides = (torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)[:, :, None])
-        tables = (*work[:2], indices, (work[2] - 1) % ckv.shape[1] + 1)
-        options = (True, -1, 0, scale, 64 * info[0], "mla")
-        self.attend(*sides, ckv[:, :, None], *tables, out, lse, *options)
+        qo_indptr, indptr, lens = work
+        query, keys = torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)[:, :, None]
+        last, tile = (lens - 1) % ckv.shape[1] + 1, 64 * info[0]
+        self.attend(
+            query, keys, ckv[:, :, None], qo_indptr, indptr, indices, last, out, lse, True, -1, 0,
+            scale, tile, "mla",
+        )  # fmt: skip
 
 
 def _lens(starts: Sequence[int], last: Sequence[int], page_size: int) -> list[int]:

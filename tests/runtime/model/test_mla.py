@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from radixcache import SamplingParams
 from radixcache.kernels.native.library import problem
@@ -28,10 +27,6 @@ from tests.runtime.model.test_paged_model import (
     run_steps,
 )
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(DeepseekV3Attention, "expand_kv"),
-    reason="transformers before 5.23 expands keys and values in the layer's forward",
-)
 CPU = torch.device("cpu")
 NAMED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 YARN = {
