@@ -231,8 +231,8 @@ def load_stock(
         ModelError: as `load_model`.
     """
     report("importing transformers' layers")
-    from radixcache.runtime.model.mla import keep_latents
     from radixcache.runtime.model.operations.exact import make_exact
+    from radixcache.runtime.model.operations.mla import keep_latents
     from radixcache.runtime.model.row_parallel_linear import take_local
     from radixcache.runtime.model.transformers_model import IMPLEMENTATION, TransformersModel
 

@@ -24,7 +24,7 @@ from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model.compatibility import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.mla import AbsorbedProjection
+from radixcache.runtime.model.operations.mla import AbsorbedProjection
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.recurrent import (
     StatePool,

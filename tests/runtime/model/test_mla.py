@@ -12,9 +12,9 @@ import torch
 from radixcache import SamplingParams
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import mla
 from radixcache.runtime.model.kv_pool import LayerShape
 from radixcache.runtime.model.load import load_model, load_stock
+from radixcache.runtime.model.operations import mla
 from tests import engines
 from tests.engines import generated, is_greedy, make_engine, run
 from tests.kernels.gpu import pretend_gpu
