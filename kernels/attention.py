@@ -113,7 +113,13 @@ class PagedBatch:
 
 
 class LayerKind(NamedTuple):
-    """What a layer asks of attention; layers of one kind share a plan."""
+    """What a layer asks of attention; layers of one kind share a plan.
+
+    Attributes:
+        mla: multi-head latent attention with its projections absorbed: the one KV head keeps a
+            latent of `head_dim` in place of keys, which is key and value alike, and in place of
+            values the rotated part of the key, of `value_dim`.
+    """
 
     query_heads: int
     kv_heads: int
@@ -122,6 +128,15 @@ class LayerKind(NamedTuple):
     scale: float
     window: int | None = None
     softcap: float | None = None
+    mla: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        return self.head_dim + self.value_dim if self.mla else self.head_dim
+
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim if self.mla else self.value_dim
 
 
 class AttentionBackend(ABC):
@@ -172,6 +187,8 @@ class AttentionBackend(ABC):
             key, value: [T, num_kv_heads, head_dim], the new tokens' K/V, contiguous; written before
                 attending. Values may have another head_dim than keys. Sequences that compute the
                 same token may write one slot: whichever comes last is right, but for rounding.
+                Where the query is as wide as both together, the layer is one of MLA
+                (`LayerKind.mla`): scores are of both, and the values are `key`.
             k_pages, v_pages: the layer's pages, updated in place.
             scale: factor on the scores.
             window: a query at position p sees keys at positions > p - window (transformers' rule).
@@ -181,7 +198,8 @@ class AttentionBackend(ABC):
                 ``sigmoid(lse - sink)``.
 
         Returns:
-            [T, num_qo_heads, value head_dim], contiguous, the query's dtype.
+            [T, num_qo_heads, value head_dim], contiguous, the query's dtype; of MLA, as wide as
+            the latent.
         """
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:

@@ -27,12 +27,12 @@ def choose_backend(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
     """FlashInfer on a GPU whose kernels run for all these layers, else Triton if its do; native
-    kernels on a CPU where they could be compiled; else torch.
+    kernels on a CPU where they could be compiled; else torch. MLA has FlashInfer and torch only.
 
     A warning says why a GPU takes another than FlashInfer, and what to do.
     """
     if device.type == "cpu":
-        native = dtype in DTYPES and problem() is None
+        native = dtype in DTYPES and problem() is None and not any(kind.mla for kind in kinds)
         return NativeBackend() if native else TorchBackend(device)
     if device.type not in ("cuda", "xpu"):
         return TorchBackend(device)
@@ -61,9 +61,11 @@ def _flashinfer(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
     from radixcache.kernels.flashinfer_backend import FlashInferBackend
+    from radixcache.kernels.flashinfer_mla import FlashInferMLABackend
 
     _log.info("FlashInfer compiles kernels that it has not compiled before: that takes minutes")
-    return FlashInferBackend(device, dtype, kinds)
+    is_mla = all(kind.mla for kind in kinds)
+    return (FlashInferMLABackend if is_mla else FlashInferBackend)(device, dtype, kinds)
 
 
 def _triton(
@@ -113,7 +115,7 @@ def try_out(
                 return torch.zeros(rows, heads, dim, dtype=dtype, device=device)
 
             out = backend.run(
-                zeros(tokens, kind.query_heads, kind.head_dim),
+                zeros(tokens, kind.query_heads, kind.query_dim),
                 zeros(tokens, kind.kv_heads, kind.head_dim),
                 zeros(tokens, kind.kv_heads, kind.value_dim),
                 zeros(len(own), kind.kv_heads, kind.head_dim)[:, None],

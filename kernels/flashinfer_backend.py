@@ -85,14 +85,14 @@ class FlashInferBackend(AttentionBackend):
         if dtype not in DTYPES:
             raise ValueError(f"it computes in float16 and bfloat16, not {dtype}")
         for kind in kinds:
-            if kind.head_dim not in HEAD_DIMS or kind.value_dim != kind.head_dim:
-                raise ValueError(f"it has no kernel for heads of {kind.head_dim}/{kind.value_dim}")
+            self._check(kind)
         self.device, self.dtype = device, dtype
         self._kinds = list(dict.fromkeys(kinds))
         # A window hides the shared prefix from a row, each at another place; and the kernel that
         # merges two states has no more than 1,024 threads, eight elements each.
         self.reads_shared_once = all(
-            kind.window is None and kind.query_heads * kind.head_dim <= 8 * 1024 for kind in kinds
+            kind.window is None and not kind.mla and kind.query_heads * kind.head_dim <= 8 * 1024
+            for kind in kinds
         )
         self._workspace = torch.zeros(
             max(_WORKSPACE, *(_split_kv_bytes(kind, device) for kind in kinds)),
@@ -106,6 +106,10 @@ class FlashInferBackend(AttentionBackend):
         self._fixed_in_group: dict[int, torch.Tensor] = {}
         self._wrappers: dict[tuple[_Use, LayerKind, int], Any] = {}
         self._step: _Step | None = None
+
+    def _check(self, kind: LayerKind) -> None:
+        if kind.head_dim not in HEAD_DIMS or kind.value_dim != kind.head_dim:
+            raise ValueError(f"it has no kernel for heads of {kind.head_dim}/{kind.value_dim}")
 
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         return self._plan(batch, arrays, self._upload, 0)
@@ -381,8 +385,11 @@ def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
     """What fa2 may need for the partial results of a split KV.
 
     That is two blocks an SM with 128 rows each, or all the query tiles that a fixed launch might
-    have: a small one for each decode, or one of 128 rows for each group of the shared level.
+    have: a small one for each decode, or one of 128 rows for each group of the shared level. MLA's
+    kernels need two tiles of 64 rows an SM, 17 MB of 132, which is there anyway.
     """
+    if kind.mla:
+        return 0
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     group = kind.query_heads // kind.kv_heads
     tile = max(16 if group <= 16 else 64, 128 // MIN_ROWS)

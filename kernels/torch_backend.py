@@ -102,12 +102,12 @@ class TorchBackend(AttentionBackend):
         k_pages.flatten(0, 1).index_copy_(0, self._slots, key)
         v_pages.flatten(0, 1).index_copy_(0, self._slots, value)
         kv_heads, dim = key.shape[1:]
-        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        out = query.new_empty((*query.shape[:2], value.shape[2] if query.shape[2] == dim else dim))
         key_bytes = kv_heads * dim * key.element_size()
         for tile in self._plan_tiles(self._batch, window, query.dtype, key_bytes):
             rows = query[tile.rows].unflatten(1, (kv_heads, -1))  # [rows, Hkv, group, D]
             result = self._attend(tile, rows, k_pages, v_pages, scale, softcap, sinks)
-            out[tile.rows] = result.flatten(1, 2)
+            out[tile.rows] = result[..., : out.shape[2]].flatten(1, 2)
         return out
 
     def _attend(
@@ -120,8 +120,14 @@ class TorchBackend(AttentionBackend):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of the rows [rows, kv_heads, group, dim], in that shape."""
+        """Attention of the rows [rows, kv_heads, group, dim], in that shape.
+
+        Of MLA too: its values are the first numbers of what is returned. As wide as the keys, they
+        need no copy, and torch has a kernel for them.
+        """
         keys, values = self._gather("key", tile, k_pages), self._gather("value", tile, v_pages)
+        if rows.shape[3] > keys.shape[3]:
+            keys = values = torch.cat([keys, values], dim=-1)
         mask, group = tile.mask, rows.shape[2]
         if sinks is not None:
             sinks = sinks.float().unflatten(0, (-1, group))

@@ -50,6 +50,8 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("it computes on a CPU in the interpreter alone")
+        if any(kind.mla for kind in kinds):
+            raise ValueError("it has no kernel for MLA")
         self.max_fixed_rows = MAX_FIXED_ROWS if device.type == "cuda" else 0
         self._device, self._kinds = device, list(dict.fromkeys(kinds))
         self._fence, self._upload = Fence(device), Upload(device)

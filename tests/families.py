@@ -16,15 +16,9 @@ import transformers
 
 from radixcache import LLM, ModelError, SamplingParams
 from tests.engines import plain_greedy
-from tests.models import FAMILIES, HYBRIDS, MULTIMODAL, tiny_model
+from tests.models import FAMILIES, HYBRIDS, MLA, MULTIMODAL, tiny_model
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_MLA = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4,
-    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
 _SINKS = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
@@ -36,8 +30,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm": {}, "glm4": {}, "cohere": {}, "cohere2": {}, "olmo": {}, "olmo2": {}, "olmo3": {},
     "exaone4": {}, "nemotron": {}, "phi": {}, "phi3": {}, "starcoder2": {}, "arcee": {},
     "apertus": {}, "helium": {}, "stablelm": {}, "gpt_neox": {}, "gpt2": {}, "opt": {},
-    "deepseek_v3": _MLA,
-    "glm4_moe_lite": _MLA,
     "gpt_oss": {**_SINKS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": _SINKS,
 }  # fmt: skip
@@ -64,6 +56,7 @@ def tried(family: str, folder: Path) -> int:
 GROUPS: dict[str, dict[str, Any]] = {
     "compared with transformers' logits by the tests": FAMILIES,
     "others with transformers' layers": OTHERS,
+    "MLA, over latents": MLA,
     "hybrids": HYBRIDS,
     "text of models that take images": MULTIMODAL,
 }

@@ -131,6 +131,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm3": _CONV,
 }  # fmt: skip
 
+# Models with multi-head latent attention.
+_LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+MLA: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT,
+    "longcat_flash": _LATENT, "minicpm3": _LATENT, "youtu": _LATENT,
+}  # fmt: skip
+
 # How much larger than variance-keeping the weights are, by parts of their names.
 _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "query": 2.5, "qkv": 2.5, "lm_head": 4.0}
 
@@ -144,7 +156,7 @@ def tiny_model(
     `options` override the config.
     """
     torch.manual_seed(seed)
-    settings = {**_BASE, **FAMILIES.get(family, {}), **HYBRIDS.get(family, {}), **options}
+    settings = {**_BASE, **(FAMILIES | HYBRIDS | MLA).get(family, {}), **options}
     kind: Any = AutoModelForCausalLM
     if family in MULTIMODAL:
         text, more = MULTIMODAL[family]

@@ -154,6 +154,9 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.memory.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.memory.untyped_storage()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = self.detach().clone()
         if isinstance(self, torch.nn.Parameter):
@@ -426,7 +429,8 @@ def pretend_cuda(index: int = 0) -> Iterator[Device]:
     streams = [_Stream()]  # the last one is current
     properties = SimpleNamespace(
         name="a GPU pretended on a CPU: no time means anything", total_memory=1 << 30,
-        multi_processor_count=132, major=9, minor=0,
+        multi_processor_count=132, major=9, minor=0, shared_memory_per_multiprocessor=228 << 10,
+        shared_memory_per_block_optin=227 << 10,
     )  # fmt: skip
 
     @contextmanager

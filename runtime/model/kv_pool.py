@@ -27,7 +27,7 @@ _CUDA_MARGIN = 1 << 30  # for the activations of a step
 
 
 class LayerShape(NamedTuple):
-    """What one token keeps in one layer."""
+    """What one token keeps in one layer; of MLA a latent, and the rotated part of the key."""
 
     heads: int
     key_dim: int

@@ -215,20 +215,26 @@ def load_stock(
     exact: bool = False,
     ranks: int = 1,
     make: Callable[..., TransformersModel] | None = None,
+    latents: bool | None = None,
 ) -> PagedModel:
     """A model with transformers' own layers.
+
+    Pages keep MLA's latents where nobody has chosen the backend and layers are neither exact nor
+    shared out among ranks; else its keys and values of all heads, as a model's own layers do.
 
     Args:
         ranks: the processes of this group, each of which loads its shard at the same time.
         make: what to make of transformers' model; None is a `TransformersModel`.
+        latents: whether those of MLA are kept; None is: unless that makes logits wrong.
 
     Raises:
         ModelError: as `load_model`.
     """
     report("importing transformers' layers")
     from radixcache.runtime.model.operations.exact import make_exact
+    from radixcache.runtime.model.operations.mla import keep_latents
     from radixcache.runtime.model.operations.row_parallel_linear import take_local
-    from radixcache.runtime.model.transformers_model import TransformersModel
+    from radixcache.runtime.model.transformers_model import IMPLEMENTATION, TransformersModel
 
     config = load_config(name_or_path)
     if exact and gate.is_recurrent(config):
@@ -261,16 +267,27 @@ def load_stock(
         model = model.to(device).eval()
         if ranks > 1:
             take_local(model)
+        kept = latents is not False and attention is None and ranks == 1 and not exact
+        kept = kept and keep_latents(model, IMPLEMENTATION)
         if exact:
             make_exact(model)
         else:
             pack_linears(model)
-        paged = (make or TransformersModel)(model, attention, exact)
-        if config.model_type not in VERIFIED:
-            report("comparing logits")
-            again = partial(load_stock, name_or_path, torch.float32, torch.device("cpu"), make=make)
-            check_logits(paged, again if ranks == 1 else None)
-    return paged
+        load = partial(load_stock, name_or_path, make=make)
+        paged: TransformersModel | None = None
+        try:
+            paged = (make or TransformersModel)(model, attention, exact)
+            if config.model_type not in VERIFIED:
+                report("comparing logits")
+                again = partial(load, torch.float32, torch.device("cpu"), latents=kept)
+                check_logits(paged, again if ranks == 1 else None)
+            return paged
+        except ModelError as error:
+            if not kept or latents:
+                raise
+            _log.warning("keys and values of all heads are kept, not MLA's latents: %s", error)
+    model = paged = None  # before all of it is read again
+    return load(dtype, device, latents=False)
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

@@ -24,6 +24,7 @@ from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model.compatibility import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.operations.mla import AbsorbedProjection
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.recurrent import (
     StatePool,
@@ -35,7 +36,8 @@ from radixcache.runtime.model.recurrent import (
 from radixcache.runtime.model.rope_scaling import fix_frequencies
 from radixcache.states import SequenceStates
 
-_NAME = "radixcache"
+IMPLEMENTATION = "radixcache"
+"""Our attention, by the name that transformers has for it."""
 
 # The function that serves the attention calls of the forward pass under way. A context variable,
 # because keyword arguments of the model's forward do not reach the layers of every model.
@@ -59,6 +61,11 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    projection = getattr(module, "kv_b_proj", None)
+    absorbed = projection if isinstance(projection, AbsorbedProjection) else None
+    if absorbed is not None:  # key and value are the latent and the rotated part of the key
+        query = absorbed.to_latent(query)
     call = AttentionCall(
         layer=cast(int, module.layer_idx),
         kind=LayerKind(
@@ -66,19 +73,23 @@ def _attention(
             kv_heads=key.shape[1],
             head_dim=key.shape[3],
             value_dim=value.shape[3],
-            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            scale=scaling,
             window=sliding_window,
             softcap=softcap,
+            mla=absorbed is not None,
         ),
         causal=kwargs.get("is_causal") is not False and bool(getattr(module, "is_causal", True)),
         masked=attention_mask is not None,
     )
     # Fused QKV projections give strided slices.
     flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    return _serve.get()(call, flat[0], flat[1], flat[2], s_aux)[None], None
+    out = _serve.get()(call, flat[0], flat[1], flat[2], s_aux)
+    if absorbed is not None:
+        out = absorbed.from_latent(out)
+    return out[None], None
 
 
-AttentionInterface.register(_NAME, _attention)
+AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 class TransformersModel(PagedModel):
@@ -188,7 +199,7 @@ class TransformersModel(PagedModel):
             ids = torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.device)
             return self._run(ids, rows, rows).float()
         finally:
-            self._model.set_attn_implementation(_NAME)
+            self._model.set_attn_implementation(IMPLEMENTATION)
 
     def _run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -214,11 +225,11 @@ class TransformersModel(PagedModel):
         ) -> torch.Tensor:
             calls.append(call)
             fill = torch.nan if query.isnan().any() else 0.0  # as the attention would give
-            return query.new_full((*query.shape[:2], value.shape[2]), fill)
+            return query.new_full((*query.shape[:2], call.kind.out_dim), fill)
 
         two = torch.arange(2, device=self.device)
-        self._model.set_attn_implementation(_NAME)
-        if self.config.get_text_config()._attn_implementation != _NAME:
+        self._model.set_attn_implementation(IMPLEMENTATION)
+        if self.config.get_text_config()._attn_implementation != IMPLEMENTATION:
             raise gate.refusal(self.config.model_type, "it does not let its attention be replaced")
         try:
             with _serving(serve):

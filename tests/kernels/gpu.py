@@ -32,6 +32,7 @@ NUM_SMS = 132
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 DECODE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # utils.cuh: DISPATCH_GQA_GROUP_SIZE
+FA2_MLA = "mla._batch_mla._backends.fa2_backend"
 
 
 class Gpu(NamedTuple):
@@ -49,10 +50,10 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     kernels do not have."""
     flashinfer = pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
     backend = importlib.import_module("radixcache.kernels.flashinfer_backend")
-    parts = {
-        name: importlib.import_module(f"flashinfer.{name}")
-        for name in "prefill decode page cascade norm rope activation sampling utils".split()
-    }
+    names = "prefill decode page cascade norm rope activation sampling utils".split()
+    parts = {name: importlib.import_module(f"flashinfer.{name}") for name in [*names, FA2_MLA]}
+    mla_backend = importlib.import_module("radixcache.kernels.flashinfer_mla")
+    staged = importlib.import_module("flashinfer.jit.attention.modules")._BatchMLAModuleProxy
     with pretend_cuda(index) as device, ExitStack() as stack:
         kernels = Kernels(device, any_dtype)
         attention = kernels.attention
@@ -60,6 +61,7 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
             ("prefill", "get_batch_prefill_module", lambda _, *key: attention("prefill", *key)),
             ("decode", "get_batch_prefill_module", lambda _, *key: attention("prefill", *key)),
             ("decode", "get_batch_decode_module", lambda *key: attention("decode", *key)),
+            (FA2_MLA, "get_batch_mla_module", lambda *key: staged(MLA(kernels, *key))),
             ("page", "get_page_module", lambda: kernels),
             ("cascade", "get_cascade_module", lambda: kernels),
             ("norm", "get_norm_module", lambda: kernels),
@@ -76,10 +78,10 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
             stack.enter_context(patch.object(backend, "DTYPES", (*DTYPES, torch.float32)))
             stack.enter_context(patch.object(backend, "HEAD_DIMS", (16, *HEAD_DIMS)))
         # Tests take either away, to see what happens.
-        both = {"flashinfer": flashinfer, backend.__name__: backend}
+        both = {one.__name__: one for one in (flashinfer, backend, mla_backend)}
         stack.enter_context(patch.dict(sys.modules, both))
         # Zeroing more takes long.
-        stack.enter_context(patch.object(backend, "_WORKSPACE", 16 << 20))
+        stack.enter_context(patch.object(backend, "_WORKSPACE", 17 << 20))
         yield Gpu(device, flashinfer, backend, kernels)
 
 
@@ -414,6 +416,63 @@ class Attention(SimpleNamespace):
             end = min(keys, keys - queries + last + 1) if causal else keys
             begin = 0 if window < 0 else max(0, keys - queries + first - window)
             self.kernels.kv_tokens_read += max(0, end - begin)
+
+
+class MLA(Attention):
+    """A compiled module of batch_mla_plan.cu and batch_mla_run.cu. What is planned lies in the
+    int workspace, of which a captured launch knows the address alone."""
+
+    def __init__(self, kernels: Kernels, backend: str, q: Any, kv: Any, o: Any, *key: Any) -> None:
+        assert backend == "fa2" and q == kv == o and q in DTYPES, f"no kernel for {q}, {kv}, {o}"
+        assert key[:3] == (torch.int32, 512, 64), f"no kernel for {key}"
+        super().__init__(kernels, "mla", q, key[1:])
+
+    def plan(
+        self, workspace: Any, ints: Any, pinned: Any, qo: Any, indptr: Any, lens: Any, heads: int,
+        dim: int, causal: bool,
+    ) -> Any:  # fmt: skip
+        self.kernels.check(float_workspace=workspace, int_workspace=ints)
+        assert self.kernels.device.capturing is None, "plan() in a capture"
+        self.kernels.calls["plan mla"] += 1
+        for array in (qo, indptr, lens):
+            assert not isinstance(array, DeviceTensor) and array.dtype == torch.int32
+        assert causal and dim == self.head_dim and len(qo) == len(indptr) == len(lens) + 1
+        cluster = 2 if int(qo[-1]) * heads // len(lens) > 64 else 1  # scheduler.cuh: MLAPlan
+        need = 2 * (NUM_SMS // cluster) * 64 * cluster * (2 * dim + 4)
+        assert workspace.numel() >= need, f"the workspace is short of {need} bytes"
+        work = torch.cat([torch.tensor([len(lens), cluster, heads]), qo, indptr, lens]).int()
+        pinned.view(torch.int32)[: len(work)] = work
+        return [cluster, heads], 4 * len(work)
+
+    def run(  # type: ignore[override]
+        self, workspace: Any, ints: Any, info: Any, q_nope: Any, q_pe: Any, ckv: Any, kpe: Any,
+        indices: Any, out: Any, lse: Any, mask_mode: int, heads: int, page_size: int, scale: float,
+        base_e: bool, *rest: Any,
+    ) -> None:  # fmt: skip
+        self.kernels.check(int_workspace=ints, kv_indices=indices, out=out, lse=lse)
+        for tensor, dim in ((q_nope, 512), (q_pe, 64), (ckv, 512), (kpe, 64), (out, 512)):
+            assert isinstance(tensor, DeviceTensor) and tensor.dtype == self.dtype, "plan()'s dtype"
+            assert tensor.ndim == 3 and tensor.shape[2] == dim and tensor.stride(2) == 1
+        assert ckv.shape[1] == kpe.shape[1] == page_size, f"page_size {page_size} was planned"
+        assert q_nope.shape[1] == heads == info[1], f"{info[1]} heads were planned"
+        assert mask_mode == 1 and not base_e and rest == (1.0, 1.0, None)
+        args = (ints, q_nope, q_pe, ckv, kpe, indices, out, lse)
+        self.kernels.device.launch(self.attend_latents, *args, scale, info)
+
+    def attend_latents(
+        self, ints: Any, q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, indices: Any, out: Any,
+        lse: Any, scale: float, info: list[int],
+    ) -> None:  # fmt: skip
+        batch, *planned = ints.view(torch.int32)[:3].tolist()
+        assert planned == info, f"a captured graph has {info} baked in, not {planned}"
+        work = ints.view(torch.int32)[3 : 5 + 3 * batch].split([batch + 1, batch + 1, batch])
+        qo_indptr, indptr, lens = work
+        query, keys = torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)[:, :, None]
+        last, tile = (lens - 1) % ckv.shape[1] + 1, 64 * info[0]
+        self.attend(
+            query, keys, ckv[:, :, None], qo_indptr, indptr, indices, last, out, lse, True, -1, 0,
+            scale, tile, "mla",
+        )  # fmt: skip
 
 
 def _lens(starts: Sequence[int], last: Sequence[int], page_size: int) -> list[int]:

@@ -88,7 +88,9 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(window) -> None:
         first += count
 
 
-def test_more_tokens_than_pages_are_refused() -> None:
+def test_more_tokens_than_pages_are_refused_and_so_is_mla() -> None:
+    with pytest.raises(ValueError, match="no kernel for MLA"):
+        triton_backend.TritonBackend(CPU, torch.float32, [LayerKind(4, 1, 16, 8, 1.0, mla=True)])
     counts = np.array([0, 3], np.int32)
     pages, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     with pytest.raises(ValueError, match="more new tokens"):

@@ -221,7 +221,10 @@ def test_closing_does_not_wait_for_a_rank_that_is_stopped(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "count"), [("llama", 67), ("qwen3", 67), ("gemma3_text", 66)])
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("llama", 67), ("qwen3", 67), ("gemma3_text", 66), ("minicpm3", 20)],  # MLA, expanded
+)
 def test_200_answers_of_two_ranks_are_those_of_one_process(
     family: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

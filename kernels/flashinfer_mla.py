@@ -1,0 +1,137 @@
+"""Attention over pages of MLA's latents with FlashInfer's kernels, on NVIDIA GPUs.
+
+One wrapper takes decodes, suffixes and fresh prompts alike. A prefix that decodes share is read
+once for each: the kernel that merges two states has no room for many heads of 512.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.kernels.attention import LayerKind, PagedBatch
+from radixcache.kernels.flashinfer_backend import FlashInferBackend, flashinfer
+from radixcache.kernels.upload import Upload
+
+LATENT, ROTATED = 512, 64
+"""The one shape that kernels are asked for: of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash."""
+MOST_HEADS = 128
+
+
+class FlashInferMLABackend(FlashInferBackend):
+    """`AttentionBackend` for MLA in float16 and bfloat16 on an NVIDIA GPU.
+
+    Raises:
+        ValueError: FlashInfer has no kernel for this dtype or these layers.
+    """
+
+    name = f"FlashInfer {flashinfer.__version__}, over latents"
+    _slots: torch.Tensor | None = None
+    _planned: dict[LayerKind, Any]
+
+    def _check(self, kind: LayerKind) -> None:
+        if (kind.head_dim, kind.value_dim) != (LATENT, ROTATED):
+            dims = f"{kind.head_dim} and {kind.value_dim}, only of {LATENT} and {ROTATED}"
+            raise ValueError(f"it has no kernel for MLA of {dims}")
+        if kind.query_heads > MOST_HEADS or kind.window or kind.softcap:
+            raise ValueError(f"its MLA has no window, no cap and at most {MOST_HEADS} heads")
+
+    @torch.inference_mode()
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self._slots is None:
+            raise RuntimeError("run() before plan()")
+        slots, heads, dims = self._slots.long(), query.shape[1], (key.shape[2], value.shape[2])
+        k_pages.flatten(0, 1).index_copy_(0, slots, key)
+        v_pages.flatten(0, 1).index_copy_(0, slots, value)
+        kind = LayerKind(heads, 1, *dims, scale, window, softcap, mla=True)
+        missing = query.new_zeros(len(query), _planned_heads(heads) - heads, query.shape[2])
+        out, lse = self._planned[kind].run(
+            query=torch.cat([query, missing], dim=1).split(dims, dim=2),
+            kv_cache=(k_pages[:, :, 0], v_pages[:, :, 0]),
+            return_lse=True,
+        )
+        out = out[:, :heads].contiguous()
+        if sinks is not None:
+            out *= torch.sigmoid(lse[:, :heads] * math.log(2) - sinks.float())[..., None]
+        return out
+
+    @torch.inference_mode()  # what is written here may be written again inside of it
+    def _plan(
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], upload: Upload, size: int
+    ) -> list[torch.Tensor]:
+        if (batch.query_lens > batch.kv_lens).any():
+            raise ValueError("a sequence has more new tokens than its pages hold")
+        self._slots = None
+        # What has a fixed length goes first, so that it keeps its address.
+        tables = (batch.slots(), batch.qo_indptr, batch.kv_indptr, batch.kv_lens, batch.kv_indices)
+        self._fence.wait()  # until the step before no longer reads the pinned buffer
+        try:
+            *given, slots, qo_indptr, kv_indptr, kv_lens, indices = upload([*arrays, *tables])
+            metadata = flashinfer.mla.MLAPlanMetadata.csr(
+                qo_indptr.host, kv_indptr.host, indices.device, kv_lens.host
+            )
+            self._planned = {kind: self._wrapper(kind, size) for kind in self._kinds}
+            for kind, wrapper in self._planned.items():
+                wrapper.plan(
+                    metadata=metadata,
+                    num_heads=_planned_heads(kind.query_heads),
+                    head_dim_ckv=kind.head_dim,
+                    head_dim_kpe=kind.value_dim,
+                    page_size=batch.page_size,
+                    causal=True,
+                    sm_scale=kind.scale,
+                    q_data_type=self.dtype,
+                    kv_data_type=self.dtype,
+                    query_layout="split",
+                    kv_cache_layout="split",
+                    lse_mode="base2",
+                )
+        finally:
+            self._fence.record()
+        self._slots = slots.device
+        return [array.device for array in given]
+
+    def _wrapper(self, kind: LayerKind, size: int) -> Any:
+        """The wrapper of these layers, with buffers of its own for each `size` but 0."""
+        if ("decode", kind, size) not in self._wrappers:
+            buffers: dict[str, Any] = {}
+            if size:
+                indices = self._fixed_indices["decode"]
+                buffers = {
+                    "use_cuda_graph": True,
+                    "qo_indptr": indices.new_zeros(size + 1),
+                    "kv_indptr": indices.new_zeros(size + 1),
+                    "kv_indices": indices,
+                    "kv_len_arr": indices.new_zeros(size),
+                }
+            wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper
+            self._wrappers["decode", kind, size] = wrapper(
+                self._workspace, backend="fa2", **buffers
+            )
+        return self._wrappers["decode", kind, size]
+
+
+def _planned_heads(heads: int) -> int:
+    """The next power of two, filled up with queries of zeros: GLM-4.7-Flash has 20.
+
+    Where a query's heads are cut by a tile of 64 or 128 rows, the kernels may leave out its last
+    key, and plan() refuses that.
+    """
+    return 1 << (heads - 1).bit_length()

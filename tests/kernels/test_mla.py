@@ -1,0 +1,149 @@
+"""Attention over MLA's latents, in torch and by FlashInfer's wrapper, against the naive one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.torch_backend import TorchBackend
+from tests.kernels.gpu import Gpu, pretend_gpu
+from tests.kernels.reference import Step, make_step, naive_attention
+from tests.kernels.test_cpu_backends import SHAPES
+from tests.pretend_cuda import CPU, CUDA
+
+LATENT, ROTATED = 512, 64  # of which FlashInfer has kernels
+SCALE = 0.04
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with pretend_gpu() as gpu:
+        yield gpu
+
+
+def mla_step(seed: int, lens: list[tuple[int, int]], heads: int, dim: int, **options: Any) -> Step:
+    """Keys of `dim` numbers, which are the values, too."""
+    step = make_step(seed, lens, heads=(heads, 1), dim=dim, **options)
+    return replace(step, value=step.key, v_pages=step.k_pages)
+
+
+def kind_of(heads: int, latent: int = LATENT, rotated: int = ROTATED, **more: Any) -> LayerKind:
+    return LayerKind(heads, 1, latent, rotated, SCALE, mla=True, **more)
+
+
+def run(
+    backend: AttentionBackend, step: Step, latent: int, place: torch.device = CPU, **options: Any
+) -> torch.Tensor:
+    key, pages = step.key, step.k_pages.nan_to_num(0)
+    inputs = (step.query, key[..., :latent], key[..., latent:], pages[..., :latent])
+    sides = [tensor.contiguous().to(place) for tensor in (*inputs, pages[..., latent:])]
+    return backend.run(*sides, scale=SCALE, **options)
+
+
+def assert_close(out: torch.Tensor, step: Step, latent: int, **options: Any) -> None:
+    """Within rounding of float32, or of the last bits of bfloat16."""
+    wanted = naive_attention(step, scale=SCALE, **options)[..., :latent]
+    assert out.is_contiguous() and out.dtype == step.query.dtype
+    tolerance = (1 / 128, 2e-3) if out.dtype == torch.bfloat16 else (2e-5, 2e-5)
+    np.testing.assert_allclose(out.cpu().double(), wanted, *tolerance)
+
+
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0, -40.0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 6}, {"softcap": 5.0}, {"sinks": SINKS}], ids=str
+)
+def test_torch_equals_the_reference(shape: str, options: dict[str, Any]) -> None:
+    step = mla_step(7, SHAPES[shape], 5, 24, page_size=4)
+    backend = TorchBackend()
+    backend.plan(step.batch)
+    assert_close(run(backend, step, 16, **options), step, 16, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("heads", "sinks"), [(4, None), (5, None), (5, SINKS)])
+def test_flashinfer_equals_the_reference(gpu, shape, page_size, heads, sinks) -> None:
+    backend = gpu_backend(kind_of(heads))
+    step = mla_step(3, SHAPES[shape], heads, 576, page_size=page_size, dtype=torch.bfloat16)
+    backend.plan(step.batch)
+    given = {} if sinks is None else {"sinks": sinks.to(CUDA)}
+    out = run(backend, step, LATENT, CUDA, **given)
+    assert_close(out, step, LATENT, **({} if sinks is None else {"sinks": sinks}))
+    assert gpu.kernels.calls["mla"] == 1
+
+
+def gpu_backend(*kinds: LayerKind, dtype: torch.dtype = torch.bfloat16) -> AttentionBackend:
+    from radixcache.kernels.flashinfer_mla import FlashInferMLABackend
+
+    return FlashInferMLABackend(CUDA, dtype, kinds)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "change", "message"),
+    [
+        ("plan", "head_dim_ckv", lambda _: 500, "multiple of 128"),
+        ("plan", "q_data_type", lambda _: torch.float32, "float32"),
+        ("plan", "page_size", lambda size: size + 1, "page counts"),
+        ("plan", "num_heads", lambda heads: heads + 1, "heads were planned"),
+        ("plan", "causal", None, "causal"),
+        ("run", "query", lambda pair: pair[::-1], "do not match planned widths"),
+        ("run", "kv_cache", lambda pair: (pair[0].float(), pair[1]), "float32"),
+    ],
+)
+def test_a_planted_fault_is_found(gpu, monkeypatch, function, argument, change, message) -> None:
+    """A wrong value, side or dtype, or an argument too few: in the package or below it."""
+    owner = gpu.flashinfer.mla.BatchMLAPagedAttentionWrapper
+    right = getattr(owner, function)
+
+    def wrong(self: Any, **options: Any) -> Any:
+        value = options.pop(argument)
+        return right(self, **options, **({} if change is None else {argument: change(value)}))
+
+    backend = gpu_backend(kind_of(4))
+    step = mla_step(3, SHAPES["mixed"], 4, 576, page_size=4, dtype=torch.bfloat16)
+    monkeypatch.setattr(owner, function, wrong)
+
+    def attend() -> None:
+        backend.plan(step.batch)
+        run(backend, step, LATENT, CUDA)
+
+    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
+        attend()
+
+
+def test_heads_that_no_tile_holds_whole_are_filled_up(gpu, monkeypatch) -> None:
+    """FlashInfer refuses to leave out the last key of a query that a tile cuts in two."""
+    from radixcache.kernels import flashinfer_mla
+
+    step = mla_step(5, [(40, 58)], 20, 576, page_size=4, dtype=torch.bfloat16)
+    backend = gpu_backend(kind_of(20))
+    backend.plan(step.batch)
+    assert_close(run(backend, step, LATENT, CUDA), step, LATENT)
+    monkeypatch.setattr(flashinfer_mla, "_planned_heads", lambda heads: heads)
+    with pytest.raises(Exception, match="omit a visible key"):
+        backend.plan(step.batch)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_flashinfer_cannot_do_is_left_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+    assert "over latents" in choose_backend(CUDA, torch.bfloat16, [kind_of(4)]).name
+    for kinds, reason in (
+        ([kind_of(4, 256, 32)], "MLA of 256 and 32, only of 512 and 64"),
+        ([kind_of(4, window=9)], "no window"),
+        ([kind_of(129)], "at most 128 heads"),
+        ([kind_of(4), LayerKind(4, 4, 64, 64, 0.1)], "heads of 512/64"),
+    ):
+        caplog.clear()
+        assert choose_backend(CUDA, torch.bfloat16, kinds).name.startswith("torch")
+        assert "plain torch, which is slow on a GPU: FlashInfer" in caplog.text
+        assert reason in caplog.text
