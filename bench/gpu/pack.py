@@ -52,6 +52,7 @@ export PYTHONPATH=$_here/site${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:$_here/site/
 export FLASHINFER_CUDA_ARCH_LIST=%s FLASHINFER_USE_CUDA_NORM=1 FLASHINFER_LOGGING_LEVEL=warning
 export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$_here/workspace}
 export FLASHINFER_EXTRA_CUDAFLAGS=-I$_here/headers FLASHINFER_EXTRA_LDFLAGS=-L$_here/stub
+[ ! -x /usr/local/cuda/bin/nvcc ] || export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 command -v nvcc > /dev/null || export FLASHINFER_DISABLE_JIT=1
 """
 
