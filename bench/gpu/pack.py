@@ -190,8 +190,8 @@ def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python:
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(build / "env.sh", "env.sh")
         tar.add(build / "stub", "stub")
-        for folder in (build / "headers").glob("nvidia/*/include"):
-            tar.add(folder, "headers")
+        for headers in (build / "headers").glob("nvidia/*/include"):
+            tar.add(headers, "headers")
         tar.add(build / f"site-{python}", "site", filter=_no_caches)
         for file in sorted(files):
             tar.add(file, f"site/{file.relative_to(sources)}")
