@@ -2,9 +2,10 @@
 
     python -m radixcache.bench.gpu.pack flashinfer.tgz
 
-needs nvcc 13.0 and gcc, but no GPU, and takes an hour on two cores; what is built stays in the
-build folder, and a second call goes on there. `bench/gpu_session.sh` unpacks the archive on that
-machine and sources its `env.sh`. Kernels that are missing are built there, if it has nvcc.
+needs nvcc 13.0 and gcc, but no GPU, loads half a gigabyte, and takes an hour on two cores; what is
+built stays in the build folder, where a second call goes on. On that machine `bench/gpu_session.sh`
+unpacks the archive and sources its `env.sh`. Kernels that are missing are built there, if it has
+nvcc.
 """
 
 from __future__ import annotations
