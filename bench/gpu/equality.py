@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from radixcache import HashBlockCache, NoCache, RadixCache
 from radixcache.base import Tokens
 from radixcache.bench.gpu.models import Cache, engine_on, generated, random_llama, run_all
-from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.place import Place, Sizes
 from radixcache.bench.gpu.report import Report
-from radixcache.bench.gpu.sizes import Sizes
 
 NEAR = 5e-2
 """Two logits closer than this share of their row's range are a tie in bfloat16; a wrong page moves

@@ -2,19 +2,21 @@
 
     python -m radixcache.bench.gpu.pack flashinfer.tgz
 
-needs nvcc 13.0 and gcc, but no GPU, and takes an hour on two cores; what is built stays in the
-build folder. There, `bench/gpu_session.sh` unpacks the archive and sources its `env.sh`.
+needs nvcc 13.0 and gcc, but no GPU, loads half a gigabyte, and takes an hour on two cores; what is
+built stays in the build folder, where a second call goes on. On that machine `bench/gpu_session.sh`
+unpacks the archive and sources its `env.sh`. Kernels that are missing are built there, if it has
+nvcc.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,23 +32,29 @@ HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
 
 NEEDED = (
     "apache-tvm-ffi==0.1.15.post2", "nvidia-ml-py", "packaging", "requests", "urllib3", "idna",
-    "certifi", "charset-normalizer", "tqdm", "filelock", "jinja2", "markupsafe",
+    "certifi", "charset-normalizer", "tqdm", "filelock", "jinja2", "markupsafe", "ninja",
 )  # fmt: skip
-"""What FlashInfer imports besides torch and numpy."""
+"""What FlashInfer imports besides torch and numpy, and what it builds with."""
 
 PARTS = "activation cascade decode norm page prefill rope sampling"
 """Modules that are packed, with what they import; the rest of FlashInfer stays behind."""
 
-# Loading a built kernel renders its sources nonetheless.
-_SOURCES = re.compile("batch_(prefill|decode)|page|cascade|sampling|renorm|norm|rope|flashinfer_")
+_INCLUDED = (
+    "include", "cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "cutlass/include",
+    "spdlog/include", "csrc/nv_internal",
+)  # fmt: skip
+"""What kernels include, of FlashInfer's data, besides the files of `csrc`."""
 
 _TENSOR_CORE_GROUP = 4  # as in the backend, which cannot be imported without FlashInfer
 
 ENV = """\
 _here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export PYTHONPATH=$_here/site${PYTHONPATH:+:$PYTHONPATH} FLASHINFER_DISABLE_JIT=1
+export PYTHONPATH=$_here/site${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:$_here/site/bin
 export FLASHINFER_CUDA_ARCH_LIST=%s FLASHINFER_USE_CUDA_NORM=1 FLASHINFER_LOGGING_LEVEL=warning
 export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$_here/workspace}
+export FLASHINFER_EXTRA_CUDAFLAGS=-I$_here/headers FLASHINFER_EXTRA_LDFLAGS=-L$_here/stub
+[ ! -x /usr/local/cuda/bin/nvcc ] || export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+command -v nvcc > /dev/null || export FLASHINFER_DISABLE_JIT=1
 """
 
 
@@ -86,7 +94,7 @@ def fetch(build: Path, python: str) -> None:
             if not (target / members[-1]).exists():
                 archive.extractall(target, members)
     if not (build / "tools").exists():
-        _pip("install", "--no-deps", "--target", build / "tools", "ninja", *NEEDED)
+        _pip("install", "--no-deps", "--target", build / "tools", *NEEDED)
     site = build / f"site-{python}"
     if not site.exists():
         there = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
@@ -130,11 +138,13 @@ def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[
         library = build / "aot" / arch / name / f"{name}.so"
         if library.exists():
             continue
-        print(f"building {name}", flush=True)
+        start = time.monotonic()
         specs[name].build(verbose=False)
         library.parent.mkdir(parents=True, exist_ok=True)
         strip = ["strip", "--strip-unneeded", "-o", library, specs[name].jit_library_path]
         subprocess.run(strip, check=True)
+        took, size = time.monotonic() - start, library.stat().st_size / 2**20
+        print(f"{took:4.0f} s, {size:4.1f} MiB: {name}", flush=True)
     return chosen
 
 
@@ -172,13 +182,17 @@ def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python:
     sources = build / "sources"
     files = {Path(file) for file in used if file.startswith(str(sources))}
     files |= {f for f in (sources / "flashinfer").rglob("*.json") if "data" not in f.parts}
-    csrc = sources / "flashinfer/data/csrc"
-    files |= {f for f in csrc.iterdir() if f.is_file() and _SOURCES.match(f.name)}
-    files |= set(csrc.glob("*.h"))
+    data = sources / "flashinfer/data"  # loading a built kernel renders its sources nonetheless
+    files |= {file for file in (data / "csrc").iterdir() if file.is_file()}
+    for folder in _INCLUDED:
+        files |= {file for file in (data / folder).rglob("*") if file.is_file()}
     (build / "env.sh").write_text(ENV % arch)
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(build / "env.sh", "env.sh")
+        tar.add(build / "stub", "stub")
+        for headers in (build / "headers").glob("nvidia/*/include"):
+            tar.add(headers, "headers")
         tar.add(build / f"site-{python}", "site", filter=_no_caches)
         for file in sorted(files):
             tar.add(file, f"site/{file.relative_to(sources)}")
@@ -188,7 +202,7 @@ def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python:
 
 
 def _no_caches(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    unused = ("__pycache__", "tvm_ffi/src", "tvm_ffi/3rdparty", "site/bin")
+    unused = ("__pycache__", "tvm_ffi/src", "tvm_ffi/3rdparty")
     return None if any(part in member.name for part in unused) else member
 
 

@@ -173,7 +173,8 @@ class TransformersModel(PagedModel):
         if count != len({layer for _, layer, _ in self._state_shapes}):
             raise gate.refusal(
                 model_type,
-                "its recurrent layers keep their states in a way of their own (as Mamba 1 does)",
+                "its recurrent layers keep their states otherwise than in transformers 5.23 and "
+                "newer (as Mamba 1 does, and any in older ones)",
             )
         self.bytes_per_state = bytes_per_state(self._state_shapes)
 

@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.sizes import SMALL
+from radixcache.bench.gpu.place import SMALL, Place
 from radixcache.bench.gpu.triton import WIDE
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import AttentionBackend

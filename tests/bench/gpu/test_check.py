@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,9 +21,8 @@ import torch
 from radixcache import RadixCache
 from radixcache.bench.gpu import check, equality, pack
 from radixcache.bench.gpu.environment import LAYERS
-from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.place import FULL, SMALL, Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
-from radixcache.bench.gpu.sizes import FULL, SMALL
 from radixcache.runtime.model.load import VERIFIED
 from tests.bench.gpu.rehearsal import rehearsal_place
 
@@ -302,19 +302,37 @@ def test_the_archive_holds_kernels_and_what_loads_them(tmp_path, monkeypatch, ca
     package = "sources/flashinfer"
     for name in ["__init__", *pack.PARTS.split(), "of_no_use"]:
         write(f"{package}/{name}.py")
-    for name in ("page.cu", "batch_decode.jinja", "utils.h", "gemm.cu"):
-        write(f"{package}/data/csrc/{name}")
+    sources = ("csrc/page.cu", "csrc/nv_internal/utils.h", "include/page.cuh", "cccl/cub/cub.cuh")
+    for path in (*sources, "csrc/fmha/gemm.cu", "cutlass/test/gemm.cu"):
+        write(f"{package}/data/{path}")
     write("site-3.12/tvm_ffi/__init__.py")
     write("aot/9.0a/page/page.so", "ELF")
+    write("stub/libcuda.so", "ELF")
+    write("headers/nvidia/cu13/include/curand.h")
     archive = tmp_path / "flashinfer.tgz"
     pack.write(tmp_path / "build", archive, ["page"], "9.0a", "3.12")
     with tarfile.open(archive) as tar:
         held = {name for name in tar.getnames() if Path(name).suffix}
     inside = "site/flashinfer"
-    sources = {f"{inside}/data/csrc/{n}" for n in ("page.cu", "batch_decode.jinja", "utils.h")}
-    modules = {f"{inside}/{n}.py" for n in ["__init__", *pack.PARTS.split()]}
-    kernel = f"{inside}/data/aot/page/page.so"
-    assert held == modules | sources | {"env.sh", "site/tvm_ffi/__init__.py", kernel}
+    assert held == {
+        "env.sh", "stub/libcuda.so", "headers/curand.h", "site/tvm_ffi/__init__.py",
+        *(f"{inside}/data/{path}" for path in (*sources, "aot/page/page.so")),
+        *(f"{inside}/{name}.py" for name in ["__init__", *pack.PARTS.split()]),
+    }  # fmt: skip
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert pack.main([str(tmp_path / "a.tgz")]) == 2
     assert "nvcc is not there" in capsys.readouterr().err
+
+
+def test_what_the_archive_lacks_is_built_where_nvcc_is(tmp_path) -> None:
+    (tmp_path / "env.sh").write_text(pack.ENV % "9.0a")
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "")
+    words = ["/bin/bash", "-c", "source env.sh; echo ${FLASHINFER_DISABLE_JIT-builds}"]
+
+    def said() -> str:
+        env = {"PATH": str(tmp_path)}
+        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+
+    assert said() == "1\n"
+    (tmp_path / "nvcc").touch(0o755)
+    assert said() == "builds\n"
