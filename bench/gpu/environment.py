@@ -49,6 +49,9 @@ LAYERS = {
 }
 """Of published checkpoints of every model type that `load` takes without comparing logits."""
 
+MLA = LayerKind(16, 1, 512, 64, 192**-0.5, mla=True)
+"""Over latents: of DeepSeek-V2-Lite."""
+
 
 def run(place: Place, report: Report) -> None:
     device = torch.cuda.get_device_properties(place.device)
@@ -70,6 +73,8 @@ def run(place: Place, report: Report) -> None:
                 heads = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}"
                 rules = f"window {kind.window}, softcap {kind.softcap}"
                 report.check(f"{model}, {dtype}, {heads}, {rules}", _try, place, dtype, kind)
+    for dtype in (torch.bfloat16, torch.float16):
+        report.check(f"deepseek, {dtype}, latents of 512 and 64", _try, place, dtype, MLA)
 
 
 def _output(command: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from radixcache.bench.gpu.environment import LAYERS
+from radixcache.bench.gpu.environment import LAYERS, MLA
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
@@ -165,6 +165,9 @@ def _specs() -> list[Any]:
             found.append(modules._gen_batch_prefill_primary_module("fa2", *rest, False))
             if kind.query_heads // kind.kv_heads < _TENSOR_CORE_GROUP:
                 found.append(modules.gen_batch_decode_module(*rest))
+        dims = (MLA.head_dim, MLA.value_dim)
+        types = (dtype, dtype, dtype, torch.int32)
+        found.append(modules.gen_batch_mla_module("fa2", *types, *dims, False))
     return found
 
 

@@ -122,7 +122,11 @@ class Place:
     def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
         if self.kernels is None:
             raise NotRun("FlashInfer does not run here")
-        make: Any = vars(self.kernels[1])["FlashInferBackend"]
+        module, name = self.kernels[1], "FlashInferBackend"
+        if all(kind.mla for kind in kinds):
+            module = importlib.import_module("radixcache.kernels.flashinfer_mla")
+            name = "FlashInferMLABackend"
+        make: Any = vars(module)[name]
         backend: AttentionBackend = make(self.device, dtype or self.dtype, kinds)
         return backend
 

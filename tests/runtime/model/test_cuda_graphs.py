@@ -27,6 +27,7 @@ from tests.cover import covering
 from tests.engines import generated, plain_greedy, run
 from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.models import tiny_model
+from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,19 @@ def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
     """12 greedy tokens, whatever they are."""
     with _disable_current_modes():
         return plain_greedy(path, prompt, 12, ignore_eos=True)
+
+
+def test_evicted_pages_come_back_in_the_order_of_the_stream(folders) -> None:
+    """Into a tier on the host and up again, while steps run ahead."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 256, 40).tolist() for _ in range(6)]
+    made = engines.make_engine(folders["llama"], page_size=4, num_pages=60, max_num_seqs=2)
+    tier = attach(made, MemoryStore(made.kv_pool), 500)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        requests = run(made, prompts, params)
+        assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
+    assert len(tier) and made.cache.stats.loaded_tokens > 40
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
