@@ -1,7 +1,7 @@
 """A CUDA device that is pretended on a CPU, so that what is written for a GPU runs everywhere.
 
-Within `pretend_cuda()` tensors can be put on "cuda". They say that they are there, and plain torch
-computes on them. What a CPU forgives is an error, as it is on a GPU:
+Within `pretend_cuda()` plain torch computes on tensors that say that they are on "cuda". What a CPU
+forgives is an error, as it is on a GPU:
 
 - an operation on tensors of the device and of the host together, scalars excepted;
 - in a capture, whatever waits for the device: `item`, `nonzero`, copies to the host or from memory
@@ -11,9 +11,8 @@ computes on them. What a CPU forgives is an error, as it is on a GPU:
   without waiting is garbage until then;
 - an attention mask that the kernels would read at an odd address.
 
-A graph records the operations of its capture and replays them on the same memory: none of the
-captured Python runs again, and before the first replay what it allocated is NaN. All streams are
-one, there are no gradients, and times mean nothing.
+A graph replays the operations of its capture on the same memory, which before is NaN; no Python runs
+again. All streams are one, there are no gradients, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -494,8 +493,7 @@ def pretend_cuda(index: int = 0) -> Iterator[Device]:
             (torch.Tensor, "pin_memory", lambda tensor, *_: device.pin(tensor.clone())),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        # A module moves to the device by new parameters: `.data =` would lose their class. And what
-        # torch.tensor() and indices that are lists put on the device goes through the mode.
+        # New parameters keep their class; torch.tensor() and lists as indices go through the mode.
         for setter, before in state.items():
             stack.callback(setter, before)
             setter(True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from random import Random
 from typing import Any
 
@@ -16,39 +16,28 @@ from radixcache import (
     Evicted,
     HashBlockCache,
     LeaseError,
-    NoCache,
     OutOfPages,
     PagePool,
     PinError,
-    PrefixCache,
     RadixCache,
     Stored,
 )
 from radixcache.tier import LowerTier
 from tests.index.model import (
+    ENDLESS,
     KV,
+    MODELS,
     NAMESPACES,
     SENTINEL,
     BlockModel,
     Event,
-    Model,
+    Kind,
     Request,
     Store,
     TreeModel,
     as_event,
     names_of,
 )
-
-Kind = Callable[[PagePool], PrefixCache]
-MODELS: dict[Kind, type[Model]] = {
-    RadixCache: TreeModel,
-    HashBlockCache: BlockModel,
-    NoCache: Model,
-}
-
-
-ENDLESS = 10_000
-"""Slots that hold all that a test evicts."""
 
 
 class Machine:
@@ -89,9 +78,8 @@ class Machine:
         """Of each eviction, pages that were free before, and pages that it touched."""
         self.failing = False
         self.cache.events.append(self.hear)
-        self.store = Store(self.kv, None if slots >= ENDLESS else Random(0))
-        self.gone: set[tuple[int, ...]] = set()
-        """What was evicted into the tier."""
+        self.store = Store(self.kv, None if slots == ENDLESS else Random(0))
+        self.gone: set[tuple[int, ...]] = set()  # evicted into the tier
         if slots and isinstance(self.cache, RadixCache):
             self.cache.lower = LowerTier(slots, page_size, self.store)
 
@@ -230,42 +218,32 @@ class Machine:
 
     def load(self, request: Request) -> None:
         """What the tier has of the prompt, in pages of the request's own."""
-        tier, start = self.lower, len(request.tokens)
+        tier, start = self.cache.lower, len(request.tokens)
         if tier is None or request.namespace is not None or request in self.flight:
             return
         self.store.settle()
-        prompt = np.array(request.prompt[:-1], np.int32)
-        pages, end = tier.find(prompt, start)
-        first = start // self.page_size
-        names = names_of(None, request.prompt)
-        assert [page.slot for page in pages] == list(dict.fromkeys(page.slot for page in pages))
-        assert bool(pages) == (end > start) and len(pages) == -(-end // self.page_size) - (
-            first if pages else -(-end // self.page_size)
-        )
+        pages, end = tier.find(np.array(request.prompt[:-1], np.int32), start)
+        first, last = start // self.page_size, -(-end // self.page_size)
+        assert len(pages) == (last - first if end > start else 0)
         tier.begin_load(pages)
         loads = bool(pages) and request.tokens == request.prompt[:start]
-        if self.store.fails is not None and self.store.fails.random() < 0.2 and pages:
+        if pages and self.store.fails():
             pages[0].state, loads = "lost", False
         if loads and self.make_room(request, end):
             loaded = np.concatenate([self.store.slots[page.slot] for page in pages])
-            assert loaded[start % self.page_size :][: end - start].tolist() == names[start:end]
+            names = names_of(None, request.prompt)[first * self.page_size : end]
+            assert loaded[: len(names)].tolist() == names
             self.publish(request, request.prompt[start:end], True)
             self.counts["loads"] += len(request.tokens) == end
-            self.counts["loads in mid-page"] += end % self.page_size > 0
         tier.end_load(pages, loaded=loads)
-
-    @property
-    def lower(self) -> LowerTier | None:
-        return self.cache.lower if isinstance(self.cache, RadixCache) else None
 
     def find_evicted(self) -> None:
         """A tier with room for all has all that was evicted, but what the pool has."""
-        if self.lower is None or self.lower.num_slots < ENDLESS:
-            return
-        for path in self.gone:
-            tokens = np.array(path, np.int32)
-            written = self.model.written(None, path)
-            assert self.lower.find(tokens, written)[1] == len(path), "an evicted page is lost"
+        tier = self.cache.lower
+        if tier is not None and tier.num_slots == ENDLESS:
+            for path in self.gone:
+                found = tier.find(np.array(path, np.int32), self.model.written(None, path))
+                assert found[1] == len(path), "an evicted page is lost"
 
     def release(self, request: Request) -> bool:
         """The lease ends and content stays; refused while the step writes for it."""

@@ -7,7 +7,7 @@ it: a slot is right exactly if it holds the name of the prefix that ends there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
@@ -15,7 +15,17 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache import Cleared, Evicted, PageCopy, Stored
+from radixcache import (
+    Cleared,
+    Evicted,
+    HashBlockCache,
+    NoCache,
+    PageCopy,
+    PagePool,
+    PrefixCache,
+    RadixCache,
+    Stored,
+)
 from radixcache.tier import StoredPage
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")
@@ -64,25 +74,30 @@ class KV:
 
 
 class Store:
-    """What a lower tier's store would do with bytes, for names: some slots are written only when
-    `settle` is called, or never."""
+    """What a lower tier's store does with bytes, for names.
 
-    def __init__(self, kv: KV, fails: Random | None) -> None:
-        self.kv, self.fails = kv, fails
+    Args:
+        rng: some slots are written only at the next `settle`, or never; with None, all at once.
+    """
+
+    def __init__(self, kv: KV, rng: Random | None) -> None:
+        self.kv, self.rng = kv, rng
         self.slots: dict[int, NDArray[np.int64]] = {}
         self.late: list[StoredPage] = []
+
+    def fails(self) -> bool:
+        return self.rng is not None and self.rng.random() < 0.2
 
     def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
         for number, page in zip(pages, stored, strict=True):
             self.slots[page.slot] = self.kv.slots[number].copy()
             self.late.append(page)
-        if self.fails is None or self.fails.random() < 0.5:
+        if self.rng is None or self.rng.random() < 0.5:
             self.settle()
 
     def settle(self) -> None:
         for page in self.late:
-            lost = self.fails is not None and self.fails.random() < 0.2
-            page.state = "lost" if lost else "stored"
+            page.state = "lost" if self.fails() else "stored"
         self.late.clear()
 
     def clear(self) -> None:
@@ -431,3 +446,14 @@ class BlockModel(Model):
             namespace, tokens = self.content.pop(page)
             start = len(tokens) - self.page_size
             self.told.append(("evicted", namespace, tuple(tokens), start))
+
+
+Kind = Callable[[PagePool], PrefixCache]
+MODELS: dict[Kind, type[Model]] = {
+    RadixCache: TreeModel,
+    HashBlockCache: BlockModel,
+    NoCache: Model,
+}
+
+
+ENDLESS = 10_000  # slots, which hold all that a test evicts

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 
 from radixcache import HashBlockCache, NoCache, RadixCache
-from tests.index.machine import ENDLESS, MODELS, Kind, Machine
-from tests.index.model import NAMESPACES, Request
+from tests.index.machine import Machine
+from tests.index.model import ENDLESS, MODELS, NAMESPACES, Kind, Request
 
 MOST_REQUESTS, MOST_TOKENS = 5, 60
 Text = list[tuple[int, int]]
