@@ -4,8 +4,7 @@ Within `pretend_cuda()` plain torch computes on tensors that say that they are o
 forgives is an error, as it is on a GPU:
 
 - an operation on tensors of the device and of the host together, scalars excepted;
-- in a capture, whatever waits for the device: `item`, `nonzero`, copies to the host or from memory
-  that is not pinned;
+- in a capture, what waits for the device: `item`, `nonzero`, copies not from or to pinned memory;
 - a change to pinned memory that a copy may still read: copies are *in flight* until somebody has
   waited for the device, or for an event that was recorded after them. What is copied to the host
   without waiting is garbage until then;
