@@ -10,7 +10,7 @@ forgives is an error, as it is on a GPU:
   without waiting is garbage until then;
 - an attention mask that the kernels would read at an odd address.
 
-A graph replays the operations of its capture on the same memory, which before is NaN; no Python runs
+- in a capture, what waits for the device: `item`, `nonzero`, copies of memory that is not pinned;
 again. All streams are one, there are no gradients, and times mean nothing.
 """
 
