@@ -87,7 +87,7 @@ class DiskStore:
         self._warned = False
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._file = os.open(folder / PAGES, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = os.open(folder / PAGES, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             make_room(self._file, num_slots * self.page_bytes)
         except OSError as error:
             raise InvalidRequest(
@@ -114,9 +114,10 @@ class DiskStore:
         columns = "slot, parent, key, tokens, checksum"
         rows = self._index.execute(f"select {columns} from pages order by last_use").fetchall()
         for slot, parent, key, tokens, checksum in rows:
-            known = (len(parent), len(key), len(checksum)) == (16, 16, 16) and key not in found
-            size = 4 * self._pool.page_size
-            if known and slot in range(self.num_slots) and len(tokens) in range(4, size + 1, 4):
+            blobs, size = (parent, key, checksum, tokens), 4 * self._pool.page_size
+            lengths = [len(blob) if isinstance(blob, bytes) else 0 for blob in blobs]
+            known = lengths[:3] == [16, 16, 16] and lengths[3] in range(4, size + 1, 4)
+            if known and slot in range(self.num_slots) and key not in found:
                 found[key] = StoredPage(
                     slot, parent, key, np.frombuffer(tokens, np.int32), "stored"
                 )
@@ -164,7 +165,8 @@ class DiskStore:
         """The texts that were kept, and are what they were."""
         query = "select name, value, checksum from notes"
         rows = self._on_thread(lambda: self._index.execute(query).fetchall())
-        return {n: text for n, text, c in rows if xxhash.xxh3_128(text.encode()).digest() == c}
+        texts = [row for row in rows if isinstance(row[1], str)]
+        return {n: text for n, text, c in texts if xxhash.xxh3_128(text.encode()).digest() == c}
 
     def close(self, in_order: Iterable[StoredPage]) -> None:
         """Write what waits, and the order in which pages are to be evicted; end the threads."""

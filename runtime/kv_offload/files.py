@@ -72,7 +72,10 @@ def lock_folder(folder: Path) -> int:
 def open_index(path: Path) -> sqlite3.Connection:
     """The manifest of that name; a new one if there is none, or none that can be read."""
     for _ in range(2):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files this
+        try:  # SQLite gives its other files the rights of this one
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        except OSError as error:
+            raise InvalidRequest(f"{path} cannot be used: {error.strerror}") from None
         index = sqlite3.connect(path, check_same_thread=False)
         try:
             index.execute("pragma journal_mode = wal")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from radixcache.errors import InvalidRequest
+from radixcache.errors import InvalidRequest, first_sentence
 from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.disk import DiskStore
@@ -59,11 +60,14 @@ class DiskOffload:
             dtype = str(model.dtype).removeprefix("torch.")
             about = f"{Path(name_or_path).name} in {dtype}"
             self.store = DiskStore(folder, pool, num_slots, about)
-        except BaseException:
+            self.tier = LowerTier(num_slots, pool.page_size, self.store)
+            self.tier.restore(self.store.stored())
+        except BaseException as error:
             os.close(self._lock)
+            if isinstance(error, sqlite3.Error):
+                reason = first_sentence(error)
+                raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: {reason}") from None
             raise
-        self.tier = LowerTier(num_slots, pool.page_size, self.store)
-        self.tier.restore(self.store.stored())
         cache.lower = self.tier
         self.loads = Loads(cache, self.tier, self.store, pool)
         self._kv_dir = kv_dir

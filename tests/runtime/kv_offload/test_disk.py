@@ -113,6 +113,8 @@ def other_tokens(folder: Path) -> None:
 def nonsense_rows(folder: Path) -> None:
     with sqlite3.connect(folder / INDEX) as index:
         index.execute("update pages set tokens = x'00', key = x'01'")
+        index.execute("update pages set slot = -1, parent = 1.5 where slot = 0")
+        index.execute("update notes set value = x'00ff'")
 
 
 FAULTS = [
@@ -216,6 +218,20 @@ def test_each_replica_has_a_folder_of_its_own(tmp_path: Path) -> None:
     os.close(held)
     with pytest.raises(InvalidRequest, match="no folder in it is free"):
         free_folder(tmp_path / "0" / "lock")
+
+
+@pytest.mark.parametrize("name", [PAGES, INDEX])
+def test_a_link_or_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / name).symlink_to(tmp_path / "other")
+    with pytest.raises(InvalidRequest):
+        Disk(tmp_path / "kv")
+    assert (tmp_path / "other").read_text() == "of somebody else"
+    (tmp_path / "kv" / name).unlink()
+    (tmp_path / "kv" / name).mkdir()
+    with pytest.raises(InvalidRequest):
+        Disk(tmp_path / "kv")
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
