@@ -153,7 +153,7 @@ def _open_kv_dir(
     assert isinstance(cache, RadixCache)
     report("reading the KV directory", 1.0)
     size = parse_memory(args.kv_dir_size)
-    return DiskOffload(Path(args.kv_dir), size, model, model_path(args), cache, pool)
+    return DiskOffload(Path(args.kv_dir).expanduser(), size, model, model_path(args), cache, pool)
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
