@@ -211,8 +211,7 @@ CORNERS: dict[Kind, set[str]] = {
     },
 }  # fmt: skip
 CORNERS[RadixCache] = CORNERS[HashBlockCache] | {"hits of the whole", "tables repointed"}
-FEW, MANY = 150, 1000
-
+FEW, SOME, MANY = 150, 300, 1000
 
 CASES = [(kind, 0, size) for kind in MODELS for size in (1, 4, 16)]
 TIERS = [(RadixCache, slots, size) for slots in (5, ENDLESS) for size in (1, 4, 16)]
@@ -222,8 +221,8 @@ TIERS = [(RadixCache, slots, size) for slots in (5, ENDLESS) for size in (1, 4, 
     ("kind", "slots", "page_size", "examples"),
     [
         *((*case, FEW) for case in (*CASES, (RadixCache, 5, 1), (RadixCache, ENDLESS, 4))),
-        *(pytest.param(*case, MANY, marks=pytest.mark.exhaustive) for case in CASES),
-        *(pytest.param(*case, FEW + 1, marks=pytest.mark.exhaustive) for case in TIERS),
+        *(pytest.param(*case, MANY, marks=pytest.mark.exhaustive) for case in CASES[:-3]),
+        *(pytest.param(*case, SOME, marks=pytest.mark.exhaustive) for case in TIERS),
     ],
 )
 def test_any_sequence_of_calls_keeps_the_contract(
@@ -238,7 +237,8 @@ def test_any_sequence_of_calls_keeps_the_contract(
         phases=[Phase.generate] if examples == FEW else [Phase.generate, Phase.shrink],
     )
     corners = CORNERS[kind] | ({"copies"} if kind is RadixCache and page_size > 1 else set())
-    corners |= {"loads"} if slots else set()
+    if slots:
+        corners = {"loads", "evictions"}
     if examples == FEW and page_size == 16:  # which they are depends on what is imported
         corners -= {"tables repointed"}
     missed = [corner for corner in corners if not counts[corner]]
