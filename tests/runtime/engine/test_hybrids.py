@@ -227,7 +227,7 @@ def test_a_failed_step_leaves_no_state_and_the_prompt_is_right_twice() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"exact": True}, "cannot run in exact mode, but without it: recurrent layers"),
+        ({"exact": True}, "in exact mode, but without it: recurrent layers|native kernels"),
         ({"state_memory": 10}, "a sequence takes two states of 1,536 bytes"),
         ({"state_memory": "1GB"}, "leave no room"),
         ({"state_memory": "lots"}, "state_memory must be an amount like 2GB"),
