@@ -228,7 +228,8 @@ TIERS = [(RadixCache, slots, size) for slots in (5, ENDLESS) for size in (1, 4, 
 def test_any_sequence_of_calls_keeps_the_contract(
     kind: Kind, slots: int, page_size: int, examples: int
 ) -> None:
-    """Of few examples always the same; of many new ones each time, and a failure is shrunk."""
+    """Of few examples always the same, which reach what can happen; of many new ones each time,
+    and a failure is shrunk."""
     members = {"kind": staticmethod(kind), "page_size": page_size, "slots": slots}
     counts = run_examples(
         type("Contract", (Contract,), members),
@@ -239,10 +240,10 @@ def test_any_sequence_of_calls_keeps_the_contract(
     corners = CORNERS[kind] | ({"copies"} if kind is RadixCache and page_size > 1 else set())
     if slots:
         corners = {"loads", "evictions"}
-    if examples == FEW and page_size == 16:  # which they are depends on what is imported
+    if page_size == 16:  # which they are depends on what is imported
         corners -= {"tables repointed"}
     missed = [corner for corner in corners if not counts[corner]]
-    assert not missed, f"the examples do not reach: {missed}"
+    assert examples != FEW or not missed, f"the examples do not reach: {missed}"
 
 
 def test_what_a_lease_finds_is_held_though_held_pages_were_counted_before() -> None:
