@@ -178,8 +178,9 @@ def _add_explain(commands: Any) -> None:
 
 def _add_cache(commands: Any) -> None:
     parser = _add_command(commands, cache, "look at a --kv-dir, compare its checksums, or empty it")
-    parser.add_argument("ACTION", choices=("inspect", "verify", "clear"))
-    parser.add_argument("DIR", help="the folder")
+    what = "tell what is there, compare the checksums of all pages, or remove them"
+    parser.add_argument("ACTION", choices=("inspect", "verify", "clear"), help=what)
+    parser.add_argument("DIR", help="the folder that was given as --kv-dir")
 
 
 def _add_bench(commands: Any) -> None:

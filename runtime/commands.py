@@ -166,7 +166,12 @@ def serve(args: argparse.Namespace) -> int:
                 llm = _load(engine)
             from radixcache.runtime.server.app import create_app
 
-            loading.serve(create_app(llm, server))
+            def close() -> None:
+                llm.close()
+                if llm.offload is not None:
+                    print(f"KV on disk: {llm.offload.describe()}", file=sys.stderr, flush=True)
+
+            loading.serve(create_app(llm, server), close)
     return 0
 
 
@@ -213,6 +218,8 @@ def cache(args: argparse.Namespace) -> int:
     if args.ACTION == "inspect":
         found = [files.describe(one) for one in files.contents(folder)]
         print("\n".join(found) or f"{folder} holds no pages")
+        if files.is_locked(folder):
+            print("in use by a process, which writes the rest of what it has cached when it ends")
         return 0
     from tqdm import tqdm
 

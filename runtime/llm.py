@@ -164,11 +164,14 @@ class LLM:
         return self.worker.call(function).result()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that is cached; `LeaseError` while requests run or prefixes are pinned."""
+        """Forget all that is cached, on disk too, and the tokens that conversations had;
+        `LeaseError` while requests run or prefixes are pinned."""
 
         def reset() -> None:
             self.prefixes.drop_yielding()
             self.engine.reset_cache()
+            if self.inputs.conversations is not None:
+                self.inputs.conversations.clear()
 
         self.call(reset)
 

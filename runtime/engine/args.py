@@ -58,7 +58,9 @@ class EngineArgs:
     kv_dir: str | Path | None = setting(
         None, "a folder for evicted KV pages, which a restart finds again", metavar="DIR"
     )
-    kv_dir_size: int | str = setting("10GB", "of it", metavar="SIZE", rule=_MEMORY)
+    kv_dir_size: int | str = setting(
+        "10GB", "of it, taken from the disk at the start", metavar="SIZE", rule=_MEMORY
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format; auto is float32 on a CPU, the checkpoint's on a GPU"
     )
@@ -89,6 +91,8 @@ class EngineArgs:
         check(self)
         if self.tensor_parallel_size > 1 and self.exact:
             raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
+        if self.kv_dir is not None and not str(self.kv_dir).strip():
+            raise InvalidRequest("kv_dir is the name of a folder, not empty")
         if self.kv_dir is not None and self.cache != "radix":
             raise InvalidRequest(f"kv_dir is for cache='radix', not {self.cache!r}")
         if self.kv_dir is not None and self.tensor_parallel_size > 1:

@@ -98,8 +98,7 @@ class DiskStore:
         self._writes: SimpleQueue[_Write | Callable[[], object] | None] = SimpleQueue()
         self._writer = Thread(target=self._work, name="radixcache-kv-writer", daemon=True)
         self._writer.start()
-        told = {"model": about, "page_bytes": self.page_bytes, "page_size": pool.page_size}
-        self.note(ABOUT, json.dumps(told))
+        self.note(ABOUT, json.dumps({"model": about, "page_bytes": self.page_bytes}))
         self._readers = ThreadPoolExecutor(_READERS, "radixcache-kv-reader")
 
     # -- what the engine's thread calls -----------------------------------------------------------
@@ -269,9 +268,14 @@ class DiskStore:
         return rows[:num_good]
 
     def _forget(self) -> None:
+        """Of what was asked nothing is left in the files, either."""
         self._checksums.clear()
         self._index.execute("delete from pages")
         self._index.execute("delete from notes where name != ?", (ABOUT,))
+        self._index.commit()
+        self._index.execute("pragma wal_checkpoint(truncate)")
+        os.ftruncate(self._file, 0)
+        make_room(self._file, self.num_slots * self.page_bytes)
 
     def _count(self, **more: int) -> None:
         with self._lock:

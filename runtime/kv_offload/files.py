@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.errors import InvalidRequest, RadixCacheError, first_sentence
 from radixcache.runtime.sizes import format_memory
 
 PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
@@ -69,6 +69,15 @@ def lock_folder(folder: Path) -> int:
     return lock
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process uses it."""
+    try:
+        os.close(lock_folder(folder))
+    except InvalidRequest:
+        return True
+    return False
+
+
 def open_index(path: Path) -> sqlite3.Connection:
     """The manifest of that name; a new one if there is none, or none that can be read."""
     for _ in range(2):
@@ -83,6 +92,7 @@ def open_index(path: Path) -> sqlite3.Connection:
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
             index.execute("pragma synchronous = normal")
+            index.execute("pragma secure_delete = on")
             index.executescript(_SCHEMA)
             index.execute("select slot, parent, key, tokens, checksum, last_use from pages limit 1")
             index.execute("select name, value, checksum from notes limit 1")
@@ -109,12 +119,18 @@ def free_folder(kv_dir: Path) -> Path:
     raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: no folder in it is free")
 
 
-def remove_others(kv_dir: Path, own: Path) -> None:
-    """Remove the pages of other models from `kv_dir`, whose size is for one; what is no folder of a
-    model is left alone."""
+def remove_others(kv_dir: Path, own: Path, about: str) -> None:
+    """Remove the pages of other models than `about` from `kv_dir`, whose size is for one; what is
+    no folder of a model is left alone."""
     for folder in kv_dir.iterdir():
         if folder != own and (folder / PAGES).exists():
-            _log.warning("%s is removed: KV pages of another model, dtype or version", folder)
+            with suppress(RadixCacheError):
+                found = _look(folder)
+                other = "other weights or another version of " if found.about == about else ""
+                _log.warning(
+                    "kv_dir %s: %s tokens are removed, of %s%s; it is for %s now",
+                    kv_dir, f"{found.num_tokens:,}", other, found.about, about,
+                )  # fmt: skip
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -162,7 +178,7 @@ class Contents:
     """What a folder of a model holds.
 
     Attributes:
-        model: its name and dtype.
+        about: the model's name, its dtype and the size of a page.
         num_slots: pages that there is room for.
         num_pages, num_tokens: that are there.
         texts, turns: remembered texts, and turns with calls of tools.
@@ -170,8 +186,7 @@ class Contents:
     """
 
     folder: Path
-    model: str
-    page_size: int
+    about: str
     page_bytes: int
     num_slots: int
     num_pages: int
@@ -241,8 +256,8 @@ def _look(folder: Path) -> Contents:
     except (sqlite3.Error, OSError, KeyError, ValueError) as error:
         raise InvalidRequest(f"{folder} cannot be read: {first_sentence(error)}") from None
     return Contents(
-        folder, about["model"], about["page_size"], about["page_bytes"], slots, pages, tokens,
-        len(texts), len(turns), prefixes,
+        folder, about["model"], about["page_bytes"], slots, pages, tokens, len(texts), len(turns),
+        prefixes,
     )  # fmt: skip
 
 
@@ -250,7 +265,7 @@ def describe(found: Contents) -> str:
     """Some lines on it, for people."""
     used, room = (format_memory(n * found.page_bytes) for n in (found.num_pages, found.num_slots))
     lines = {
-        "model": f"{found.model}, pages of {found.page_size} tokens",
+        "model": found.about,
         "pages": f"{found.num_pages:,} of {found.num_slots:,}: {used} of {room}",
         "tokens": f"{found.num_tokens:,}",
         "texts": f"{found.texts:,} as they were tokenised, {found.turns:,} turns with tool calls",

@@ -56,9 +56,10 @@ class DiskOffload:
         self._lock = lock_folder(kv_dir)
         try:
             folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
-            remove_others(kv_dir, folder)
             dtype = str(model.dtype).removeprefix("torch.")
-            about = f"{Path(name_or_path).name} in {dtype}"
+            exact = ", exact" * model.exact
+            about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
+            remove_others(kv_dir, folder, about)
             self.store = DiskStore(folder, pool, num_slots, about)
             self.tier = LowerTier(num_slots, pool.page_size, self.store)
             self.tier.restore(self.store.stored())

@@ -85,6 +85,7 @@ class Replica:
     async def __del__(self) -> None:
         """Called by Serve, once nothing runs any more or the time for that is over."""
         await self._lifespan.__aexit__(None, None, None)
+        await asyncio.to_thread(self._llm.close)  # which writes what is cached to its kv_dir
 
     def check_health(self) -> None:
         """Called by Serve, which starts another replica in place of one that raises."""

@@ -43,13 +43,19 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
 
     `app.state.backend` is the `Backend` of the routes.
     """
-    backend = Backend(llm, options or ServerArgs())
+    backend, stored = Backend(llm, options or ServerArgs()), ResponseStore()
+    disk = None if llm.offload is None else llm.offload.store
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if disk is not None:
+            stored.load(disk.notes().get("responses", "{}"))
+            disk.note("responses", "{}")  # what is deleted from now on is not found again
         backend.jobs.start()
         yield
         await backend.close()
+        if disk is not None:
+            disk.note("responses", stored.dump())
 
     app = FastAPI(
         title="radixcache",
@@ -59,7 +65,7 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend, app.state.responses = backend, ResponseStore()
+    app.state.backend, app.state.responses = backend, stored
     app.include_router(router, dependencies=[QUERY])
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])

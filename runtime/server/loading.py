@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -55,13 +55,17 @@ class Loading:
         """What `/health` tells from now on; see `radixcache.runtime.model.progress`."""
         self._progress = stage, share
 
-    def serve(self, app: FastAPI) -> None:
-        """Let `app` answer until a signal ends it; its `state.backend` is a `Backend`."""
+    def serve(self, app: FastAPI, close: Callable[[], None]) -> None:
+        """Let `app` answer until a signal ends it, then `close`; a second signal ends that, too.
+
+        The `state.backend` of `app` is a `Backend`.
+        """
         asyncio.run_coroutine_threadsafe(self._hand_over(app), self._loop).result()
         self._server.door = app.state.backend.door
         with self._server.capture_signals():
             announce(app.state.backend, self._listener)
             self._thread.join()
+            close()  # not later: a signal that is raised anew may end the process
 
     @asynccontextmanager
     async def _live(self, _: FastAPI) -> AsyncIterator[None]:

@@ -82,6 +82,13 @@ class Conversations:
                 _, oldest = self._turns.popitem(last=False)
                 self._num_bytes -= 4 * len(oldest.raw)
 
+    def clear(self) -> None:
+        """Forget all texts and turns."""
+        self.history.clear()
+        with self._lock:
+            self._turns.clear()
+            self._num_bytes = 0
+
     def kept(self) -> list[tuple[str, ParsedMessage]]:
         """The turns that `keep` was given without a salt, the oldest first."""
         with self._lock:

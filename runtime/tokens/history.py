@@ -163,6 +163,13 @@ class TokenHistory:
         with self._lock:
             return [text for text in self._texts.values() if text.cache_salt is None]
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._texts.clear()
+            self._sorted.clear()
+            self.num_bytes = 0
+
     def add(self, text: TokenisedText) -> None:
         """Remember a text and its tokens as they are."""
         with self._lock:

@@ -7,13 +7,16 @@ from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
+import numpy as np
 from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
+from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.responses import split_system
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import Tool
 
 Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]
 
@@ -69,11 +72,38 @@ class ResponseStore:
         kept = self._stored[salt].get(name or "") if salt in self._stored else None
         return kept and kept[0]
 
+    def dump(self) -> str:
+        """All without a salt that clients may ask for again, for another process."""
+        stored = {
+            name: (*_parts_of(past.turn), past.prompt.tolist(), past.conversation, past.response)
+            for name, (past, _) in self._stored.get(None, {}).items()
+            if past.response is not None
+        }
+        return json.dumps(stored, default=vars)
+
+    def load(self, dumped: str) -> None:
+        """Take in what another process has dumped."""
+        for name, stored in json.loads(dumped).items():
+            messages, tools, template_kwargs, prompt, conversation, response = stored
+            turn = Turn(
+                messages,
+                SamplingParams(),
+                tuple(Tool(**tool) for tool in tools),
+                template_kwargs=template_kwargs,
+            )
+            tokens = np.array(prompt, np.int32)
+            self.keep(name, StoredResponse(turn, tokens, conversation, response))
+
     def drop(self, name: str, salt: str | None) -> None:
         _, size = self._stored[salt].pop(name)
         self._num_bytes[salt] -= size
         if not self._stored[salt]:
             del self._stored[salt], self._num_bytes[salt]
+
+
+def _parts_of(turn: Turn) -> tuple[Any, ...]:
+    """What `compare` looks at."""
+    return turn.messages, turn.tools, {**turn.template_kwargs}
 
 
 def _store_of(request: Request) -> ResponseStore:

@@ -124,14 +124,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or not self.door.alive:
-            super().handle_exit(sig, frame)
-        elif not self.door.draining:
-            self.door.draining = True
-            self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
-        else:
+        if self._loop is not None and self.door.draining:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+        elif self._loop is None or not self.door.alive:
+            super().handle_exit(sig, frame)
+        else:
+            self.door.draining = True
+            self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
 
     def _begin_drain(self, sig: int, frame: Any) -> None:
         async def drain() -> None:

@@ -107,6 +107,7 @@ class Metrics:
             recent = RecentRequest(
                 prompt_tokens=len(request.prompt_token_ids),
                 cached_tokens=request.sequences[0].cached_tokens,
+                loaded_tokens=request.sequences[0].num_loaded,
                 ttft=request.ttft,
             )
             self.recent.append(recent)

@@ -13,7 +13,9 @@ export function showCharts(view) {
   recent = view.recent;
   const { stats } = view;
   const rates = recent.map(hitRate);
-  draw(hits, rates.map((rate) => Math.max(0.03, rate)).map((height) => ({ top: 1 - height, height })), {
+  draw(hits, rates.map((rate) => Math.max(0.03, rate)).map((height, index) => (
+    { top: 1 - height, height, loaded: recent[index].loaded_tokens / recent[index].prompt_tokens }
+  )), {
     summary: stats.requests ? `${percent(stats.hit_rate)} of all prompt tokens` : "",
     ticks: [1, 0.5, 0].map((rate) => ({ text: percent(rate).replace(".0", ""), top: 1 - rate })),
   });
@@ -75,14 +77,16 @@ function chart(id, title) {
   return parts;
 }
 
-/** Draw marks, {top, height} of the height 1, the newest on the right; `hit` gives one its colour. */
+/** Draw marks, {top, height} of the height 1, the newest on the right; `hit` gives one its colour, and
+ * `loaded` of the height at its top another shade. */
 function draw({ title, caption, axis, plot }, marks, { summary, ticks }) {
   const slots = Math.max(SLOTS, marks.length);
   plot.setAttribute("viewBox", `0 0 ${slots} 1`);
-  const bars = marks.map(({ top, height, hit }, index) => {
-    const bar = svg("rect", { x: slots - marks.length + index + 0.1, y: top, width: 0.8, height });
+  const bars = marks.flatMap(({ top, height, hit, loaded }, index) => {
+    const place = { x: slots - marks.length + index + 0.1, y: top, width: 0.8 };
+    const bar = svg("rect", { ...place, height });
     if (hit !== undefined) bar.style.setProperty("--hit", `${100 * hit}%`);
-    return bar;
+    return loaded ? [bar, svg("rect", { ...place, height: loaded, class: "loaded" })] : [bar];
   });
   const lines = ticks.map(({ top }) => svg("path", { d: `M0 ${top}H${slots}` }));
   plot.replaceChildren(...lines, ...bars);
@@ -100,7 +104,7 @@ function choose(index) {
   chosen = request ? Math.min(index, recent.length - 1) : null;
   const all = recent.length ? `the last ${count(recent.length, "request")}, newest on the right` : "no request yet";
   for (const { plot, note } of [hits, ttft]) {
-    const bars = [...plot.querySelectorAll("rect")];
+    const bars = [...plot.querySelectorAll("rect:not(.loaded)")];
     bars.forEach((bar, at) => bar.classList.toggle("chosen", bars.length - 1 - at === chosen));
     note.textContent = request ? tell(request) : all;
     plot.ariaValueMin = 1;
@@ -110,5 +114,6 @@ function choose(index) {
   }
 }
 
-const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached, `
+const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached`
+  + (request.loaded_tokens ? ` (${count(request.loaded_tokens, "token")} loaded from the tier below), ` : ", ")
   + `TTFT ${milliseconds(request.ttft)}`;

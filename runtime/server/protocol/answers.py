@@ -91,7 +91,8 @@ class CacheNamespace(Body):
 
 
 class CacheStatistics(Body):
-    """Counters since the last flush, and pages now."""
+    """Counters since the last flush, and pages now; `lower_pages` are those of the tier below,
+    `used_lower_pages` of them in use."""
 
     requests: int
     query_tokens: int
@@ -106,16 +107,20 @@ class CacheStatistics(Body):
     pages: int
     free_pages: int
     pinned_pages: int
+    lower_pages: int
+    used_lower_pages: int
     page_size: int
     running: int
     waiting: int
 
 
 class RecentRequest(Body):
-    """What a request hit, and how long it waited for its first token, in seconds."""
+    """What a request hit, how much of that was loaded from the tier below, and how long it waited
+    for its first token, in seconds."""
 
     prompt_tokens: int
     cached_tokens: int
+    loaded_tokens: int
     ttft: float
 
 

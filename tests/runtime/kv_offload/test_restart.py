@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.kv_offload.files import lock_folder
 from tests.models import tiny_model
+from tests.runtime.server import http
+from tests.runtime.server.test_lifecycle import forked
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
 TABLE = "| name | age |\n|---|---|\n" + "".join(f"| Person {i} | {i} |\n" for i in range(60))
 
 
 def open_llm(folder: Path, model: Any = None, **more: Any) -> LLM:
-    settings = {"kv_dir_size": "30MB", "kv_cache_memory_bytes": "30MB"} | more
-    return LLM(model, kv_dir=folder, **settings)
+    settings = {"kv_dir": folder, "kv_dir_size": "30MB", "kv_cache_memory_bytes": "30MB"} | more
+    return LLM(model, **settings)
 
 
 def ask(llm: LLM, prompt: Any, salt: str | None = None) -> tuple[Any, int, int]:
@@ -102,8 +105,37 @@ def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         ask(llm, TABLE)
     with open_llm(tmp_path) as llm:
+        llm.chat([{"role": "user", "content": "a secret"}], GREEDY)
         llm.reset_prefix_cache()
         assert ask(llm, TABLE)[1] == 0
+        llm.reset_prefix_cache()
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    pages = {path.name: path.read_bytes() for path in left}.pop("pages.kv")
+    assert len(left) == 3 and pages and not any(pages), "a lock, a manifest, and nothing"
+    assert not any(b"secret" in path.read_bytes() for path in left)
+
+
+@pytest.mark.parametrize("signal", [SIGTERM, SIGINT])
+def test_a_server_that_is_stopped_keeps_all(tmp_path: Path, signal: int) -> None:
+    flags = ("--kv-dir", str(tmp_path / "kv"), "--kv-dir-size", "30MB")
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    with forked(folders[0], *flags) as (running, url):
+        body = {"input": TABLE + "Who is 7?", "max_output_tokens": 8, "temperature": 0}
+        first, gone = (http.post(f"{url}/v1/responses", json=body).json() for _ in range(2))
+        assert http.delete(f"{url}/v1/responses/{gone['id']}").status_code == 200
+        running.send_signal(signal)
+        assert running.wait(30) in (0, 130, -signal)
+    with forked(folders[1], *flags) as (_, url):
+        assert http.get(f"{url}/v1/responses/{gone['id']}").status_code == 404
+        assert http.get(f"{url}/v1/responses/{first['id']}").json() == first
+        more = {"input": "And 8?", "previous_response_id": first["id"], "max_output_tokens": 1}
+        usage = http.post(f"{url}/v1/responses", json=more).json()["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["total_tokens"] - 2, "the end of the turn, and the last"
+        recent = http.get(f"{url}/v1/cache").json()["recent"]
+        assert [request["loaded_tokens"] for request in recent] == [cached]
 
 
 def change_one_weight(model: Path) -> dict[str, Any]:
@@ -149,6 +181,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
     for settings, message in (
         ({"cache": "hash-block"}, "kv_dir is for cache='radix', not 'hash-block'"),
         ({"tensor_parallel_size": 2}, "kv_dir is for one process"),
+        ({"kv_dir": ""}, "kv_dir is the name of a folder"),
         ({"kv_dir_size": "1kB"}, "holds no page"),
         ({"kv_dir_size": "900TB"}, "cannot hold .* smaller kv_dir_size"),
         ({"kv_dir_size": "much"}, "kv_dir_size must be an amount"),
