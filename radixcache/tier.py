@@ -12,8 +12,8 @@ stay out: what is salted is somebody's secret, and a store may outlive the proce
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, Protocol
@@ -62,6 +62,15 @@ class PageStore(Protocol):
         """Nothing is in any slot."""
 
 
+class TierListener(Protocol):
+    """Hears what comes into a tier, and leaves it other than by `clear`."""
+
+    def added(self, page: StoredPage, tokens: Tokens) -> None:
+        """`page`, at the end of the prefix `tokens`; its bytes may be on their way."""
+
+    def dropped(self, page: StoredPage) -> None: ...
+
+
 class LowerTier:
     """The slots of a store, and what is in them.
 
@@ -77,6 +86,7 @@ class LowerTier:
             raise InvalidRequest("a tier has at least one slot")
         self.page_size = page_size
         self.store = store
+        self.listener: TierListener | None = None
         self.num_evicted = 0
         self._forget()
 
@@ -181,13 +191,17 @@ class LowerTier:
             digest.update(piece.tobytes())
             gone.append((number, StoredPage(-1, parent, digest.digest(), piece)))
         new = []
-        for number, page in reversed(gone):  # so that what follows goes before what it follows
+        ends = range((first + len(gone)) * size, first * size, -size)
+        for end, (number, page) in zip(ends, reversed(gone), strict=True):
+            # Reversed, so that what follows goes before what it follows.
             there, length = self._child(page.parent, page.key, page.tokens)
             if there is not None and length == len(page.tokens):
                 self._order_of(there).pop(there.key)
                 self._only[there.key] = there
             elif self._add(page):
                 new.append((number, page))
+                if self.listener is not None:
+                    self.listener.added(page, tokens[:end])
                 if there is not None and length == len(there.tokens):
                     self._supersede(there)
         new = [(number, page) for number, page in new if self._pages.get(page.key) is page]
@@ -202,6 +216,19 @@ class LowerTier:
             self._insert(page)
             taken.add(page.slot)
         self._free = [slot for slot in range(self.num_slots) if slot not in taken][::-1]
+
+    def from_root(self) -> Iterator[tuple[StoredPage, Tokens]]:
+        """Pages that follow the empty prefix without a gap, parents first, and their prefixes."""
+        pages = defaultdict[bytes, list[StoredPage]](list)
+        for page in self._pages.values():
+            pages[page.parent].append(page)
+        paths = [(blake2b(digest_size=16).digest(), np.empty(0, np.int32))]
+        while paths:
+            parent, before = paths.pop()
+            for page in pages[parent]:
+                tokens = np.concatenate([before, page.tokens])
+                yield page, tokens
+                paths.append((page.key, tokens))
 
     def in_order(self) -> list[StoredPage]:
         """All pages, the next to be evicted first."""
@@ -247,6 +274,8 @@ class LowerTier:
         if not self._children[place]:
             del self._children[place]
         self._free.append(page.slot)
+        if self.listener is not None:
+            self.listener.dropped(page)
 
     def _order_of(self, page: StoredPage) -> OrderedDict[bytes, StoredPage]:
         return self._only if page.key in self._only else self._copies

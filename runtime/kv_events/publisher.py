@@ -11,11 +11,12 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
-from radixcache.base import PrefixCache
+from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import InvalidRequest, first_sentence
 from radixcache.events import Cleared
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from radixcache.runtime.kv_events.wire import Event, Wire
+from radixcache.runtime.kv_events.wire import DroppedBelow, Event, StoredBelow, Wire
+from radixcache.tier import StoredPage
 
 if TYPE_CHECKING:
     import zmq
@@ -55,6 +56,8 @@ class KVEventPublisher:
         self._wire = Wire(cache.page_size, 2 * cache.pool.num_pages)
         self._pack = msgpack.Encoder().encode
         self._heard: list[Event] = []
+        self._unwritten: dict[StoredPage, Tokens] = {}
+        """Whole pages on their way into the tier below, each with the prefix that it ends."""
         self._queue: deque[tuple[float, list[Event]]] = deque()
         self._kept: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._numbers = count()
@@ -74,14 +77,34 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
         cache.events.append(self._hear)
+        if cache.lower is not None:
+            cache.lower.listener = self
+            for page, tokens in cache.lower.from_root():
+                self.added(page, tokens)
 
     # -- on the engine's thread ----------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
         self._heard.append(event)
+        if isinstance(event, Cleared):
+            self._unwritten.clear()
+
+    def added(self, page: StoredPage, tokens: Tokens) -> None:
+        """As a tier's listener: told once it can be loaded."""
+        if len(page.tokens) == self._cache.page_size:
+            self._unwritten[page] = tokens
+
+    def dropped(self, page: StoredPage) -> None:
+        """As a tier's listener."""
+        if len(page.tokens) == self._cache.page_size and self._unwritten.pop(page, None) is None:
+            self._heard.append(DroppedBelow(page.key, "DISK"))
 
     def end_step(self) -> None:
         """Queue what has changed, unless a step has yet to compute it. Never waits."""
+        for page in [page for page in self._unwritten if page.state != "writing"]:
+            tokens = self._unwritten.pop(page)
+            if page.state == "stored":
+                self._heard.append(StoredBelow(page.key, tokens, "DISK"))
         if not self._heard or self._cache.in_flight or self._cache.broken:
             return
         events, self._heard = self._heard, []
@@ -96,6 +119,8 @@ class KVEventPublisher:
         """End, once the cache changes no more; what is queued may be lost. May be called again."""
         if not self._closed:
             self._cache.events.remove(self._hear)
+            if self._cache.lower is not None:
+                self._cache.lower.listener = None
             self._closed = True
             self._notify()
         self._thread.join()

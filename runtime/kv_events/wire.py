@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from radixcache.base import Tokens
 from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
 from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
 
-Event = Stored | Evicted | Cleared
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBelow:
+    """A tier holds the whole block at the end of the prefix `tokens`, under `key`."""
+
+    key: bytes
+    tokens: Tokens
+    medium: str
+
+
+@dataclass(frozen=True)
+class DroppedBelow:
+    """A tier holds what it had under `key` no longer."""
+
+    key: bytes
+    medium: str
+
+
+Event = Stored | Evicted | Cleared | StoredBelow | DroppedBelow
 
 _sha256, _first_parent = hash_block, first_parent()
 
@@ -30,20 +51,31 @@ class Wire:
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self._size = block_size
         self._hash = lru_cache(num_blocks)(_hash)
+        self._below: dict[bytes, bytes] = {}
+        """The hashes of blocks in a tier, by its keys."""
 
     def describe(self, event: Event) -> Iterator[dict[str, Any]]:
         """The maps for one event: none if no block begins or ceases to be whole.
 
         A parent is stored before its children, and removed after them.
         """
+        medium = "GPU"  # vLLM's name for the memory of its device, whatever that is
         if isinstance(event, Cleared):
+            self._below.clear()
             yield {"type": "AllBlocksCleared"}
             return
+        if isinstance(event, DroppedBelow):
+            if (gone := self._below.pop(event.key, None)) is not None:
+                yield _removed(gone, event.medium)
+            return
+        if isinstance(event, StoredBelow):
+            key, medium = event.key, event.medium
+            event = Stored(None, event.tokens, len(event.tokens) - self._size)
+            self._below[key] = self._read(event)[1][-1]
         parent, hashes, tokens = self._read(event)
         if isinstance(event, Evicted):
             for name in reversed(hashes):
-                gone = {"block_hashes": [_number(name)], "medium": "GPU", "group_idx": 0}
-                yield {"type": "BlockRemoved", **gone}
+                yield _removed(name, medium)
         elif hashes:
             size, keys = self._size, as_block_namespace(event.namespace)
             first = event.start // size * size
@@ -55,7 +87,7 @@ class Wire:
                 "token_ids": np.frombuffer(tokens, np.int32).tolist(),
                 "block_size": size,
                 "lora_id": None,
-                "medium": "GPU",  # vLLM's name for the memory of its device, whatever that is
+                "medium": medium,
                 "lora_name": keys.lora[0] if keys and keys.lora else None,
                 "extra_keys": [keys and _untagged(keys.keys(at, at + size)) for at in starts],
                 "group_idx": 0,
@@ -87,6 +119,11 @@ class Wire:
 def _hash(parent: bytes | None, tokens: bytes, extra: tuple[ExtraKey, ...] | None) -> bytes:
     ids = tuple(np.frombuffer(tokens, np.int32).tolist())
     return _sha256((_first_parent if parent is None else parent, ids, extra))
+
+
+def _removed(name: bytes, medium: str) -> dict[str, Any]:
+    gone = {"block_hashes": [_number(name)], "medium": medium, "group_idx": 0}
+    return {"type": "BlockRemoved", **gone}
 
 
 def _number(name: bytes) -> int:

@@ -21,7 +21,7 @@ class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     token_ids: list[int]
     block_size: int
     lora_id: int | None
-    medium: Literal["GPU"]
+    medium: Literal["GPU", "CPU", "DISK"]
     lora_name: str | None
     extra_keys: list[list[Any] | None]
     group_idx: Literal[0]
@@ -30,7 +30,7 @@ class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 class BlockRemoved(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     block_hashes: list[int]
-    medium: Literal["GPU"]
+    medium: Literal["GPU", "CPU", "DISK"]
     group_idx: Literal[0]
 
 
@@ -63,6 +63,10 @@ class Consumer:
         self.next = 0
         self.events: list[WireEvent] = []
         self.held: dict[int, Block] = {}
+        self.below: dict[int, Block] = {}
+        """In the tier below the GPU's."""
+        self.known: dict[int, Block] = {}
+        """All that were ever held."""
 
     def hear(self, topic: bytes, number: bytes, payload: bytes) -> None:
         """One message; the numbers leave no gap."""
@@ -78,6 +82,9 @@ class Consumer:
     def _take(self, event: WireEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self.held.clear()
+            self.below.clear()
+        elif isinstance(event, BlockRemoved) and event.medium != "GPU":
+            del self.below[event.block_hashes[0]]
         elif isinstance(event, BlockRemoved):
             (name,) = event.block_hashes
             salt, tokens = self.held.pop(name)
@@ -100,11 +107,13 @@ class Consumer:
             salt, tokens = (first[0] if first else None), ()
         else:
             assert not first
-            salt, tokens = self.held[event.parent_block_hash]
+            before = self.held if event.medium == "GPU" else self.known
+            salt, tokens = before[event.parent_block_hash]
         for at, name in enumerate(event.block_hashes):
             tokens += tuple(event.token_ids[at * size : (at + 1) * size])
-            assert 0 <= name < 1 << 64 and self.held.get(name, (salt, tokens)) == (salt, tokens)
-            self.held[name] = (salt, tokens)
+            assert 0 <= name < 1 << 64 and self.known.get(name, (salt, tokens)) == (salt, tokens)
+            held = self.held if event.medium == "GPU" else self.below
+            held[name] = self.known[name] = (salt, tokens)
 
     def probe(self, tokens: Sequence[int], namespace: Hashable) -> int:
         """How many blocks of a prompt the engine would find."""

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from hypothesis import Phase
@@ -23,6 +25,7 @@ from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.block_hash import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
+from radixcache.tier import LowerTier, StoredPage
 from tests.index.test_contract import Contract, run_examples
 from tests.runtime.kv_consumer import (
     AllBlocksCleared,
@@ -122,10 +125,53 @@ def test_both_caches_call_blocks_by_the_hashes_of_vllm():
     assert int.from_bytes(first, "big") % (1 << 64) in names[0]
 
 
+class LateStore:
+    """What it saves is written, or lost, when the test says so."""
+
+    def __init__(self) -> None:
+        self.saved: list[StoredPage] = []
+
+    def save(self, pages: Any, stored: Any) -> None:
+        self.saved += stored
+
+    def clear(self) -> None:
+        self.saved.clear()
+
+
+def test_blocks_of_the_tier_are_told_while_they_can_be_loaded():
+    cache, late = RadixCache(PagePool(16, 4)), LateStore()
+    cache.lower = LowerTier(4, 4, late)
+    with publishing(cache) as publisher:
+        store(cache, [*range(14)])
+        cache.evict(16)
+        assert not heard(publisher).below, "nothing is written yet"
+        for page in late.saved:
+            page.state = "lost" if page.tokens.item(0) == 8 else "stored"
+        consumer = heard(publisher)
+        whole = {(None, tuple(range(end))) for end in (4, 8)}
+        assert not consumer.held and {*consumer.below.values()} == whole
+    with publishing(cache) as publisher:  # of a process that goes on with the tier of another one
+        assert {*heard(publisher).below.values()} == whole
+        store(cache, [*range(50, 66)])
+        cache.evict(16)  # all slots are wanted
+        for page in late.saved:
+            page.state = "stored"
+        now = {(None, tuple(range(50, end))) for end in range(54, 67, 4)}
+        assert {*heard(publisher).below.values()} == now
+        cache.reset()
+        assert not heard(publisher).below
+
+
 def agree(consumer: Consumer, cache: PrefixCache, paths: list[tuple[Any, list[int]]]) -> None:
     for namespace, tokens in paths:
         whole = cache.cached_length(tokens, namespace) // cache.page_size
         assert consumer.probe(tokens, namespace) == whole, (namespace, tokens)
+        if (tier := cache.lower) is not None and namespace is None:
+            stored = {page.key for page in tier.in_order() if page.state == "stored"}
+            for end in range(cache.page_size, len(tokens) + 1, cache.page_size):
+                prefix = np.array(tokens[:end], np.int32)
+                is_stored = blake2b(prefix.tobytes(), digest_size=16).digest() in stored
+                assert ((None, tuple(prefix.tolist())) in {*consumer.below.values()}) == is_stored
 
 
 class Told(Contract):
@@ -162,9 +208,9 @@ class Told(Contract):
 
 @pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page_size", [2, 3, 16])
-@pytest.mark.parametrize("kind", [RadixCache, HashBlockCache])
-def test_routers_agree_with_the_cache(kind: Any, page_size: int, examples: int):
-    members = {"kind": staticmethod(kind), "page_size": page_size}
+@pytest.mark.parametrize(("kind", "slots"), [(RadixCache, 0), (RadixCache, 5), (HashBlockCache, 0)])
+def test_routers_agree_with_the_cache(kind: Any, slots: int, page_size: int, examples: int):
+    members = {"kind": staticmethod(kind), "page_size": page_size, "slots": slots}
     told = type("Told", (Told,), members)
     counts = run_examples(told, max_examples=examples, derandomize=True, phases=[Phase.generate])
     assert counts["failed steps"] and counts["evictions"] and counts["hits"]
