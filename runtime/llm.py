@@ -42,6 +42,7 @@ from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 if TYPE_CHECKING:
+    from radixcache.runtime.kv_offload.host import HostOffload
     from radixcache.runtime.kv_offload.offload import DiskOffload
 
 T = TypeVar("T")
@@ -89,9 +90,7 @@ class LLM:
             self.inputs, self.prefixes,
         )  # fmt: skip
         if self.offload is not None:
-            from radixcache.runtime.kv_offload import session
-
-            session.restore(self.offload.store, self.inputs.conversations, self.pin_prefix)
+            self.offload.restore(self.inputs.conversations, self.pin_prefix)
         give_back()  # what loading took of memory, and no longer needs
         self.load_seconds = time.perf_counter() - start
 
@@ -113,7 +112,7 @@ class LLM:
             hybrid = f"; {count:,} recurrent states in {memory}"
         kept = []
         if self.offload is not None:
-            kept = [f"KV on disk: {self.offload.describe()}"]
+            kept = [self.offload.describe()]
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
@@ -408,7 +407,7 @@ class LLM:
 def _close(
     worker: Worker,
     kv_events: KVEventPublisher | None,
-    offload: DiskOffload | None,
+    offload: HostOffload | DiskOffload | None,
     model: PagedModel,
     inputs: InputProcessor,
     prefixes: NamedPrefixes,

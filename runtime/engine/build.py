@@ -30,6 +30,7 @@ from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
+from radixcache.runtime.kv_offload.host import STAGED_BYTES, HostOffload
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import KVPool, count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
@@ -70,7 +71,7 @@ class Built(NamedTuple):
     explainer: Explainer
     kv_events: KVEventPublisher | None
     default_params: SamplingParams
-    offload: DiskOffload | None
+    offload: HostOffload | DiskOffload | None
 
 
 def model_path(args: EngineArgs) -> str:
@@ -89,6 +90,11 @@ def build_engine(args: EngineArgs) -> Built:
     """
     kind, page_size = CACHES[args.cache], args.page_size
     events = KVEventsConfig.asked(args.kv_events_config, page_size, caches=args.cache != "none")
+    if args.host_memory is not None and resolve_device(args.device).type != "cuda":
+        raise InvalidRequest(
+            "host_memory is for a GPU; on a CPU, KV memory is memory of the host: give it more "
+            "(kv_cache_memory_bytes), or a folder (kv_dir)"
+        )
     model = load(args)
     if args.max_model_len is not None:
         model.max_context = min(model.max_context, args.max_model_len)
@@ -124,7 +130,7 @@ def build_engine(args: EngineArgs) -> Built:
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         engine.scheduler.on_publish = partial(_before_publish, explainer)
         params = _default_params(model.generation_config)
-        offload = _open_kv_dir(args, model, cache, pool)
+        offload = _open_offload(args, model, cache, pool)
         engine.scheduler.loads = None if offload is None else offload.loads
         try:
             publisher = None if events is None else KVEventPublisher(cache, events)
@@ -139,18 +145,23 @@ def build_engine(args: EngineArgs) -> Built:
         raise
 
 
-def _open_kv_dir(
+def _open_offload(
     args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
-) -> DiskOffload | None:
-    if args.kv_dir is None:
+) -> HostOffload | DiskOffload | None:
+    if args.host_memory is None and args.kv_dir is None:
         return None
+    name = "host_memory" if args.kv_dir is None else "kv_dir"
     if model.bytes_per_state:
         raise InvalidRequest(
-            f"kv_dir is not for model type {model.model_type!r}: its recurrent states are not kept"
+            f"{name} is not for model type {model.model_type!r}: its recurrent states are not kept"
         )
+    assert isinstance(cache, RadixCache)
+    if args.host_memory is not None:
+        report("pinning host memory", 1.0)
+        return HostOffload(args.host_memory, cache, pool)
     from radixcache.runtime.kv_offload.offload import DiskOffload
 
-    assert isinstance(cache, RadixCache)
+    assert args.kv_dir is not None
     report("reading the KV directory", 1.0)
     size = parse_memory(args.kv_dir_size)
     return DiskOffload(Path(args.kv_dir).expanduser(), size, model, model_path(args), cache, pool)
@@ -166,6 +177,7 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
     page_size, max_num_seqs = args.page_size, args.max_num_seqs
     taken = bytes_beside_pages(model, page_size, max_num_seqs)
     taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
+    taken += STAGED_BYTES if args.host_memory is not None else 0
     page_bytes, num_states = model.bytes_per_token * page_size, 0
     num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
     if size := model.bytes_per_state:
