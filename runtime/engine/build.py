@@ -71,7 +71,8 @@ class Built(NamedTuple):
     explainer: Explainer
     kv_events: KVEventPublisher | None
     default_params: SamplingParams
-    offload: HostOffload | DiskOffload | None
+    host: HostOffload | None
+    offload: DiskOffload | None
 
 
 def model_path(args: EngineArgs) -> str:
@@ -130,41 +131,56 @@ def build_engine(args: EngineArgs) -> Built:
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         engine.scheduler.on_publish = partial(_before_publish, explainer)
         params = _default_params(model.generation_config)
-        offload = _open_offload(args, model, cache, pool)
-        engine.scheduler.loads = None if offload is None else offload.loads
+        host = _pin_host_memory(args, model, cache, pool)
+        offload = _open_kv_dir(args, model, cache, pool)
+        tier = host or offload
+        engine.scheduler.loads = None if tier is None else tier.loads
         try:
             publisher = None if events is None else KVEventPublisher(cache, events)
         except BaseException:
             if offload is not None:
                 offload.close(None, [])
+            if host is not None:
+                host.close()
             raise
-        return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
+        return Built(engine, tokenizer, grammars, explainer, publisher, params, host, offload)
     except BaseException:
         if model.ranks is not None:  # or they would live as long as the error's traceback
             model.ranks.close()
         raise
 
 
-def _open_offload(
+def _pin_host_memory(
     args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
-) -> HostOffload | DiskOffload | None:
-    if args.host_memory is None and args.kv_dir is None:
+) -> HostOffload | None:
+    if args.host_memory is None:
         return None
-    name = "host_memory" if args.kv_dir is None else "kv_dir"
-    if model.bytes_per_state:
-        raise InvalidRequest(
-            f"{name} is not for model type {model.model_type!r}: its recurrent states are not kept"
-        )
+    _refuse_states("host_memory", model)
     assert isinstance(cache, RadixCache)
-    if args.host_memory is not None:
-        report("pinning host memory", 1.0)
-        return HostOffload(args.host_memory, cache, pool)
+    report("pinning host memory", 1.0)
+    return HostOffload(args.host_memory, cache, pool)
+
+
+def _open_kv_dir(
+    args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
+) -> DiskOffload | None:
+    if args.kv_dir is None:
+        return None
+    _refuse_states("kv_dir", model)
     from radixcache.runtime.kv_offload.offload import DiskOffload
 
-    assert args.kv_dir is not None
+    assert isinstance(cache, RadixCache)
     report("reading the KV directory", 1.0)
     size = parse_memory(args.kv_dir_size)
     return DiskOffload(Path(args.kv_dir).expanduser(), size, model, model_path(args), cache, pool)
+
+
+def _refuse_states(setting: str, model: PagedModel) -> None:
+    if model.bytes_per_state:
+        kind = model.model_type
+        raise InvalidRequest(
+            f"{setting} is not for model type {kind!r}: its recurrent states are not kept"
+        )
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:

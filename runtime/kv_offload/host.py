@@ -9,7 +9,7 @@ So a page counts as stored once its copy is enqueued, and as read once that is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
@@ -135,11 +135,8 @@ class HostOffload:
         """How much room there is; in one line."""
         size = format_memory(self.tier.num_slots * self.store.page_bytes)
         tokens = self.tier.num_slots * self.tier.page_size
-        return f"KV in host memory: {size} = {tokens:,} tokens"
+        return f"{size} = {tokens:,} tokens"
 
-    def restore(self, *_: object) -> None:
-        """Nothing outlives the process."""
-
-    def close(self, *_: Iterable[object] | object) -> None:
+    def close(self) -> None:
         """Nothing is cached any more."""
         self.store.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from radixcache.errors import InvalidRequest, first_sentence
@@ -72,16 +72,12 @@ class DiskOffload:
         cache.lower = self.tier
         self.loads = Loads(cache, self.tier, self.store, pool)
         self._kv_dir = kv_dir
-        _log.info("%s", self.describe())
+        _log.info("KV on disk: %s", self.describe())
 
     def describe(self) -> str:
         """Where, how much room, and what is there; in one line."""
         size = format_memory(self.tier.num_slots * self.store.page_bytes)
-        return f"KV on disk: {size} in {self._kv_dir}, with {self.tier.num_tokens:,} tokens"
-
-    def restore(self, turns: Conversations | None, pin: Callable[..., object]) -> None:
-        """Bring back what the last process has kept beside KV; `pin` is `LLM.pin_prefix`."""
-        session.restore(self.store, turns, pin)
+        return f"{size} in {self._kv_dir}, with {self.tier.num_tokens:,} tokens"
 
     def close(self, turns: Conversations | None, prefixes: Iterable[session.Prefix]) -> None:
         """Write all that is cached, for the next process; nothing changes the cache any more.

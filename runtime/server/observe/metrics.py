@@ -184,10 +184,10 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
     tier = cache.lower
-    if llm.offload is not None and tier is not None:
+    if (offload := llm.host or llm.offload) is not None and tier is not None:
         where = _MEDIA[tier.medium]
         counters["loaded_tokens"] = (f"Hit tokens that came up from {where}.", stats.loaded_tokens)
-        for name, count in llm.offload.store.counters._asdict().items():
+        for name, count in offload.store.counters._asdict().items():
             counters[f"{tier.medium}_{name}"] = (_LOWER[name].format(where), count)
     gauges: dict[str, tuple[str, float]] = {
         "hit_rate": ("Share of the queried tokens hit since the last flush.", cache.stats.hit_rate),
