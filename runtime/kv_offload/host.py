@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from radixcache.errors import InvalidRequest
+from radixcache.kernels.upload import on_device
 from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.model.kv_pool import KVPool, count_pages
@@ -62,8 +63,10 @@ class HostStore:
         except (RuntimeError, MemoryError):
             raise InvalidRequest(f"host_memory: there are no {size} to be had") from None
         # torch's own pinned memory would be rounded up to a power of two.
-        register = torch.cuda.cudart().cudaHostRegister
-        if code := int(register(self._slots.data_ptr(), self._slots.nbytes, 0)):
+        with on_device(pool.device):
+            register = torch.cuda.cudart().cudaHostRegister
+            code = int(register(self._slots.data_ptr(), self._slots.nbytes, 0))
+        if code:
             raise InvalidRequest(f"host_memory: {size} cannot be pinned (CUDA error {code})")
 
     @torch.inference_mode()
