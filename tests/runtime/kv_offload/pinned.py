@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -34,14 +35,14 @@ class PinnedDevice(Device):
 
     Attributes:
         registered: addresses, and how many bytes begin there.
-        fails: says whether the next such copy does, for want of memory.
+        failures: the share of such copies that fail, for want of memory, drawn by `rng`.
         code: what registering returns; 0 is success.
     """
 
     def __init__(self, place: torch.device) -> None:
         super().__init__(place)
         self.registered: dict[int, int] = {}
-        self.fails: Callable[[], bool] = lambda: False
+        self.failures, self.rng = 0.0, Random(0)
         self.code = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +52,7 @@ class PinnedDevice(Device):
             host = source if sides[0] else target
             if sum(sides) == 1 and host.untyped_storage().data_ptr() in self.registered:
                 assert non_blocking, "the engine's thread would wait"
-                if self.fails():
+                if self.rng.random() < self.failures:
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 self.launches += 1
                 to, what = (pretend_cuda.unwrap(side) for side in (target, source))

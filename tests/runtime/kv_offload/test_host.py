@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +19,7 @@ from radixcache.runtime.kv_offload import host
 from radixcache.runtime.kv_offload.host import HostOffload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.observe.metrics import engine_metrics
+from radixcache.tier import StoredPage
 from tests.cover import seeds
 from tests.engines import plain_greedy
 from tests.hash_model import greedy
@@ -59,8 +60,7 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
             max_num_seqs=rng.choice([1, 4, 8]),
         )
         assert engine.store.page_bytes == size
-        often = rng.choice([0.0, 0.02])
-        device.fails = lambda often=often: rng.random() < often
+        device.failures, device.rng = rng.choice([0.0, 0.02]), rng
         total += play(
             engine.engine, rng, 30, asker.ask, asker.verify,
             arrivals=0.2, failures=0.04, resets=0.003,
@@ -99,8 +99,13 @@ def test_a_long_prompt_comes_up_in_bounded_pieces(
     engine = Pinned(device)
     engine.answer(TEXT)
     evict_all(engine)
-    sizes, read = [], engine.store.read
-    monkeypatch.setattr(engine.store, "read", lambda pages: sizes.append(len(pages)) or read(pages))
+    sizes, read = list[int](), engine.store.read
+
+    def counted(pages: Sequence[StoredPage]) -> Any:
+        sizes.append(len(pages))
+        return read(pages)
+
+    monkeypatch.setattr(engine.store, "read", counted)
     assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
     assert sizes == [2, 2, 2]
 
@@ -109,14 +114,14 @@ def test_a_gpu_without_memory_for_copies_computes(device: PinnedDevice) -> None:
     engine = Pinned(device)
     engine.answer(TEXT)
     evict_all(engine)
-    device.fails = lambda: True
+    device.failures = 1
     assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
     evict_all(engine)  # what is below stays
     other = [5, *TEXT]
     assert engine.answer(other) == (greedy(other, 4), 0)
     evict_all(engine)
     assert engine.store.counters.failed_pages
-    device.fails = lambda: False
+    device.failures = 0
     assert engine.answer(other) == (greedy(other, 4), 0), "it could not be copied down"
     assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
 
