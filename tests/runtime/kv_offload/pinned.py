@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from tests import pretend_cuda
 from tests.engines import generated
 from tests.hash_model import HashModel
+from tests.kernels.gpu import pretend_gpu
 from tests.pretend_cuda import CUDA, Device, DeviceTensor
 
 _COPY = torch.ops.aten.copy_.default
@@ -71,9 +72,11 @@ class PinnedDevice(Device):
 
 
 @contextmanager
-def pinning_cuda() -> Iterator[PinnedDevice]:
-    """`pretend_cuda`, where host memory can be registered."""
-    with patch.object(pretend_cuda, "Device", PinnedDevice), pretend_cuda.pretend_cuda() as device:
+def pinning_cuda(flashinfer: bool = False) -> Iterator[PinnedDevice]:
+    """`pretend_cuda`, or `pretend_gpu`, where host memory can be registered."""
+    with patch.object(pretend_cuda, "Device", PinnedDevice), ExitStack() as stack:
+        made = stack.enter_context(pretend_gpu() if flashinfer else pretend_cuda.pretend_cuda())
+        device = made if isinstance(made, Device) else made.device
         assert isinstance(device, PinnedDevice)
         runtime = SimpleNamespace(
             cudaHostRegister=device.register, cudaHostUnregister=device.unregister

@@ -7,19 +7,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from radixcache import LLM, InvalidRequest, SamplingParams
+from radixcache import LLM, InvalidRequest, RadixCache, SamplingParams
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import build
+from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.kv_offload import host
 from radixcache.runtime.kv_offload.host import HostOffload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.tier import StoredPage
+from tests import engines
 from tests.cover import seeds
 from tests.engines import plain_greedy
 from tests.hash_model import greedy
@@ -96,6 +99,7 @@ def test_a_long_prompt_comes_up_in_bounded_pieces(
     device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "MOST_BYTES", 2 * 4 * 5 * 8)
+    monkeypatch.setattr(host, "_DOWN", 3 * 4 * 5 * 8)
     engine = Pinned(device)
     engine.answer(TEXT)
     evict_all(engine)
@@ -108,6 +112,40 @@ def test_a_long_prompt_comes_up_in_bounded_pieces(
     monkeypatch.setattr(engine.store, "read", counted)
     assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
     assert sizes == [2, 2, 2]
+
+
+def test_one_request_at_a_time_is_loaded(
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Pinned(device)
+    texts = [[start, *TEXT] for start in range(3)]
+    for text in texts:
+        engine.answer(text)
+    evict_all(engine)
+    reads, read = list[int](), engine.store.read
+
+    def counted(pages: Sequence[StoredPage]) -> Any:
+        reads.append(len(pages))
+        return read(pages)
+
+    monkeypatch.setattr(engine.store, "read", counted)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    requests = [engine.engine.add_request(text, params) for text in texts]
+    while not all(request.finished for request in requests):
+        before = len(reads)
+        engine.engine.step()
+        engine.engine.check()
+        assert len(reads) - before <= 1
+    assert [request.output().metrics.loaded_tokens for request in requests] == [len(TEXT)] * 3
+    assert len(reads) == 3
+
+
+def test_loads_pay_however_fast_the_gpu_computes(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    for loaded in (0, len(TEXT) - 1, len(TEXT) - 1):
+        engine.host.loads.computing.note(1e12, 1e-9)
+        assert engine.answer(TEXT) == (greedy(TEXT, 4), loaded)
+        evict_all(engine)
 
 
 def test_a_gpu_without_memory_for_copies_computes(device: PinnedDevice) -> None:
@@ -223,6 +261,45 @@ def test_an_llm_tells_what_came_from_host_memory(
         slots = sum(samples[f"radixcache_host_pages{state}"] for state in ("used", "free"))
         assert slots == llm.host.tier.num_slots
     assert not device.registered, "given back"
+
+
+def test_copies_and_graphs_over_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In captured graphs, and in steps that are launched ahead, pages are not where they were."""
+    path, rng = tiny_model("llama", tmp_path), Random(3)
+    with pinning_cuda(flashinfer=True):
+        monkeypatch.setattr(
+            engines, "paged_model", lambda *_: load_model(path, device="cuda", dtype="float32")
+        )
+        engine = engines.make_engine(path, page_size=4, num_pages=40, max_num_seqs=4)
+        assert isinstance(engine.cache, RadixCache)
+        size = 200 * engine.kv_pool.page_bytes
+        offload = HostOffload(size, engine.cache, engine.kv_pool)
+        engine.scheduler.loads = offload.loads
+        stems = [[rng.randrange(250) for _ in range(40)] for _ in range(8)]
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for _ in range(4):
+            prompts = [[*stem, rng.randrange(250)] for stem in rng.sample(stems, 3)]
+            requests = engines.run(engine, prompts, params)
+            for prompt, (tokens,) in zip(prompts, engines.generated(requests), strict=True):
+                assert tokens == plain_greedy(path, prompt, 6, ignore_eos=True)
+        assert engine._graphs is not None and any(engine._graphs._replays.values())
+        assert engine.lifetime_stats.loaded_tokens > 100
+        offload.close()
+
+
+def test_a_gpu_has_room_for_what_is_loaded(device: PinnedDevice, tmp_path: Path) -> None:
+    model = load_model(
+        tiny_model("llama", tmp_path), device=CUDA, dtype="float32", attention=TorchBackend(CUDA)
+    )
+    # The context bounds the pages that are taken if nobody says how many; here memory does.
+    model.max_context, free = 1 << 40, 8 << 30
+    with patch.object(torch.cuda, "mem_get_info", lambda *_: (free, free)):
+        with_host, without = (
+            build._share_memory(EngineArgs(host_memory=memory), model)[0]
+            for memory in ("1GB", None)
+        )
+    size = model.bytes_per_token * 16
+    assert abs((without - with_host) * size - host.STAGED_BYTES) < size
 
 
 def test_the_slots_are_pinned_as_they_are(device: PinnedDevice) -> None:
