@@ -25,6 +25,8 @@ from radixcache.errors import InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.pages import Pages, as_count
 
+Medium = Literal["host", "disk"]
+
 _SIBLINGS = 64
 """Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
 
@@ -78,14 +80,17 @@ class LowerTier:
         num_slots: pages that the store holds.
         page_size: tokens of a page.
         store: copies the bytes.
+        medium: what it is.
     """
 
-    def __init__(self, num_slots: int, page_size: int, store: PageStore) -> None:
+    def __init__(
+        self, num_slots: int, page_size: int, store: PageStore, medium: Medium = "disk"
+    ) -> None:
         self.num_slots = as_count(num_slots, "the number of slots")
         if self.num_slots < 1:
             raise InvalidRequest("a tier has at least one slot")
         self.page_size = page_size
-        self.store = store
+        self.store, self.medium = store, medium
         self.listener: TierListener | None = None
         self.num_evicted = 0
         self._forget()

@@ -117,7 +117,9 @@ def _add_demo(commands: Any) -> None:
         "--restart", action="store_true", help="rather a conversation that outlives its process"
     )
     # It has both caches and two models.
-    left_out = ("cache", "tensor_parallel_size", "kv_events_config", "kv_dir", "kv_dir_size")
+    left_out = (
+        "cache", "tensor_parallel_size", "kv_events_config", "host_memory", "kv_dir", "kv_dir_size",
+    )  # fmt: skip
     _add_engine(parser, left_out)
 
 

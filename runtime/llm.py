@@ -42,6 +42,7 @@ from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 if TYPE_CHECKING:
+    from radixcache.runtime.kv_offload.host import HostOffload
     from radixcache.runtime.kv_offload.offload import DiskOffload
 
 T = TypeVar("T")
@@ -77,7 +78,8 @@ class LLM:
         built = build_engine(args)
         self.model_name = Path(model_path(args)).name
         self.engine, self.tokenizer, self.grammar_backend = built[:3]
-        self.explainer, self.kv_events, self.default_params, self.offload = built[3:]
+        self.explainer, self.kv_events, self.default_params = built[3:6]
+        self.host, self.offload = built.host, built.offload
         self.inputs = InputProcessor(
             self.model_name, self.tokenizer, self.grammar_backend, self.default_params
         )
@@ -85,8 +87,8 @@ class LLM:
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
         self._close = finalize(
-            self, _close, self.worker, self.kv_events, self.offload, self.engine.model,
-            self.inputs, self.prefixes,
+            self, _close, self.worker, self.kv_events, self.host, self.offload,
+            self.engine.model, self.inputs, self.prefixes,
         )  # fmt: skip
         if self.offload is not None:
             from radixcache.runtime.kv_offload import session
@@ -111,9 +113,9 @@ class LLM:
             count = states.index.num_slots
             memory = format_memory(count * self.engine.model.bytes_per_state)
             hybrid = f"; {count:,} recurrent states in {memory}"
-        kept = []
+        kept = [] if self.host is None else [f"KV in host memory: {self.host.describe()}"]
         if self.offload is not None:
-            kept = [f"KV on disk: {self.offload.describe()}"]
+            kept += [f"KV on disk: {self.offload.describe()}"]
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
@@ -408,6 +410,7 @@ class LLM:
 def _close(
     worker: Worker,
     kv_events: KVEventPublisher | None,
+    host: HostOffload | None,
     offload: DiskOffload | None,
     model: PagedModel,
     inputs: InputProcessor,
@@ -418,6 +421,8 @@ def _close(
     worker.close()
     if offload is not None:
         offload.close(inputs.conversations, prefixes.lasting())
+    if host is not None:
+        host.close()
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()
     if model.ranks is not None:

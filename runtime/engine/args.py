@@ -55,6 +55,12 @@ class EngineArgs:
         metavar="SIZE",
         rule=_MEMORY,
     )
+    host_memory: int | str | None = setting(
+        None,
+        "pinned host memory for KV pages that a GPU's memory has no room for, like 32GB",
+        metavar="SIZE",
+        rule=_MEMORY,
+    )
     kv_dir: str | Path | None = setting(
         None, "a folder for evicted KV pages, which a restart finds again", metavar="DIR"
     )
@@ -93,9 +99,14 @@ class EngineArgs:
             raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
         if self.kv_dir is not None and not str(self.kv_dir).strip():
             raise InvalidRequest("kv_dir is the name of a folder, not empty")
-        if self.kv_dir is not None and self.cache != "radix":
-            raise InvalidRequest(f"kv_dir is for cache='radix', not {self.cache!r}")
-        if self.kv_dir is not None and self.tensor_parallel_size > 1:
-            raise InvalidRequest(
-                "kv_dir is for one process: no rank keeps its part of a page there"
-            )
+        for name in ("host_memory", "kv_dir"):
+            if getattr(self, name) is None:
+                continue
+            if self.cache != "radix":
+                raise InvalidRequest(f"{name} is for cache='radix', not {self.cache!r}")
+            if self.tensor_parallel_size > 1:
+                raise InvalidRequest(
+                    f"{name} is for one process: no rank keeps its part of a page there"
+                )
+        if self.host_memory is not None and self.kv_dir is not None:
+            raise InvalidRequest("host_memory and kv_dir do not go together: one tier at a time")

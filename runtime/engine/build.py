@@ -30,6 +30,7 @@ from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
+from radixcache.runtime.kv_offload.host import STAGED_BYTES, HostOffload
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import KVPool, count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
@@ -70,6 +71,7 @@ class Built(NamedTuple):
     explainer: Explainer
     kv_events: KVEventPublisher | None
     default_params: SamplingParams
+    host: HostOffload | None
     offload: DiskOffload | None
 
 
@@ -89,6 +91,11 @@ def build_engine(args: EngineArgs) -> Built:
     """
     kind, page_size = CACHES[args.cache], args.page_size
     events = KVEventsConfig.asked(args.kv_events_config, page_size, caches=args.cache != "none")
+    if args.host_memory is not None and resolve_device(args.device).type != "cuda":
+        raise InvalidRequest(
+            "host_memory is for a GPU; on a CPU, KV memory is memory of the host: give it more "
+            "(kv_cache_memory_bytes), or a folder (kv_dir)"
+        )
     model = load(args)
     if args.max_model_len is not None:
         model.max_context = min(model.max_context, args.max_model_len)
@@ -124,19 +131,34 @@ def build_engine(args: EngineArgs) -> Built:
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         engine.scheduler.on_publish = partial(_before_publish, explainer)
         params = _default_params(model.generation_config)
+        host = _pin_host_memory(args, model, cache, pool)
         offload = _open_kv_dir(args, model, cache, pool)
-        engine.scheduler.loads = None if offload is None else offload.loads
+        tier = host or offload
+        engine.scheduler.loads = None if tier is None else tier.loads
         try:
             publisher = None if events is None else KVEventPublisher(cache, events)
         except BaseException:
             if offload is not None:
                 offload.close(None, [])
+            if host is not None:
+                host.close()
             raise
-        return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
+        return Built(engine, tokenizer, grammars, explainer, publisher, params, host, offload)
     except BaseException:
         if model.ranks is not None:  # or they would live as long as the error's traceback
             model.ranks.close()
         raise
+
+
+def _pin_host_memory(
+    args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
+) -> HostOffload | None:
+    if args.host_memory is None:
+        return None
+    _refuse_states("host_memory", model)
+    assert isinstance(cache, RadixCache)
+    report("pinning host memory", 1.0)
+    return HostOffload(args.host_memory, cache, pool)
 
 
 def _open_kv_dir(
@@ -144,16 +166,21 @@ def _open_kv_dir(
 ) -> DiskOffload | None:
     if args.kv_dir is None:
         return None
-    if model.bytes_per_state:
-        raise InvalidRequest(
-            f"kv_dir is not for model type {model.model_type!r}: its recurrent states are not kept"
-        )
+    _refuse_states("kv_dir", model)
     from radixcache.runtime.kv_offload.offload import DiskOffload
 
     assert isinstance(cache, RadixCache)
     report("reading the KV directory", 1.0)
     size = parse_memory(args.kv_dir_size)
     return DiskOffload(Path(args.kv_dir).expanduser(), size, model, model_path(args), cache, pool)
+
+
+def _refuse_states(setting: str, model: PagedModel) -> None:
+    if model.bytes_per_state:
+        kind = model.model_type
+        raise InvalidRequest(
+            f"{setting} is not for model type {kind!r}: its recurrent states are not kept"
+        )
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
@@ -166,6 +193,7 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
     page_size, max_num_seqs = args.page_size, args.max_num_seqs
     taken = bytes_beside_pages(model, page_size, max_num_seqs)
     taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
+    taken += STAGED_BYTES if args.host_memory is not None else 0
     page_bytes, num_states = model.bytes_per_token * page_size, 0
     num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
     if size := model.bytes_per_state:

@@ -17,8 +17,8 @@ would have taken to hit it:
   words of a question; what they share is cached, and to part from them has cost nothing.
 - `no_state`: its KV is cached, but of a recurrent model no state is kept so far into the text: it
   is computed again from the last one on (see `radixcache.states`).
-- `on_disk`: it was evicted from memory, and its pages are in the tier below: they are loaded,
-  unless computing them takes less time.
+- `on_host`, `on_disk`: it was evicted, and its pages are in host memory or on disk: they are
+  loaded, unless computing them takes less time.
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
 
 Two texts go on alike where 8 tokens in a row are the same, within 16 tokens of where they part, or
@@ -46,11 +46,15 @@ from numpy.typing import NDArray
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
+from radixcache.tier import Medium
 
 Reason = Literal[
-    "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "on_disk", "caching_off"
-]
+    "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "on_host", "on_disk",
+    "caching_off",
+]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+_BELOW: dict[Medium, Reason] = {"host": "on_host", "disk": "on_disk"}
 
 Decode = Callable[[list[int]], str]
 """Token ids to text."""
@@ -84,6 +88,7 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
     ("no_state", False): (
         "no state: {}, whose KV is cached, but the last recurrent state is kept before them"
     ),
+    ("on_host", False): "in host memory: {}, from where they are loaded",
     ("on_disk", False): "on disk: {}, which are loaded where that is faster than to compute them",
     ("caching_off", False): "caching is off: {}, computed before",
 }
@@ -220,11 +225,11 @@ class Explainer:
         if kv > hit:
             no_state = Miss("no_state", hit, min(kv, last), len(tokens))
             return [no_state, *self.explain(tokens, kv, namespace)]
-        if self.cache.lower is not None and namespace is None:
-            _, end = self.cache.lower.find(tokens[:last], hit)
+        if (lower := self.cache.lower) is not None and namespace is None:
+            _, end = lower.find(tokens[:last], hit)
             if end > hit:
-                on_disk = Miss("on_disk", hit, end, len(tokens))
-                return [on_disk, *self.explain(tokens, end, namespace)]
+                below = Miss(_BELOW[lower.medium], hit, end, len(tokens))
+                return [below, *self.explain(tokens, end, namespace)]
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)

@@ -15,7 +15,7 @@ from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import InvalidRequest, first_sentence
 from radixcache.events import Cleared
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from radixcache.runtime.kv_events.wire import DroppedBelow, Event, StoredBelow, Wire
+from radixcache.runtime.kv_events.wire import MEDIA, DroppedBelow, Event, StoredBelow, Wire
 from radixcache.tier import StoredPage
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
         cache.events.append(self._hear)
+        self._medium = ""
         if cache.lower is not None:
+            self._medium = MEDIA[cache.lower.medium]
             cache.lower.listener = self
             for page, tokens in cache.lower.from_root():
                 self.added(page, tokens)
@@ -97,14 +99,14 @@ class KVEventPublisher:
     def dropped(self, page: StoredPage) -> None:
         """As a tier's listener."""
         if len(page.tokens) == self._cache.page_size and self._unwritten.pop(page, None) is None:
-            self._heard.append(DroppedBelow(page.key, "DISK"))
+            self._heard.append(DroppedBelow(page.key, self._medium))
 
     def end_step(self) -> None:
         """Queue what has changed, unless a step has yet to compute it. Never waits."""
         for page in [page for page in self._unwritten if page.state != "writing"]:
             tokens = self._unwritten.pop(page)
             if page.state == "stored":
-                self._heard.append(StoredBelow(page.key, tokens, "DISK"))
+                self._heard.append(StoredBelow(page.key, tokens, self._medium))
         if not self._heard or self._cache.in_flight or self._cache.broken:
             return
         events, self._heard = self._heard, []

@@ -13,7 +13,10 @@ from radixcache.base import Tokens
 from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
 from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
+from radixcache.tier import Medium
 
+MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}
+"""What vLLM calls the tiers below its device's memory, "GPU" whatever that is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Wire:
 
         A parent is stored before its children, and removed after them.
         """
-        medium = "GPU"  # vLLM's name for the memory of its device, whatever that is
+        medium = "GPU"
         if isinstance(event, Cleared):
             self._below.clear()
             yield {"type": "AllBlocksCleared"}

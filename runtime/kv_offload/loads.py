@@ -1,12 +1,12 @@
 """Brings pages up from the tier below the pool, for requests that wait for them.
 
-The pages by which a waiting request goes on in the tier are read by a thread, at most `MOST_BYTES`
-at a time, while others run. Once they are there, they are copied into the pool and published, as if
-they had been computed, and the request finds them as any other: one such piece a step, which is all
-that others wait for. What a load cannot bring (a page is gone, or is not what it was) is computed.
+The pages by which a waiting request goes on in the tier are read, so many bytes at a time, while
+others run. Once they are there, they are copied into the pool and published, as if they had been
+computed, and the request finds them as any other: one such piece a step, which is all that others
+wait for. What a load cannot bring (a page is gone, or is not what it was) is computed.
 
-Whether loading pays is measured: bytes read a second against tokens computed a second, both while
-running. What is cheaper to compute is computed.
+Whether loading from a disk pays is measured: bytes read a second against tokens computed a second,
+both while running. What is cheaper to compute is computed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,6 @@ from radixcache.tier import LowerTier, StoredPage
 
 if TYPE_CHECKING:
     from radixcache.runtime.engine.request import Sequence
-
-MOST_BYTES = 64 << 20
-"""Read for a request at a time, and copied into the pool in one step."""
-
-MOST_LOADING = 4
-"""Requests whose pages are read at the same time."""
 
 _TRIES = 3
 """Loads in whose time the pool lost what they go on from; then the request is computed."""
@@ -93,10 +87,25 @@ class Loads:
         tier: where the pages are.
         reader: reads them.
         pool: where they go.
+        most_bytes: read for a request at a time, and copied into the pool in one step.
+        most_loading: requests whose pages are read at the same time.
+        is_timed: whether the end of a read tells what it takes; else all loads pay.
     """
 
-    def __init__(self, cache: PrefixCache, tier: LowerTier, reader: Reader, pool: KVPool) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tier: LowerTier,
+        reader: Reader,
+        pool: KVPool,
+        *,
+        most_bytes: int = 64 << 20,
+        most_loading: int = 4,
+        is_timed: bool = True,
+    ) -> None:
         self.tier = tier
+        self._most_pages = max(1, most_bytes // pool.page_bytes)
+        self._most_loading, self._is_timed = most_loading, is_timed
         self.reading, self.computing = Rate(), Rate()
         """Bytes, and prompt tokens."""
         self._cache, self._reader, self._pool = cache, reader, pool
@@ -140,12 +149,13 @@ class Loads:
         pages, end = self.tier.find(sequence.tokens[:-1], start)
         if not pages or self._tries.get(sequence, 0) == _TRIES:
             return False
-        first, most = start // size, max(1, MOST_BYTES // self._pool.page_bytes)
+        first, most = start // size, self._most_pages
         if len(pages) > most:
             pages, end = pages[:most], (first + most) * size
         if not self._pays(len(pages), end - start):
             return False
-        if len(self._loads) < MOST_LOADING and not pages[0].readers:  # else another brings them
+        is_coming = pages[0].readers > 0  # with another
+        if len(self._loads) < self._most_loading and not is_coming:
             load = _Load(pages, first, end, self._reader.read(pages), perf_counter())
             load.rows.add_done_callback(load.note_end)
             self._loads[sequence] = load
@@ -180,7 +190,8 @@ class Loads:
             self._cache.publish(lease, sequence.tokens[start:end], written=True)
             self._step_is_full = True
             seconds = load.ended - load.began + perf_counter() - begun
-            self.reading.note(rows.nbytes, seconds)
+            if self._is_timed:
+                self.reading.note(rows.nbytes, seconds)
             return lease.num_tokens - start
         except OutOfPages:
             return 0

@@ -44,6 +44,7 @@ class KVPool:
         layers: (k_pages, v_pages) of each layer, [num_pages + 1, page_size, heads, dim] each.
         page_size: tokens per page.
         num_pages: pages per layer; page p of every layer belongs to the same tokens.
+        device: where they are.
         spare_page: the page after those, `num_pages`. It belongs to nobody: rows that only fill up
             a batch write there.
         states: of a recurrent model, in slots of their own.
@@ -62,7 +63,7 @@ class KVPool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.spare_page = num_pages
-        self._device = device
+        self.device = device
         inner = [(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
         self._stacks = {
             shape: _zeros((count, num_pages + 1, page_size, *shape), dtype, device)
@@ -80,7 +81,7 @@ class KVPool:
             copies: (source, target, n) triples; all sources are read before any target is written.
         """
         slots = [self.page_size * np.array(c[:2])[:, None] + np.arange(c[2]) for c in copies]
-        sources, targets = send(np.concatenate(slots, axis=1), self._device)
+        sources, targets = send(np.concatenate(slots, axis=1), self.device)
         for stack in self._stacks.values():
             flat = stack.flatten(1, 2)
             flat.index_copy_(1, targets, flat.index_select(1, sources))
@@ -93,20 +94,25 @@ class KVPool:
     @torch.inference_mode()
     def read_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
         """[n, page_bytes] uint8 on the host: a copy of n pages, the layers of each together."""
-        at = send(pages, self._device).long()
+        return self.gather_pages(pages).cpu()
+
+    @torch.inference_mode()
+    def gather_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
+        """The same on the pool's device."""
+        at = send(pages, self.device).long()
         parts = [
             stack.index_select(1, at).transpose(0, 1).reshape(len(pages), -1).view(torch.uint8)
             for stack in self._stacks.values()
         ]
-        return torch.cat(parts, 1).cpu()
+        return torch.cat(parts, 1)
 
     @torch.inference_mode()
     def write_pages(self, pages: NDArray[np.integer], rows: torch.Tensor) -> None:
         """Make n pages what `read_pages` has returned."""
-        at, start = send(pages, self._device).long(), 0
+        at, start = send(pages, self.device).long(), 0
         for stack in self._stacks.values():
             size = stack[:, 0].nbytes
-            part = rows[:, start : start + size].contiguous().to(self._device).view(stack.dtype)
+            part = rows[:, start : start + size].contiguous().to(self.device).view(stack.dtype)
             of_layers = part.view(len(pages), len(stack), *stack.shape[2:]).transpose(0, 1)
             stack.index_copy_(1, at, of_layers)
             start += size

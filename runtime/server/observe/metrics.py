@@ -183,10 +183,12 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "evicted_pages": ("Pages evicted.", stats.evicted_pages),
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
-    if llm.offload is not None:
-        counters["loaded_tokens"] = ("Hit tokens that came up from disk.", stats.loaded_tokens)
-        for name, count in llm.offload.store.counters._asdict().items():
-            counters[f"disk_{name}"] = (_DISK[name], count)
+    tier = cache.lower
+    if (offload := llm.host or llm.offload) is not None and tier is not None:
+        where = _MEDIA[tier.medium]
+        counters["loaded_tokens"] = (f"Hit tokens that came up from {where}.", stats.loaded_tokens)
+        for name, count in offload.store.counters._asdict().items():
+            counters[f"{tier.medium}_{name}"] = (_LOWER[name].format(where), count)
     gauges: dict[str, tuple[str, float]] = {
         "hit_rate": ("Share of the queried tokens hit since the last flush.", cache.stats.hit_rate),
         "requests_running": ("Completions that run.", len(scheduler.running)),
@@ -205,8 +207,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         missed.add_metric([reason], count)
     pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pinned_pages}
     states = scheduler.states.index.counts if scheduler.states is not None else {}
-    tier = cache.lower
-    on_disk = {"used": len(tier), "free": tier.num_slots - len(tier)} if tier is not None else {}
+    lower = {"used": len(tier), "free": tier.num_slots - len(tier)} if tier is not None else {}
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
         *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
@@ -217,14 +218,16 @@ def engine_metrics(llm: LLM) -> list[Metric]:
             pages,
         ),
         *([_by_state("recurrent_states", _STATES, states)] if states else []),
-        *([_by_state("disk_pages", "Slots of KV pages on disk.", on_disk)] if on_disk else []),
+        *([_by_state(f"{tier.medium}_pages", _SLOTS, lower)] if tier is not None else []),
     ]
 
 
-_DISK = {
-    "stored_pages": "KV pages written to disk.",
-    "loaded_pages": "KV pages read from disk that were what was written.",
-    "dropped_pages": "KV pages not kept, because the disk was too slow.",
+_MEDIA = {"host": "host memory", "disk": "disk"}
+_SLOTS = "Slots of KV pages in the tier below the KV memory."
+_LOWER = {
+    "stored_pages": "KV pages written to {}.",
+    "loaded_pages": "KV pages read from {} that were what was written.",
+    "dropped_pages": "KV pages not kept, because the {} was too slow.",
     "failed_pages": "KV pages that could not be written, or were not what was written.",
 }
 _STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."

@@ -56,6 +56,9 @@ def test_each_reason_is_one_sentence() -> None:
             "no state: 22 tokens from token 8 on, whose KV is cached, but the last recurrent state "
             "is kept before them"
         ),
+        Miss("on_host", 0, 4, 9): (
+            "in host memory: 4 tokens from token 0 on, from where they are loaded"
+        ),
         Miss("on_disk", 0, 4, 9): (
             "on disk: 4 tokens from token 0 on, which are loaded where that is faster than to "
             "compute them"

@@ -1,0 +1,156 @@
+"""An engine on a pretended GPU whose evicted pages go to pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from radixcache import PagePool, RadixCache, SamplingParams
+from radixcache.kernels.upload import send
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.kv_offload.host import HostOffload
+from radixcache.runtime.model.kv_pool import KVPool, LayerShape
+from tests import pretend_cuda
+from tests.engines import generated
+from tests.hash_model import HashModel
+from tests.kernels.gpu import pretend_gpu
+from tests.pretend_cuda import CUDA, Device, DeviceTensor
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class PinnedDevice(Device):
+    """A pretended GPU that copies to and from registered host memory, in the order of its stream.
+
+    Only the device touches that memory, so that it may be thought of as the device sees it: each
+    copy has run by the time of the next.
+
+    Attributes:
+        registered: addresses, and how many bytes begin there.
+        failures: the share of such copies that fail, for want of memory, drawn by `rng`.
+        code: what registering returns; 0 is success.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__(place)
+        self.registered: dict[int, int] = {}
+        self.failures, self.rng = 0.0, Random(0)
+        self.code = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _COPY:
+            target, source, non_blocking = (*args, *(kwargs or {}).values(), False)[:3]
+            sides = [isinstance(side, DeviceTensor) for side in (target, source)]
+            host = source if sides[0] else target
+            if sum(sides) == 1 and host.untyped_storage().data_ptr() in self.registered:
+                assert non_blocking, "the engine's thread would wait"
+                if self.rng.random() < self.failures:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                self.launches += 1
+                to, what = (pretend_cuda.unwrap(side) for side in (target, source))
+                to.copy_(what)
+                return target
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def register(self, address: int, size: int, flags: int) -> int:
+        if not self.code:
+            self.registered[address] = size
+        return self.code
+
+    def unregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@contextmanager
+def pinning_cuda(flashinfer: bool = False) -> Iterator[PinnedDevice]:
+    """`pretend_cuda`, or `pretend_gpu`, where host memory can be registered."""
+    with patch.object(pretend_cuda, "Device", PinnedDevice), ExitStack() as stack:
+        made = stack.enter_context(pretend_gpu() if flashinfer else pretend_cuda.pretend_cuda())
+        device = getattr(made, "device", made)
+        assert isinstance(device, PinnedDevice)
+        runtime = SimpleNamespace(
+            cudaHostRegister=device.register, cudaHostUnregister=device.unregister
+        )
+        with patch.object(torch.cuda, "cudart", lambda: runtime):
+            yield device
+
+
+class DeviceHashModel(HashModel):
+    """The model of hashes on the device: every layer of its pool holds the tokens."""
+
+    ranks = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = CUDA
+
+    def forward(self, tokens: Any, batch: Any, rows: Any, pool: Any, states: Any = ()) -> Any:
+        memory = [page.memory.numpy() for pages in pool.layers for page in pages]
+        given = tokens.memory.numpy() if isinstance(tokens, DeviceTensor) else tokens
+        with _disable_current_modes():
+            for layer in memory:
+                flat = layer.reshape(-1, *layer.shape[2:])
+                flat[batch.slots()] = np.reshape(given, (-1, 1, 1))
+            first = memory[0][:, :, 0, 0]
+            same = [(layer == first[:, :, None, None]).all((2, 3)) for layer in memory]
+            read = SimpleNamespace(slots=np.where(np.logical_and.reduce(same), first, -1))
+            logits = super().forward(given, batch, rows, read)  # type: ignore[arg-type]
+        return send(logits, CUDA)
+
+
+class Pinned:
+    """An engine over the model of hashes, in whose tier there are `slots` pages; loads and saves
+    must not wait for the device."""
+
+    def __init__(
+        self,
+        device: PinnedDevice,
+        page_size: int = 4,
+        num_pages: int = 40,
+        slots: int = 300,
+        max_num_batched_tokens: int = 200,
+        max_num_seqs: int = 16,
+    ) -> None:
+        self.device, cache = device, RadixCache(PagePool(num_pages, page_size))
+        shapes = [LayerShape(1, 1, 2), LayerShape(1, 1, 1)]
+        pool = KVPool(shapes, num_pages, page_size, torch.int64, CUDA)
+        for keys, values in pool.layers:
+            keys.fill_(-1), values.fill_(-1)
+        model: Any = DeviceHashModel()
+        scheduler = Scheduler(cache, max_num_batched_tokens, max_num_seqs)
+        self.engine = Engine(model, pool, cache, scheduler)
+        self.host = HostOffload(slots * pool.page_bytes, cache, pool)
+        self.store, self.tier = self.host.store, self.host.tier
+        for owner, name in ((self.store, "save"), (self.store, "read"), (pool, "write_pages")):
+            setattr(owner, name, self._without_waiting(getattr(owner, name)))
+        scheduler.loads = self.host.loads
+
+    def _without_waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            before = len(self.device.waits)
+            result = call(*args)
+            assert len(self.device.waits) == before, f"{call} waited for the device"
+            return result
+
+        return checked
+
+    def answer(self, prompt: list[int], count: int = 4) -> tuple[list[int], int]:
+        """The greedy answer, and how many tokens of the prompt were loaded."""
+        request = self.engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=count))
+        while not request.finished:
+            self.engine.step()
+            self.engine.check()
+        (tokens,) = generated([request])[0]
+        output = request.output()
+        assert output.metrics.loaded_tokens <= output.num_cached_tokens
+        return tokens, output.metrics.loaded_tokens

@@ -1,0 +1,308 @@
+"""Pages in host memory below a GPU's pool, which is pretended: the answers are as without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from radixcache import LLM, InvalidRequest, RadixCache, SamplingParams
+from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.engine import build
+from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.engine.worker import Worker
+from radixcache.runtime.kv_offload import host
+from radixcache.runtime.kv_offload.host import HostOffload
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.server.observe.metrics import engine_metrics
+from radixcache.tier import StoredPage
+from tests import engines
+from tests.cover import seeds
+from tests.engines import plain_greedy
+from tests.hash_model import greedy
+from tests.models import tiny_model
+from tests.pretend_cuda import CUDA
+from tests.runtime.kv_offload.disk_engine import Asker
+from tests.runtime.kv_offload.pinned import Pinned, PinnedDevice, pinning_cuda
+from tests.traffic import play
+
+TEXT = [*range(1, 26)]
+
+
+@pytest.fixture
+def device() -> Iterator[PinnedDevice]:
+    with pinning_cuda() as device:
+        yield device
+
+
+@seeds(20_261_125, 8)
+def test_random_requests_get_the_tokens_of_their_own_texts(
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With copies that fail, aborts, preemptions, failing steps and resets; all checks after every
+    step."""
+    rng, total = Random(seed), Counter[str]()
+    asker = Asker(rng)
+    for most in (1, 3, 1000):  # pages of a load, and of a copy down
+        page_size, tokens = rng.choice([1, 3, 4, 16]), rng.choice([130, 170, 400])
+        size = page_size * 5 * 8
+        monkeypatch.setattr(host, "MOST_BYTES", most * size)
+        monkeypatch.setattr(host, "_DOWN", most * size)
+        engine = Pinned(
+            device,
+            page_size,
+            -(-tokens // page_size) + 2,
+            slots=rng.choice([20, 300]),
+            max_num_batched_tokens=rng.choice([7, 30, 200]),
+            max_num_seqs=rng.choice([1, 4, 8]),
+        )
+        assert engine.store.page_bytes == size
+        device.failures, device.rng = rng.choice([0.0, 0.02]), rng
+        total += play(
+            engine.engine, rng, 30, asker.ask, asker.verify,
+            arrivals=0.2, failures=0.04, resets=0.003,
+        )  # fmt: skip
+        total["loaded"] += engine.engine.lifetime_stats.loaded_tokens
+        total.update(engine.store.counters._asdict())
+        engine.host.close()
+        assert not device.registered
+    print(f"seed {seed}: {dict(total)}")
+    if seed == 20_261_125:
+        assert total["loaded"] > 20 and total["failed_pages"] and total["preempted"]
+
+
+def evict_all(engine: Pinned) -> None:
+    engine.engine.cache.evict(engine.engine.cache.pool.num_pages)
+    engine.engine.check()
+
+
+def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
+    evict_all(engine)
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+    again = [*TEXT[:18], 3, 3, 3]
+    assert engine.answer(again) == (greedy(again, 4), 0), "in the pool by now"
+    evict_all(engine)
+    branch = [*TEXT[:18], 4, 4, 4]
+    assert engine.answer(branch) == (greedy(branch, 4), 18), "in mid-page"
+    assert engine.engine.lifetime_stats.loaded_tokens == len(TEXT) - 1 + 18
+
+
+def test_a_long_prompt_comes_up_in_bounded_pieces(
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "MOST_BYTES", 2 * 4 * 5 * 8)
+    monkeypatch.setattr(host, "_DOWN", 3 * 4 * 5 * 8)
+    engine = Pinned(device)
+    engine.answer(TEXT)
+    evict_all(engine)
+    sizes, read = list[int](), engine.store.read
+
+    def counted(pages: Sequence[StoredPage]) -> Any:
+        sizes.append(len(pages))
+        return read(pages)
+
+    monkeypatch.setattr(engine.store, "read", counted)
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+    assert sizes == [2, 2, 2]
+
+
+def test_one_request_at_a_time_is_loaded(
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Pinned(device)
+    texts = [[start, *TEXT] for start in range(3)]
+    for text in texts:
+        engine.answer(text)
+    evict_all(engine)
+    reads, read = list[int](), engine.store.read
+
+    def counted(pages: Sequence[StoredPage]) -> Any:
+        reads.append(len(pages))
+        return read(pages)
+
+    monkeypatch.setattr(engine.store, "read", counted)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    requests = [engine.engine.add_request(text, params) for text in texts]
+    while not all(request.finished for request in requests):
+        before = len(reads)
+        engine.engine.step()
+        engine.engine.check()
+        assert len(reads) - before <= 1
+    assert [request.output().metrics.loaded_tokens for request in requests] == [len(TEXT)] * 3
+    assert len(reads) == 3
+
+
+def test_loads_pay_however_fast_the_gpu_computes(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    for loaded in (0, len(TEXT) - 1, len(TEXT) - 1):
+        engine.host.loads.computing.note(1e12, 1e-9)
+        assert engine.answer(TEXT) == (greedy(TEXT, 4), loaded)
+        evict_all(engine)
+
+
+def test_a_gpu_without_memory_for_copies_computes(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    engine.answer(TEXT)
+    evict_all(engine)
+    device.failures = 1
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
+    evict_all(engine)  # what is below stays
+    other = [5, *TEXT]
+    assert engine.answer(other) == (greedy(other, 4), 0)
+    evict_all(engine)
+    assert engine.store.counters.failed_pages
+    device.failures = 0
+    assert engine.answer(other) == (greedy(other, 4), 0), "it could not be copied down"
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+
+
+def test_an_abort_in_mid_load_leaves_the_pages_to_others(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    engine.answer(TEXT)
+    evict_all(engine)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    first = engine.engine.add_request(TEXT, params)
+    engine.engine.step()
+    assert any(page.readers for page in engine.tier.in_order())
+    engine.engine.abort(first)
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+    assert not any(page.readers for page in engine.tier.in_order())
+
+
+def test_what_is_salted_stays_in_the_pool(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    engine.engine.add_request(TEXT, SamplingParams(temperature=0, max_tokens=2), namespace="mine")
+    while engine.engine.has_work:
+        engine.engine.step()
+    evict_all(engine)
+    assert not len(engine.tier)
+
+
+def test_a_reset_forgets_host_memory_too(device: PinnedDevice) -> None:
+    engine = Pinned(device)
+    engine.answer(TEXT)
+    evict_all(engine)
+    engine.engine.reset_cache()
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
+
+
+def test_memory_that_cannot_be_pinned_is_refused(device: PinnedDevice) -> None:
+    device.code = 2
+    with pytest.raises(InvalidRequest, match=r"host_memory: .* cannot be pinned \(CUDA error 2\)"):
+        Pinned(device)
+    device.code = 0
+    engine = Pinned(device)
+    with pytest.raises(InvalidRequest, match="hold no page"):
+        HostOffload(1, engine.engine.cache, engine.engine.kv_pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"device": "cpu"}, "host_memory is for a GPU; on a CPU, KV memory is memory of the host"),
+        ({"kv_dir": "kv"}, "host_memory and kv_dir do not go together"),
+        ({"cache": "hash-block"}, "host_memory is for cache='radix', not 'hash-block'"),
+        ({"tensor_parallel_size": 2}, "host_memory is for one process"),
+        ({"host_memory": "much"}, "host_memory must be an amount like 2GB"),
+    ],
+)
+def test_where_there_is_no_host_tier_it_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        LLM(**{"host_memory": "1MB", **settings})
+
+
+def test_an_llm_tells_what_came_from_host_memory(
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, run = tiny_model("llama", tmp_path), Worker._run
+
+    def load(*_: object) -> Any:
+        return load_model(path, device=CUDA, dtype="float32", attention=TorchBackend(CUDA))
+
+    def on_the_device(worker: Worker) -> None:
+        with device:
+            run(worker)
+
+    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(Worker, "_run", on_the_device)
+    prompt, params = [*range(1, 101)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    settings = {"kv_cache_memory_bytes": "1MB", "host_memory": "1MB", "max_num_seqs": 4}
+    with LLM(path, device="cuda", **settings) as llm:
+        assert any("KV in host memory" in note for note in llm.notes)
+        (cold,) = llm.generate([prompt], params)
+        assert cold.outputs[0].token_ids == plain_greedy(path, prompt, 4, ignore_eos=True)
+        llm.call(lambda: llm.cache.evict(llm.cache.pool.num_pages))
+        told = llm.explain(prompt)
+        assert told.misses[0].reason == "on_host" and len(told.misses[0]) == 99
+        assert "in host memory: 99 tokens from token 0 on" in str(told)
+        (warm,) = llm.generate([prompt], params)
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert warm.metrics.loaded_tokens == warm.num_cached_tokens == 99
+        assert llm.cache.stats.loaded_tokens == 99
+        assert llm.explainer.missed_tokens["on_host"] == 0, "they were loaded"
+        samples = {
+            sample.name + "".join(sample.labels.values()): sample.value
+            for metric in engine_metrics(llm)
+            for sample in metric.samples
+        }
+        assert samples["radixcache_loaded_tokens_total"] == 99
+        assert samples["radixcache_host_loaded_pages_total"] == 7
+        assert samples["radixcache_host_stored_pages_total"] >= 7
+        assert not samples["radixcache_host_failed_pages_total"]
+        assert llm.host is not None
+        slots = sum(samples[f"radixcache_host_pages{state}"] for state in ("used", "free"))
+        assert slots == llm.host.tier.num_slots
+    assert not device.registered, "given back"
+
+
+def test_copies_and_graphs_over_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In captured graphs, and in steps that are launched ahead, pages are not where they were."""
+    path, rng = tiny_model("llama", tmp_path), Random(3)
+    with pinning_cuda(flashinfer=True):
+        monkeypatch.setattr(
+            engines, "paged_model", lambda *_: load_model(path, device="cuda", dtype="float32")
+        )
+        engine = engines.make_engine(path, page_size=4, num_pages=40, max_num_seqs=4)
+        assert isinstance(engine.cache, RadixCache)
+        size = 200 * engine.kv_pool.page_bytes
+        offload = HostOffload(size, engine.cache, engine.kv_pool)
+        engine.scheduler.loads = offload.loads
+        stems = [[rng.randrange(250) for _ in range(40)] for _ in range(8)]
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for _ in range(4):
+            prompts = [[*stem, rng.randrange(250)] for stem in rng.sample(stems, 3)]
+            requests = engines.run(engine, prompts, params)
+            for prompt, (tokens,) in zip(prompts, engines.generated(requests), strict=True):
+                assert tokens == plain_greedy(path, prompt, 6, ignore_eos=True)
+        assert engine._graphs is not None and any(engine._graphs._replays.values())
+        assert engine.lifetime_stats.loaded_tokens > 100
+        offload.close()
+
+
+def test_a_gpu_has_room_for_what_is_loaded(device: PinnedDevice, tmp_path: Path) -> None:
+    model = load_model(
+        tiny_model("llama", tmp_path), device=CUDA, dtype="float32", attention=TorchBackend(CUDA)
+    )
+    # The context bounds the pages that are taken if nobody says how many; here memory does.
+    model.max_context, free = 1 << 40, 8 << 30
+    with patch.object(torch.cuda, "mem_get_info", lambda *_: (free, free)):
+        with_host, without = (
+            build._share_memory(EngineArgs(host_memory=memory), model)[0]
+            for memory in ("1GB", None)
+        )
+    size = model.bytes_per_token * 16
+    assert abs((without - with_host) * size - host.STAGED_BYTES) < size
+
+
+def test_the_slots_are_pinned_as_they_are(device: PinnedDevice) -> None:
+    engine = Pinned(device, slots=7)
+    assert [*device.registered.values()] == [7 * engine.store.page_bytes]
+    assert engine.store._slots.dtype == torch.uint8
