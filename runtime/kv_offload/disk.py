@@ -37,6 +37,9 @@ from radixcache.tier import StoredPage
 MAX_QUEUED_BYTES = 256 << 20
 """Of pages that wait to be written; what comes then is not kept."""
 
+_WRITTEN_BYTES = 16 << 20
+"""Copied and queued at a time."""
+
 _READERS = 2
 T = TypeVar("T")
 
@@ -73,6 +76,9 @@ class DiskStore:
         num_slots: pages that the file holds.
         about: says of what model they are.
 
+    Attributes:
+        is_closing: nobody waits for an engine any more, so that `save` may wait for the disk.
+
     Raises:
         InvalidRequest: there is no room on the disk, or no right to write.
     """
@@ -80,7 +86,7 @@ class DiskStore:
     def __init__(self, folder: Path, pool: KVPool, num_slots: int, about: str = "") -> None:
         self._pool, self._folder = pool, folder
         self.num_slots, self.page_bytes = num_slots, pool.page_bytes
-        self.counters = Counters()
+        self.counters, self.is_closing = Counters(), False
         self._checksums: dict[int, bytes] = {}
         self._lock = Lock()
         self._queued = 0
@@ -126,9 +132,16 @@ class DiskStore:
         return [*found.values()]
 
     def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+        some = max(1, _WRITTEN_BYTES // self.page_bytes)
+        for at in range(0, len(pages), some):
+            self._save(pages[at : at + some], stored[at : at + some])
+
+    def _save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
         size = len(pages) * self.page_bytes
+        if self.is_closing and self._queued + size > MAX_QUEUED_BYTES:
+            self.flush()
         with self._lock:
-            full = self._queued + size > MAX_QUEUED_BYTES
+            full = self._queued + size > MAX_QUEUED_BYTES and self._queued > 0
             self._queued += 0 if full else size
         if full:
             for page in stored:

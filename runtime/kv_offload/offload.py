@@ -86,6 +86,7 @@ class DiskOffload:
             turns: how its conversations were tokenised.
             prefixes: what is pinned without a salt.
         """
+        self.store.is_closing = True
         session.save(self.store, turns, prefixes)
         self._cache.recover()
         for namespace, name in self._cache.pins:

@@ -66,7 +66,7 @@ class Disk:
         self.tier.restore(self.store.stored())
 
     def close(self) -> None:
-        cache = self.engine.cache
+        cache, self.store.is_closing = self.engine.cache, True
         cache.recover()
         cache.evict(cache.pool.num_pages)
         self.store.close(self.tier.in_order())

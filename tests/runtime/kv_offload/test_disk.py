@@ -7,17 +7,19 @@ import os
 import shutil
 import signal
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.disk import DiskStore
-from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder
+from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder, write_all
 from tests.cover import seeds
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
@@ -256,15 +258,25 @@ def test_a_smaller_file_keeps_the_pages_of_its_slots(tmp_path: Path) -> None:
     assert (tmp_path / PAGES).stat().st_size == 3 * 32
 
 
-def test_what_the_disk_is_too_slow_for_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_the_end", [True, False])
+def test_what_the_disk_is_too_slow_for_is_kept_at_the_end_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
 ) -> None:
+    def write_slowly(*what: Any) -> None:
+        time.sleep(0.02)
+        write_all(*what)
+
+    monkeypatch.setattr(disk, "write_all", write_slowly)
     monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 64)
-    engine = Disk(tmp_path, num_pages=20)
+    monkeypatch.setattr(disk, "_WRITTEN_BYTES", 32)
+    engine = Disk(tmp_path)
     engine.answer(TEXT)
+    if not at_the_end:
+        engine.engine.cache.evict(40)
+        assert engine.store.counters.dropped_pages
     engine.close()
-    assert engine.store.counters.dropped_pages
-    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), 0)
+    length = len(TEXT) - 1 if at_the_end else 0
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), length)
 
 
 def traffic(folder: Path, seed: int) -> None:
