@@ -219,7 +219,7 @@ class Ingress:
             return False
         self._prompts.limit(found.max_context)
         self.replicas[name] = found
-        self.router.add(name, found.kv_tokens, found.max_num_seqs)
+        self.router.add(name, found.kv_tokens, found.max_num_seqs, found.lower_tokens)
         self._changed.set()
         return True
 

@@ -41,7 +41,7 @@ class Description:
     """What the ingress has to know of a replica.
 
     Attributes:
-        kv_tokens: that fit its KV memory.
+        kv_tokens, lower_tokens: that fit its KV memory, and the tier below.
         max_context: tokens that the model takes.
         max_num_seqs: that run at the same time.
         placement: whose layers run where.
@@ -50,6 +50,7 @@ class Description:
 
     replica: str
     kv_tokens: int
+    lower_tokens: int
     max_context: int
     max_num_seqs: int
     placement: str
@@ -103,10 +104,11 @@ class Replica:
         """What it is; None if it is not the one that was meant, or has nothing to answer with."""
         if name != self._name or not self._llm.worker.alive:
             return None
-        cache, model = self._llm.cache, self._llm.engine.model
+        cache, model, lower = self._llm.cache, self._llm.engine.model, self._llm.cache.lower
         return Description(
             replica=self._name,
             kv_tokens=cache.pool.num_pages * cache.page_size,
+            lower_tokens=0 if lower is None else lower.num_slots * lower.page_size,
             max_context=model.max_context,
             max_num_seqs=self._llm.engine.scheduler.max_num_seqs,
             placement=model.placement,

@@ -211,3 +211,21 @@ def test_without_replicas_there_is_a_sentence() -> None:
         router.book("k", "a", [1])
     assert router.order([1]) == []
     router.forget("a")
+
+
+def test_what_a_replica_can_load_attracts_and_what_is_salted_does_not() -> None:
+    text, others = [*range(100)], [*range(1000, 1100)]
+    for salt, wanted in ((None, "a"), ("mine", "b")):
+        router = Router()
+        router.add("a", kv_tokens=100, lower_tokens=200)
+        router.book("first", "a", text, salt)
+        router.started("first")
+        router.release("first")
+        router.book("second", "a", others, salt)  # takes the room of the first
+        router.started("second")
+        router.release("second")
+        router.add("b", kv_tokens=100)
+        assert router.choose("third", text, salt).replica == wanted
+        router.check()
+    (standing, _) = router.standings([*text, 7])
+    assert (standing.num_tokens, standing.cached_tokens) == (101, 0), "salted, it is not on disk"
