@@ -49,7 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="SCHEME",
         default=["default"],
-        help="none, hash-B, radix-P, whole-P, aligned-P, cow-B, prefix-B, template-B; "
+        help="none, hash-B, radix-P, radix-P+Nx (over a tier N times its size), whole-P, "
+        "aligned-P, cow-B, prefix-B, template-B; "
         f"or {', '.join(GROUPS)} (default)",
     )
     add(
