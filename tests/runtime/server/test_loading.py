@@ -45,7 +45,7 @@ def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
 def served(server: Loading, llm: LLM, **options: Any) -> Iterator[None]:
     """Its model has come; the command's main thread is this one of ours."""
     app = create_app(llm, ServerArgs(**options))
-    serving = threading.Thread(target=server.serve, args=(app,))
+    serving = threading.Thread(target=server.serve, args=(app, lambda: None))
     serving.start()
     try:
         yield
