@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace) -> Report:
     ways = find_rules(args.routing)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
-    rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY or scheme.tier]
+    rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
     from radixcache.bench.comparison import Comparison

@@ -10,7 +10,6 @@ from radixcache.bench.replay.figures import Figures, summarise
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.replay.watch import CacheTime, WatchedScheduler
 from radixcache.bench.schemes.named import Scheme
-from radixcache.bench.schemes.tier import instant_loads
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Policy
 
@@ -53,7 +52,6 @@ def run_index(
         scheme.planner(serving.states, workload),
         survey_every=max(1, len(workload.arrivals) // _SURVEYS),
     )
-    scheduler.loads = instant_loads(cache)
     start = time.perf_counter()
     outcomes = play(
         workload, serving.arrivals, IndexEngine(scheduler), StepClock(serving.step_time), progress

@@ -144,10 +144,7 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
     else:
         yield from _under_lru(caching, workload.optimal_hits.get(given, 0))
     best = workload.optimal_hits.get(given, 0)
-    above = [row.scheme for row in rows if row.hit_tokens > best]
-    if tiers := [name for name in above if parse_scheme(name).tier]:
-        yield f"{', '.join(tiers)} above the optimum of the memory alone: it has a tier below."
-    if above := [name for name in above if name not in tiers]:
+    if above := [row.scheme for row in rows if row.hit_tokens > best]:
         yield (
             f"{', '.join(above)} above the optimum, which serves one request after the other in "
             f"order of arrival: in flight together, some overtake others, and an answer takes "

@@ -12,7 +12,6 @@ from radixcache.bench.schemes.first_blocks import FirstBlocksCache
 from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateCache
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.bench.schemes.states import STATE_RULES
-from radixcache.bench.schemes.tier import with_tier
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.state_planner import StatePlanner
@@ -69,29 +68,24 @@ class Scheme:
 
     Attributes:
         states: where a hybrid model's states are kept, one of `STATE_RULES`; then it is the name.
-        tier: how many times the memory a tier below holds; 0 if there is none.
     """
 
     kind: str
     page_size: int
     states: str = ""
-    tier: int = 0
 
     @property
     def name(self) -> str:
         """Such as "hash-16"; plain "none" for the baseline."""
         if self.states:
             return self.states
-        tier = f"+{self.tier}x" if self.tier else ""
-        return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}{tier}"
+        return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}"
 
     def make(self, num_tokens: int, workload: Workload = NOTHING) -> PrefixCache:
         """An empty cache over pages for `num_tokens` tokens, for the requests of `workload`."""
         pool = PagePool(num_tokens // self.page_size, self.page_size)
         if self.kind in NAMING_KINDS:
             return NAMING_KINDS[self.kind](pool, workload)
-        if self.tier:
-            return with_tier(pool, self.tier)
         return KINDS[self.kind](pool)
 
     def planner(self, slots: int, workload: Workload) -> StatePlanner | None:
@@ -104,11 +98,8 @@ HYBRID = [Scheme("radix", 1, rule) for rule in STATE_RULES]
 
 
 def parse_scheme(name: str) -> Scheme:
-    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`;
-    "radix-P+Nx" has a tier below the pool of N times its size."""
+    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`."""
     kind, _, size = name.partition("-")
-    if kind == "radix" and (found := re.fullmatch(r"([1-9]\d{0,4})\+([1-9]\d?)x", size)):
-        return Scheme(kind, int(found[1]), tier=int(found[2]))
     if kind == "none" and not size:
         return Scheme("none", 16)
     if (
