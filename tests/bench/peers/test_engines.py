@@ -84,7 +84,7 @@ def test_engines_that_run_here_agree_on_every_answer(tmp_path, monkeypatch):
     sizes = Sizes(40, 7, 3, 20, 5, 2, 3, 30, 6, 3, 12, 2, 6, 40, 10, 6, 1)
     tiny_model("llama", tmp_path, 0, tokenizer=False)
     answers, cached = {}, {}
-    for name in ("transformers", "ours", "ours-off", "transformers-kept", "transformers-batch"):
+    for name in ("transformers", "ours", "transformers-kept", "transformers-batch"):
         engine = ENGINES[name].load(tmp_path)
         for workload in WORKLOADS:
             outcome = cases.run(workload, engine, sizes, 0)
@@ -98,8 +98,7 @@ def test_engines_that_run_here_agree_on_every_answer(tmp_path, monkeypatch):
         assert cached[name, "W1"] == [0, 40, 40]
         # 20 system, 5 user; a turn knows all of the turn before but its last token.
         assert cached[name, "W2"] == [0, 20, 30, 30, 41, 41]
-    for name in ("ours-off", "transformers"):
-        assert not any(cached[name, "W1"] + cached[name, "W2"] + cached[name, "W3"])
+    assert not any(any(cached["transformers", name]) for name in ("W1", "W2", "W3"))
 
 
 class FakeWorker:
@@ -133,10 +132,8 @@ def take_turns(monkeypatch, tmp_path):
 
 def test_engines_that_fail_are_named_once_and_left_out(take_turns, capsys):
     turns = take_turns(without=["transformers-batch"], only=["W2", "W4"])
-    left = ["ours", "ours-off", "transformers", "transformers-kept", "vllm-off"]
-    assert [turn.engine for turn in turns] == left * 2
+    assert [turn.engine for turn in turns] == ["ours", "transformers", "transformers-kept"] * 2
     assert [*turns[0].outcomes] == ["W2", "W4", "process"]
-    assert [*turns[1].outcomes] == ["W4", "process"]  # with caching off
     assert capsys.readouterr().out == (
         "vllm is left out: RuntimeError: too little memory.\n"
         "llama.cpp is left out: ImportError: no such thing.\n"
@@ -152,10 +149,8 @@ def test_tables_show_medians_spread_and_ours_over_theirs():
     found: dict[str, dict[str, list[float]]] = {
         "ours": {"hit, ms": [10, 12, 14], "all, s": [2.0]},
         "vllm": {"hit, ms": [48, 90, 40]},
-        "ours-off": {"hit, ms": [24]},
-        "vllm-off": {"hit, ms": [48]},
     }
-    shown = comparison(found, {"vllm-off": "ours-off"})
+    shown = comparison(found)
     out = Console(file=StringIO(), width=200)
     out.print(shown)
     title, *rows = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -163,8 +158,6 @@ def test_tables_show_medians_spread_and_ours_over_theirs():
     assert [row.split() for row in rows] == [
         "ours 12.0 ±17% 2.00".split(),
         "vllm 48.0 ±52% 0.250 x".split(),
-        "ours-off 24.0".split(),
-        "vllm-off 48.0 0.500 x".split(),
     ]
 
 
