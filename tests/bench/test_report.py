@@ -251,19 +251,12 @@ def test_without_what_draws_pages_the_table_is_printed(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["chat:turns=2", "short", "--memory", "2GB", "10%", "--schemes", "radix-1", "none"],
-        ["--file", "a b.jsonl", "--format", "sessions", "--hash-block", "16", "--seed", "3"],
-        ["chat", "--arrivals", "poisson", "--rate", "2.5", "--report", "it's.html"],
-    ],
-)
-def test_the_command_runs_it_again(words):
-    program, bench, *again = shlex.split(cli.command(parsed(*words)))
-    assert (program, bench) == ("radixcache", "bench")
-    assert parsed(*again) == parsed(*words)
+def test_the_command_is_told_as_it_was_given(monkeypatch, capsys):
+    words = ["radixcache", "bench", TINY, "--memory", " 2GB", "10%", "--json", "-"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert main() == 0
+    command = json.loads(capsys.readouterr().out)["settings"]["command"]
+    assert shlex.split(command) == words
 
 
 # JSON, and the page.
