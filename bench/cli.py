@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -286,19 +287,6 @@ def _serving(args: argparse.Namespace) -> Serving:
     )
 
 
-def command(args: argparse.Namespace) -> str:
-    """The command line that runs it again: every flag that is not as by default."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    words = ["radixcache", "bench", *args.workloads]
-    for action in parser._actions:
-        value = getattr(args, action.dest, action.default)
-        if action.option_strings and value != action.default:
-            values = value if isinstance(value, list) else [value]
-            words += [action.option_strings[0], *map(str, values)]
-    return shlex.join(words)
-
-
 def _load_model(args: argparse.Namespace) -> PagedModel:
     try:
         from transformers.utils import logging
@@ -324,7 +312,7 @@ def _settings(
         "trace": "as recorded" + (f", {args.speed:g} times as fast" if args.speed != 1 else ""),
     }[args.arrivals]
     settings = {
-        "command": command(args),
+        "command": shlex.join(["radixcache", *sys.argv[1:]]),
         "radixcache": __version__,
         "level": args.level,
         "arrivals": arrivals,

@@ -13,7 +13,6 @@ import numpy as np
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.replay.replicas import Fleet, run_replicas
 from radixcache.bench.report.results import WorkloadReport
-from radixcache.bench.report.sharing import shared_tree
 from radixcache.bench.schemes.bounds import build_trie, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import Memory, Scheme
 from radixcache.bench.workloads.workload import Workload
@@ -68,7 +67,6 @@ class Comparison:
                     trie.footprint,
                     unlimited_hits(trie),
                     workload.longest,
-                    shared=shared_tree(trie),
                 )
                 most = max(trie.footprint, workload.longest)
                 for size in np.linspace(workload.longest, most, 0 if self.fleet else _SIZES):

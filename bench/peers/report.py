@@ -13,28 +13,22 @@ Values = Mapping[str, Sequence[float]]
 """By the name of a figure, with its unit: one value a round."""
 
 
-def comparison(
-    found: Mapping[str, Values],
-    against: Mapping[str, str] | None = None,
-    notes: Mapping[str, str] | None = None,
-) -> Table:
+def comparison(found: Mapping[str, Values], notes: Mapping[str, str] | None = None) -> Table:
     """A row for each contender: each figure's median, half its range over it, and ours over theirs.
 
     Args:
         found: by contender.
-        against: whom a contender is compared with, if not with "ours".
         notes: what else is said of it.
     """
     names = dict.fromkeys(name for values in found.values() for name in values)
     header = ["", *(text for name in names for text in (name, "ours is"))]
     rows = []
     for contender, values in found.items():
-        rival = (against or {}).get(contender, "ours")
         cells = [contender]
         for name in names:
-            mine, ours = values.get(name), found.get(rival, {}).get(name)
+            mine, ours = values.get(name), found.get("ours", {}).get(name)
             cells += [_shown(mine) if mine else "", ""]
-            if mine and ours and contender != rival and not contender.startswith("ours"):
+            if mine and ours and not contender.startswith("ours"):
                 cells[-1] = f"{median(ours) / median(mine):.3f} x"
         rows.append([*cells, *([notes.get(contender, "")] if notes is not None else [])])
     return table([*header, *([""] if notes is not None else [])], rows)

@@ -1,11 +1,13 @@
 # mypy: disable-error-code="import-not-found"
-"""vLLM's `KVCacheManager`, on the CPU and without a model."""
+"""vLLM's `KVCacheManager` and its hashes, on the CPU and without a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -21,3 +23,10 @@ def make_manager(num_blocks: int, block_size: int, **options: Any) -> KVCacheMan
         hash_block_size=block_size,
         **options,
     )
+
+
+def make_hasher(block_size: int) -> Any:
+    """What hashes vLLM's requests, by sha256; it reads PYTHONHASHSEED now."""
+    hash_fn = get_hash_fn_by_name("sha256")
+    kv_cache_utils.init_none_hash(hash_fn)
+    return kv_cache_utils.get_request_block_hasher(block_size, hash_fn)

@@ -111,11 +111,13 @@ def run_engine(
     for repeat in range(repeats + 1):
         order = list(zip(schemes, pools, runs, strict=True))
         for scheme, pool, timed in order if repeat % 2 else reversed(order):
-            run = _run_once(
-                workload, ScriptedEngine(model, pool, scheme, serving), serving, progress
-            )
+            engine = ScriptedEngine(model, pool, scheme, serving)
+            start = time.perf_counter()
+            outcomes = play(workload, serving.arrivals, engine, WallClock(), progress)
+            seconds = time.perf_counter() - start
+            engine.cache.check()
             if repeat:
-                timed.append(run)
+                timed.append(Timed(outcomes, seconds, engine.cache.stats.evicted_tokens))
     found = []
     for scheme, timed in zip(schemes, runs, strict=True):
         figures = summarise(
@@ -132,16 +134,6 @@ def run_engine(
             figures.engine = _times(workload, timed)
         found.append(figures)
     return found
-
-
-def _run_once(
-    workload: Workload, engine: ScriptedEngine, serving: Serving, progress: Callable[[], object]
-) -> Timed:
-    start = time.perf_counter()
-    outcomes = play(workload, serving.arrivals, engine, WallClock(), progress)
-    seconds = time.perf_counter() - start
-    engine.cache.check()
-    return Timed(outcomes, seconds, engine.cache.stats.evicted_tokens)
 
 
 def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:

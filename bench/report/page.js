@@ -1,29 +1,13 @@
 // Draws the plots, and lets the legends and the choices of memory change them.
 "use strict";
 
-const tip = document.body.appendChild(document.createElement("div"));
-tip.id = "tip";
-
-function showTip(_, event, __, value) {
-  const pairs = value && typeof value === "object" ? Object.entries(value) : [];
-  tip.replaceChildren(...pairs.map(([name, text]) => {
-    const line = document.createElement("div");
-    line.textContent = `${name}: ${text}`;
-    return line;
-  }));
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(0, Math.min(event.clientX + 12, innerWidth - width - 4))}px`;
-  tip.style.top = `${Math.max(0, Math.min(event.clientY + 12, innerHeight - height - 4))}px`;
-}
-
 const specs = JSON.parse(document.getElementById("plots").textContent);
 const views = new Map(); // from the element that holds it
 for (const container of document.querySelectorAll("[data-plot]")) {
-  const options = { renderer: "svg", actions: false, tooltip: showTip, logLevel: 1 };
+  const options = { renderer: "svg", actions: false, logLevel: 1 };
   vegaEmbed(container, specs[container.dataset.plot], options)
     .then(({ view }) => views.set(container, view));
 }
-addEventListener("scroll", () => tip.replaceChildren(), { passive: true });
 
 function tell(section, name, value) {
   for (const [container, view] of views)

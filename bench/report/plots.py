@@ -12,7 +12,6 @@ import numpy as np
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.results import WorkloadReport
-from radixcache.bench.report.sharing import Segment
 
 Spec = dict[str, Any]
 
@@ -97,7 +96,7 @@ def few(workload: WorkloadReport) -> list[str]:
 
 
 def plots(workload: WorkloadReport) -> Iterator[Plot]:
-    """Of one workload: its hit rates, what each turn prefills, its times, and what is shared."""
+    """Of one workload: its hit rates, what each turn prefills, and its times."""
     timed = workload.level("engine")
     rows = workload.main_rows
     if rows:
@@ -106,8 +105,6 @@ def plots(workload: WorkloadReport) -> Iterator[Plot]:
         yield _by_turn(workload, rows)
     if timed:
         yield _ttfts(workload, timed)
-    if workload.shared:
-        yield _sharing(workload)
 
 
 def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
@@ -200,74 +197,6 @@ def _ttfts(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     return Plot("Time to first token", note, _spec(workload, layers, points=points))
 
 
-def _sharing(workload: WorkloadReport) -> Plot:
-    tops = _stack(workload.shared)
-    end = max(segment.start + segment.tokens for segment in workload.shared)
-    cells = [
-        {
-            "start": segment.start,
-            "end": segment.start + segment.tokens,
-            "top": top,
-            "middle": top + segment.requests / 2,
-            "bottom": top + segment.requests,
-            "requests": segment.requests,
-            "tokens": round(segment.tokens, 1),
-            "label": f"{segment.tokens:,.0f} × {segment.requests:,}",
-            "shared": segment.folded == 1 and segment.requests > 1,
-            "what": "one segment" if segment.folded == 1 else f"+{segment.folded:,} small ones",
-        }
-        for segment, top in zip(workload.shared, tops, strict=True)
-    ]
-    x = {**_axis("start", "position in the sequence, tokens", "~s"), "scale": {"domain": [0, end]}}
-    y = {**_axis("top", "requests", "~s"), "scale": {"domain": [0, workload.requests]}}
-    y["scale"] |= {"reverse": True, "nice": False}
-    x["scale"]["nice"] = False
-    place = {"x": x, "x2": {"field": "end"}, "y": y, "y2": {"field": "bottom"}}
-    degree = {
-        "condition": {
-            "test": "datum.shared",
-            "field": "requests",
-            "type": "quantitative",
-            "scale": {"type": "log", "range": [0.3, 0.95]},
-            "legend": None,
-        },
-        "value": 0.08,
-    }
-    tips = [_tip("what", "what"), _tip("tokens", "tokens", ","), _tip("requests", "requests", ",")]
-    roomy = f"(datum.end - datum.start) / {end} * width > 70"
-    roomy += f" && datum.requests / {workload.requests} * height > 13"
-    label = {"x": x, "y": {**y, "field": "middle"}, "text": {"field": "label"}}
-    label["opacity"] = {"condition": {"test": roomy, "value": 1}, "value": 0}
-    rect = {"type": "rect", "color": "#0072b2", "stroke": _GREY, "strokeWidth": 0.5}
-    text = {"type": "text", "align": "left", "dx": 4, "color": "currentColor", "fontSize": 11}
-    layers = [
-        _layer("cells", rect, {**place, "fillOpacity": degree, "tooltip": tips}, ""),
-        _layer("cells", text, label, ""),
-    ]
-    shared = workload.unlimited_hits / workload.prompt_tokens
-    note = "Tokens × requests of each part of the tree that all sequences form: as wide as it has "
-    note += "tokens, as high as requests have it; the stronger the colour, the more. Pale: had by "
-    note += f"one. Of all prompt tokens {shared:.1%} were in a sequence before."
-    return Plot("What is shared", note, _spec(workload, layers, cells=cells) | {"height": 300})
-
-
-def _stack(segments: list[Segment]) -> list[int]:
-    """At which request each segment begins: children one under the other, the larger first."""
-    children: dict[int, list[int]] = {}
-    for number, segment in enumerate(segments):
-        children.setdefault(segment.parent, []).append(number)
-    tops = [0] * len(segments)
-    todo = [(-1, 0)]
-    while todo:
-        parent, top = todo.pop()
-        below = children.get(parent, [])
-        for child in sorted(below, key=lambda n: (segments[n].folded > 1, -segments[n].requests)):
-            tops[child] = top
-            todo.append((child, top))
-            top += segments[child].requests
-    return tops
-
-
 _SHOWN = "indexof(shown, datum.scheme) >= 0"
 _HERE = f"{_SHOWN} && datum.memory === memory"
 _LINE = {"type": "line", "strokeWidth": 2}
@@ -276,8 +205,8 @@ _POINT = {"type": "point", "filled": True, "size": 55, "opacity": 1}
 
 def _layer(data: str, mark: Spec, encoding: Spec, only: str = _SHOWN) -> Spec:
     """One layer, of the data of this name for which the expression `only` holds."""
-    transform = [{"filter": only}] if only else []
-    return {"data": {"name": data}, "mark": mark, "encoding": encoding, "transform": transform}
+    shown = [{"filter": only}]
+    return {"data": {"name": data}, "mark": mark, "encoding": encoding, "transform": shown}
 
 
 def _axis(name: str, title: str, pattern: str) -> Spec:

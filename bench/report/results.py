@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.replay.replicas import RoutingFigures
-from radixcache.bench.report.sharing import Segment
 
-FORMAT = 2
+FORMAT = 3
 """Of the JSON; another number whenever a key that was there is gone."""
 
 
@@ -23,7 +22,6 @@ class WorkloadReport:
         unlimited_hits: tokens hit if nothing is ever evicted.
         longest: the most tokens that one request holds.
         optimal_hits: by amount of memory, what eviction that knows the future hits.
-        shared: which tokens how many requests have in common.
         rows: one for each level, memory and scheme.
         routing: with several replicas, one for each memory, scheme and way to route.
     """
@@ -37,7 +35,6 @@ class WorkloadReport:
     unlimited_hits: int
     longest: int = 0
     optimal_hits: dict[int, int] = field(default_factory=dict)
-    shared: list[Segment] = field(default_factory=list)
     rows: list[Figures] = field(default_factory=list)
     routing: list[RoutingFigures] = field(default_factory=list)
 
@@ -105,7 +102,6 @@ class Report:
                 **vars(workload),
                 "disagreements": workload.disagreements,
                 "headline": headline(workload),
-                "shared": [asdict(segment) for segment in workload.shared],
                 "rows": [row.to_json() for row in workload.rows],
                 "routing": [row.to_json() for row in workload.routing],
             }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
-from radixcache.bench.schemes.named import FAMILY, INDEX_ONLY, parse_memory, parse_scheme
+from radixcache.bench.schemes.named import parse_memory
 from radixcache.bench.schemes.routing import BLIND
 
 TIE = 0.02
@@ -105,14 +105,13 @@ def _memories(workload: WorkloadReport) -> dict[str, None]:
 
 
 def remarks(workload: WorkloadReport) -> list[str]:
-    """What spoils figures, and in which memories; then the story of the family."""
+    """What spoils figures, and in which memories."""
     found: dict[str, list[str]] = {}
     for memory in _memories(workload):
         rows = [row for row in workload.main_rows if row.memory == memory]
         for reason in _reasons(workload, rows):
             found.setdefault(reason, []).append(memory)
-    said = [f"{', '.join(memories)}: {reason}" for reason, memories in found.items()]
-    return said + _story(workload.main_rows)
+    return [f"{', '.join(memories)}: {reason}" for reason, memories in found.items()]
 
 
 def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
@@ -144,10 +143,7 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
     else:
         yield from _under_lru(caching, workload.optimal_hits.get(given, 0))
     best = workload.optimal_hits.get(given, 0)
-    above = [row.scheme for row in rows if row.hit_tokens > best]
-    if tiers := [name for name in above if parse_scheme(name).tier]:
-        yield f"{', '.join(tiers)} above the optimum of the memory alone: it has a tier below."
-    if above := [name for name in above if name not in tiers]:
+    if above := [row.scheme for row in rows if row.hit_tokens > best]:
         yield (
             f"{', '.join(above)} above the optimum, which serves one request after the other in "
             f"order of arrival: in flight together, some overtake others, and an answer takes "
@@ -172,32 +168,3 @@ def _under_lru(rows: list[Figures], optimum: int) -> Iterator[str]:
             "no scheme hits half of the optimum: all evict what was used least recently (LRU), and "
             "that is asked for again no later than the rest, in a cycle of prompts even first."
         )
-
-
-_NEVER = {
-    "template": "what nobody registered, answers",
-    "prefix": "what follows the position named, answers",
-    "cow": "a prompt's last block, the newest full one, prompts of up to {size} tokens",
-    "hash": "parts of blocks, prompts of up to {size} tokens",
-    "aligned": "parts of pages, prompts of up to {size} tokens",
-    "radix": "the last token",
-}
-"""What the rules of each kind never find."""
-
-
-def _story(rows: list[Figures]) -> list[str]:
-    """A line for each step of the family, in the most memory; none without the old schemes."""
-    most = max((row.memory_tokens for row in rows), default=0)
-    by_scheme = {row.scheme: row for row in rows if row.memory_tokens == most}
-    steps = [by_scheme[name] for name in FAMILY[1:] if name in by_scheme]
-    lines = []
-    before = 0.0
-    for row in steps:
-        never = _NEVER[parse_scheme(row.scheme).kind].format(size=row.page_size)
-        lines.append(
-            f"{row.memory}: {row.scheme} hits {row.hit_rate:.1%} "
-            f"({100 * (row.hit_rate - before):+.1f} points), {row.cold:,} of {row.requests:,} "
-            f"prompts nothing; never finds {never}"
-        )
-        before = row.hit_rate
-    return lines if any(parse_scheme(row.scheme).kind in INDEX_ONLY for row in steps) else []

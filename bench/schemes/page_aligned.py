@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import LeaseError
+from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.lease import Lease
+from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache, RadixLease
 
-_NOTHING: Tokens = np.empty(0, np.int32)
-
 
 class PageLease(Lease):
-    """A lease in tokens over one in pages."""
+    """A lease in tokens over one in pages.
+
+    `tail` are published tokens after the last whole page; the tree does not know them.
+    """
 
     __slots__ = ("inner", "tail")
-
-    def __init__(
-        self, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
-    ) -> None:
-        super().__init__(page_size, query_tokens, namespace, resumed)
-        self.inner: RadixLease
-        self.tail = _NOTHING
-        """Published tokens after the last whole page; the tree does not know them."""
+    inner: RadixLease
+    tail: Tokens
 
 
-class PageAlignedRadixCache(PrefixCache):
+class PageAlignedRadixCache(NoCache):
     """Hits, nodes and evictions in whole pages: a `RadixCache` whose tokens are pages.
 
     A page of tokens stands in the tree as one symbol, a 32-bit hash of them. Two different pages of
@@ -39,25 +34,14 @@ class PageAlignedRadixCache(PrefixCache):
     """
 
     def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
-        self.page_size = pool.page_size
         self.tree = RadixCache(_InPages(pool))
-        self._requests = CacheStats()
-        self.events = self.tree.events
-        self._pins = self.tree._pins
         self._weights = _odd_weights(pool.page_size)
+        super().__init__(pool)
         self.granularity = pool.page_size
-        self.pin_budget = self.tree.pin_budget
 
-    @property
-    def stats(self) -> CacheStats:  # type: ignore[override]
-        """In tokens, as every cache counts."""
-        pages = self.tree.stats
-        return replace(
-            self._requests,
-            evicted_tokens=pages.evicted_tokens * self.page_size,
-            evicted_pages=pages.evicted_pages,
-        )
+    def _forget_all(self) -> None:
+        super()._forget_all()
+        self.tree._forget_all()
 
     def _symbols(self, tokens: Tokens) -> Tokens:
         """One symbol for each whole page. O(len(tokens)), vectorised."""
@@ -79,80 +63,57 @@ class PageAlignedRadixCache(PrefixCache):
         return self.tree.cached_length(self._symbols(as_tokens(tokens)), namespace) * self.page_size
 
     def acquire(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        *,
-        resumed: bool = False,
-        include_last: bool = False,
+        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
     ) -> PageLease:
         lease = PageLease(self.page_size, len(tokens), namespace, resumed)
+        self._leases[lease] = None
         lease.inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)
+        lease.tail = np.empty(0, np.int32)
         lease.cached_tokens = lease.num_tokens = lease.inner.cached_tokens * self.page_size
         self._read(lease)
         return lease
 
     def _read(self, lease: PageLease) -> None:
+        """Take over what the tree has done."""
         lease._set_pages(0, lease.inner.page_table)
         lease.capacity = lease.inner.capacity * self.page_size
+        self.stats.evicted_pages = self.tree.stats.evicted_pages
+        self.stats.evicted_tokens = self.tree.stats.evicted_tokens * self.page_size
 
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease = self._mine(lease)
-        self.tree.reserve(lease.inner, -(-num_tokens // self.page_size))
+    def reserve(self, lease: Any, num_tokens: int) -> None:
+        self.tree.reserve(self._mine(lease).inner, -(-num_tokens // self.page_size))
         self._read(lease)
 
-    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease = self._mine(lease)
-        tokens = as_tokens(tokens)
-        lease._check_publish(len(tokens))
-        lease.num_tokens += len(tokens)
-        tokens = np.concatenate((lease.tail, tokens))
+    def publish(self, lease: Any, tokens: TokensLike, *, written: bool = False) -> None:
+        super().publish(lease, tokens, written=written)
+        lease.inner.used = True  # its hit is used, even if no page gets full
+        tokens = np.concatenate((lease.tail, as_tokens(tokens)))
         symbols = self._symbols(tokens)
         lease.tail = tokens[len(symbols) * self.page_size :].copy()
-        if not lease.used:
-            lease.used = lease.inner.used = True  # its hit is used, even if no page gets full
-            self._requests.count(lease)
         if len(symbols):
             self.tree.publish(lease.inner, symbols, written=written)
             self._read(lease)
 
     def commit(self) -> None:
         self.tree.commit()
+        super().commit()
 
     def rollback(self) -> None:
         raise NotImplementedError("no step of a replay fails")
 
-    def release(self, lease: Lease) -> None:
-        lease = self._mine(lease)
+    def _release(self, lease: Any) -> None:
         self.tree.release(lease.inner)
         lease.released = True
-
-    def _release(self, lease: RadixLease) -> None:
-        self.tree._release(lease)
-
-    def recover(self) -> None:
-        self.tree.recover()
-
-    def _forget_all(self) -> None:
-        self.tree._forget_all()
+        del self._leases[lease]
 
     def evict(self, num_pages: int) -> int:
         return self.tree.evict(num_pages)
 
-    def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        self.tree.pin(name, self._symbols(as_tokens(tokens)), namespace)
-
-    def reset(self) -> None:
+    def _forget_cached(self) -> None:
         self.tree.reset()
-        self._requests = CacheStats()
 
     def check(self) -> None:
         self.tree.check()
-
-    def _mine(self, lease: Lease) -> PageLease:
-        if lease.released or not isinstance(lease, PageLease):
-            raise LeaseError("the lease was released, or belongs to another cache")
-        return lease
 
 
 class _InPages(PagePool):

@@ -146,10 +146,6 @@ def _chats(path: Path, chats: list[list[tuple[str, str]]], encode: Encode) -> Wo
             if turn < len(requests):
                 prompt, answer = requests[turn]
                 last[number] = workload.add(prompt, answer, after=last[number], turn=turn)
-    return _not_empty(workload, path)
-
-
-def _not_empty(workload: Workload, path: Path) -> Workload:
     if not workload.arrivals:
         raise InvalidRequest(f"{path}: no request in it")
     return workload

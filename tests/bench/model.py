@@ -93,55 +93,6 @@ class BruteForce:
         """It has let go of its pages."""
 
 
-class BruteHashBlock(BruteForce):
-    """vLLM: whole blocks found by their prefix, and one line of pages that nobody uses."""
-
-    def __init__(self, num_tokens: int, page_size: int) -> None:
-        super().__init__(num_tokens, page_size)
-        self.line = list(range(1, self.num_pages))  # page 0 is never used
-        self.blocks: dict[int, Prefix] = {}
-        """What each page is cached for; in order of publication, so the first is found."""
-
-    def find(self, lease: Hold, tokens: list[int]) -> None:
-        size = self.page_size
-        for end in range(size, len(tokens), size):
-            prefix = tuple(tokens[:end])
-            page = next((page for page, held in self.blocks.items() if held == prefix), None)
-            if page is None:
-                return
-            lease.pages.append(page)
-            lease.tokens = tokens[:end]
-
-    def reserve(self, lease: Hold, num_tokens: int) -> None:
-        wanted = -(-num_tokens // self.page_size) - len(lease.pages)
-        line = [page for page in self.line if page not in lease.pages]
-        if wanted > len(line):
-            raise OutOfPages
-        if wanted > 0:
-            for page in line[:wanted]:
-                self.blocks.pop(page, None)
-            lease.pages += line[:wanted]
-            self.line = line[wanted:]
-            lease.capacity = len(lease.pages) * self.page_size
-
-    def store(self, lease: Hold, tokens: list[int], written: bool) -> None:
-        size, before = self.page_size, len(lease.tokens) // self.page_size
-        lease.tokens += tokens
-        for index in range(before, len(lease.tokens) // size):
-            self.blocks[lease.pages[index]] = tuple(lease.tokens[: (index + 1) * size])
-
-    def leave(self, lease: Hold) -> None:
-        if not lease.used:
-            return
-        for page in reversed(lease.pages):
-            if any(page in other.pages for other in self.leases):
-                continue
-            if page in self.blocks:
-                self.line.append(page)
-            else:
-                self.line.insert(0, page)
-
-
 class BruteUnits(BruteForce):
     """A radix tree in units of `page_size` tokens, each in a page of its own, under exact LRU.
 

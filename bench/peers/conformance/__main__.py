@@ -34,7 +34,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from bench.peers.conformance.round import Round, chain, make_hasher
+from bench.peers.conformance.round import Round, chain
+from bench.peers.vllm_manager import make_hasher
 from radixcache.block_hash import BlockNamespace, Image, first_parent
 
 
@@ -55,7 +56,9 @@ def compare_hashes() -> list[str]:
     tokens = list(range(70))
     differences = []
     for seed in (None, "0", "42"):
-        hasher = make_hasher(16, seed)
+        if seed is not None:
+            os.environ["PYTHONHASHSEED"] = seed
+        hasher = make_hasher(16)
         for options, namespace in cases:
             request = Request(
                 "r", tokens[:48], SamplingParams(), None, block_hasher=hasher, **options
@@ -76,7 +79,9 @@ def main() -> int:
     args = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.ERROR)
     os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"  # by default, 64 bits of each
+    os.environ.pop("PYTHONHASHSEED", None)
     differences = compare_hashes()
+    os.environ.pop("PYTHONHASHSEED")
     counts: Counter[str] = Counter()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     for seed in tqdm(seeds, disable=None):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
-from bench.peers.vllm_manager import make_manager
+from bench.peers.vllm_manager import make_hasher, make_manager
 from radixcache import CacheStats, HashBlockCache, LeaseError, OutOfPages, PagePool
 from radixcache.block_hash import (
     BlockNamespace,
@@ -49,16 +46,6 @@ def counted(stats: PrefixCacheStats | CacheStats) -> NDArray[np.int64]:
         tokens = (stats.queries, stats.hits)
         resumed = (stats.preempted_queries, stats.preempted_hits)
     return np.array((stats.requests, *tokens, *resumed))
-
-
-def make_hasher(block_size: int, seed: str | None = None) -> Any:
-    """What hashes vLLM's requests; both sides read PYTHONHASHSEED when they start."""
-    os.environ.pop("PYTHONHASHSEED", None)
-    if seed is not None:
-        os.environ["PYTHONHASHSEED"] = seed
-    hash_fn = get_hash_fn_by_name("sha256")
-    kv_cache_utils.init_none_hash(hash_fn)
-    return kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
 
 
 def chain(tokens: list[int], size: int, namespace: BlockNamespace | None) -> list[bytes]:

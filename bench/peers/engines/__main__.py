@@ -68,22 +68,18 @@ def take_turn(engine: str, path: Path, workloads: list[str], sizes: str, seed: i
 
 def take_turns(args: argparse.Namespace, model: Path) -> list[Turn]:
     """All rounds but the first, which does not count; engines that fail are named once."""
-    left: dict[str, list[str]] = {}
-    for name, engine in ENGINES.items():
-        asked = [w for w in args.only if w in (engine.only or args.only)]
-        kind = "gguf" if args.model else "llama"
-        if asked and kind in engine.on and name.removesuffix("-off") not in args.without:
-            left[name] = asked
+    model_kind = "gguf" if args.model else "llama"
+    left = [n for n, one in ENGINES.items() if model_kind in one.on and n not in args.without]
     sizes = "quick" if args.quick else "full"
     turns = []
     for number in range(args.rounds + 1):
-        for name, asked in list(left.items()):
+        for name in list(left):
             began = time.perf_counter()
             try:
                 # The first start reads from disk and compiles: it is not measured.
-                turn = take_turn(name, model, asked, sizes if number else "quick", args.seed)
+                turn = take_turn(name, model, args.only, sizes if number else "quick", args.seed)
             except Failed as failed:
-                del left[name]
+                left.remove(name)
                 print(f"{name} is left out: {failed}.", flush=True)
                 continue
             seconds = time.perf_counter() - began
@@ -145,7 +141,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    peers = [name for name in ENGINES if name != "ours" and not name.endswith("-off")]
+    peers = [name for name in ENGINES if name != "ours"]
     parser.add_argument("--without", nargs="+", default=[], choices=peers)
     parser.add_argument("--quick", action="store_true", help="short prompts, few requests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn there, too")
@@ -160,11 +156,9 @@ def main() -> None:
         turns = take_turns(args, args.model or Path(folder))
     titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
     titles["process"] = "from start to ready, and memory after the workloads."
-    against = {name: engine.against for name, engine in ENGINES.items()}
     for workload, title in titles.items():
         if found := figures(turns, workload):
-            shown = comparison(found, against)
-            console(140).print(f"\n{workload}: {title}", shown, sep="\n")
+            console(140).print(f"\n{workload}: {title}", comparison(found), sep="\n")
     print("\nanswers", *agreements(turns), sep="\n")
     versions = {turn.engine: turn.version for turn in turns}
     print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import radixcache
 from bench.peers.engines.cases import KV_BYTES, Answer, Request
@@ -15,10 +14,8 @@ class Ours:
 
     version = radixcache.__version__
 
-    def __init__(
-        self, path: Path, cache: Literal["radix", "none"] = "radix", dtype: str = "auto"
-    ) -> None:
-        self.llm = LLM(path, cache=cache, kv_cache_memory_bytes=KV_BYTES, dtype=dtype)
+    def __init__(self, path: Path, dtype: str = "auto") -> None:
+        self.llm = LLM(path, kv_cache_memory_bytes=KV_BYTES, dtype=dtype)
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

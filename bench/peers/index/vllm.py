@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
 from bench.peers.index.base import Stopwatch, Tokens
 from bench.peers.index.trace_t import Request
-from bench.peers.vllm_manager import make_manager
+from bench.peers.vllm_manager import make_hasher, make_manager
 
 
 class VLLM:
@@ -30,9 +28,7 @@ class VLLM:
         self.watch = Stopwatch()
         self.page_size = page_size
         self.texts = texts
-        sha256 = get_hash_fn_by_name("sha256")
-        kv_cache_utils.init_none_hash(sha256)
-        self.hasher = kv_cache_utils.get_request_block_hasher(page_size, sha256)
+        self.hasher = make_hasher(page_size)
         self.manager = make_manager(num_tokens // page_size + 1, page_size, enable_caching=True)
         self.requests: dict[int, Any] = {}
         self.taken: list[Any] = []

@@ -12,10 +12,8 @@ from radixcache.bench.schemes.named import GROUPS, parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
-from tests.bench.model import BruteForce, BruteHashBlock, BruteUnits
+from tests.bench.model import BruteUnits
 from tests.cover import covering
-
-BRUTE = {"hash": BruteHashBlock, "radix": BruteUnits, "aligned": BruteUnits}
 
 
 def random_workload(seed: int) -> Workload:
@@ -82,7 +80,7 @@ def exact(cache):
     return cache
 
 
-SCHEMES = ["hash-4", "hash-16", "radix-1", "aligned-4", "aligned-16"]
+SCHEMES = ["radix-1", "aligned-4", "aligned-16"]
 
 
 @covering(seed=range(6), scheme=SCHEMES, memory=[192, 320, 640, 4096])
@@ -90,7 +88,7 @@ def test_hits_are_those_of_a_brute_force_simulation(seed, scheme, memory):
     workload = random_workload(seed)
     scheme = parse_scheme(scheme)
     concurrency = 1 + seed % 4
-    brute: BruteForce = BRUTE[scheme.kind](memory, scheme.page_size)
+    brute = BruteUnits(memory, scheme.page_size)
     expected = outcomes(run(workload, brute, concurrency=concurrency, checked=lambda: None))
     found = outcomes(run(workload, exact(scheme.make(memory)), concurrency=concurrency))
     assert found == expected, f"seed {seed}, {scheme.name}, {memory} tokens"
