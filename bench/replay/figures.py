@@ -56,6 +56,11 @@ class Figures:
     """Tokens hit by each request."""
 
     @property
+    def has_tier(self) -> bool:
+        """Whether it holds more than what fits its memory: `radix-P+Nx`."""
+        return "+" in self.scheme
+
+    @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.prompt_tokens
 

@@ -92,7 +92,9 @@ INDEX = [
         "of optimum",
         "Hits relative to eviction that knows the future, one request after the other, in the "
         "same memory.",
-        lambda w, r: share(r.hit_tokens, w.optimal_hits.get(r.memory_tokens)),
+        lambda w, r: share(
+            r.hit_tokens, None if r.has_tier else w.optimal_hits.get(r.memory_tokens)
+        ),
     ),
     PREFILLED,
     Column("evicted", "Tokens dropped to make room.", lambda w, r: _count(r.evicted_tokens), True),

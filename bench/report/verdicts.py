@@ -143,7 +143,7 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
     else:
         yield from _under_lru(caching, workload.optimal_hits.get(given, 0))
     best = workload.optimal_hits.get(given, 0)
-    if above := [row.scheme for row in rows if row.hit_tokens > best]:
+    if above := [row.scheme for row in rows if row.hit_tokens > best and not row.has_tier]:
         yield (
             f"{', '.join(above)} above the optimum, which serves one request after the other in "
             f"order of arrival: in flight together, some overtake others, and an answer takes "
