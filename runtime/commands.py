@@ -169,7 +169,7 @@ def serve(args: argparse.Namespace) -> int:
             def close() -> None:
                 llm.close()
                 if llm.offload is not None:
-                    print(f"KV on disk: {llm.offload.describe()}", file=sys.stderr, flush=True)
+                    print(f"KV written to {llm.offload.describe()}", file=sys.stderr, flush=True)
 
             loading.serve(create_app(llm, server), close)
     return 0
@@ -218,16 +218,23 @@ def cache(args: argparse.Namespace) -> int:
     if args.ACTION == "inspect":
         found = [files.describe(one) for one in files.contents(folder)]
         print("\n".join(found) or f"{folder} holds no pages")
-        if files.is_locked(folder):
-            print("in use by a process, which writes the rest of what it has cached when it ends")
+        _note_use(folder)
         return 0
     from tqdm import tqdm
 
     track = partial(tqdm, desc="Pages", unit="page", leave=False, disable=not sys.stderr.isatty())
     count, spoilt = files.verify(folder, track)
-    what = f"{spoilt:,} are spoilt, and will be computed again" if spoilt else "all are right"
+    what = f"{spoilt:,} of them spoilt, to be computed again" if spoilt else "all are right"
     print(f"{count:,} pages were read: {what}")
+    _note_use(folder)
     return 1 if spoilt else 0
+
+
+def _note_use(folder: Path) -> None:
+    from radixcache.runtime.kv_offload.files import is_locked
+
+    if is_locked(folder):
+        print("in use by a process, which writes the rest of what it has cached when it ends")
 
 
 def info(_: argparse.Namespace) -> int:

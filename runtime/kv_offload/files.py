@@ -50,7 +50,7 @@ def lock_folder(folder: Path) -> int:
     """Make `folder`, and lock it; the lock lives as long as the file that is returned.
 
     Raises:
-        InvalidRequest: it cannot be used, or another process uses it.
+        InvalidRequest: it cannot be used, holds other things, or another process uses it.
     """
     try:
         import fcntl
@@ -58,6 +58,8 @@ def lock_folder(folder: Path) -> int:
         raise InvalidRequest("kv_dir needs file locks, which this system does not have") from None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if {*os.listdir(folder)} - {"lost+found"} and not (folder / LOCK).exists():
+            raise InvalidRequest(f"kv_dir {folder} holds other files: name an empty folder")
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise InvalidRequest(f"kv_dir {folder} cannot be used: {error.strerror}") from None

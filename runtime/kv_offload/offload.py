@@ -49,6 +49,11 @@ class DiskOffload:
     ) -> None:
         self._cache = cache
         num_slots = size // pool.page_bytes
+        if 0 < num_slots * pool.page_size < model.max_context:
+            _log.warning(
+                "kv_dir_size holds %s tokens, fewer than one context (%s)",
+                f"{num_slots * pool.page_size:,}", f"{model.max_context:,}",
+            )  # fmt: skip
         if num_slots < 1:
             raise InvalidRequest(
                 f"kv_dir_size of {size:,} bytes holds no page; one takes {pool.page_bytes:,}"
@@ -75,9 +80,11 @@ class DiskOffload:
         _log.info("KV on disk: %s", self.describe())
 
     def describe(self) -> str:
-        """Where, how much room, and what is there; in one line."""
-        size = format_memory(self.tier.num_slots * self.store.page_bytes)
-        return f"{size} in {self._kv_dir}, with {self.tier.num_tokens:,} tokens"
+        """Where, how much room, what is there, and what had no room; in one line."""
+        size, gone = format_memory(self.tier.num_slots * self.store.page_bytes), ""
+        if self.tier.num_evicted:
+            gone = f" ({self.tier.num_evicted:,} pages had no room)"
+        return f"{self._kv_dir} ({size}): {self.tier.num_tokens:,} tokens{gone}"
 
     def close(self, turns: Conversations | None, prefixes: Iterable[session.Prefix]) -> None:
         """Write all that is cached, for the next process; nothing changes the cache any more.

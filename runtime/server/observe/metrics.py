@@ -189,6 +189,8 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         counters["loaded_tokens"] = (f"Hit tokens that came up from {where}.", stats.loaded_tokens)
         for name, count in offload.store.counters._asdict().items():
             counters[f"{tier.medium}_{name}"] = (_LOWER[name].format(where), count)
+        evicted = f"KV pages that {where} had no room for.", tier.num_evicted
+        counters[f"{tier.medium}_evicted_pages"] = evicted
     gauges: dict[str, tuple[str, float]] = {
         "hit_rate": ("Share of the queried tokens hit since the last flush.", cache.stats.hit_rate),
         "requests_running": ("Completions that run.", len(scheduler.running)),

@@ -107,6 +107,7 @@ class CacheStatistics(Body):
     pages: int
     free_pages: int
     pinned_pages: int
+    lower_medium: Literal["host", "disk"] | None
     lower_pages: int
     used_lower_pages: int
     page_size: int

@@ -188,6 +188,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidRequest, match=message):
             open_llm(tmp_path, **settings)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").touch()
+    with pytest.raises(InvalidRequest, match="holds other files: name an empty folder"):
+        open_llm(other)
     lock = lock_folder(tmp_path)
     with pytest.raises(InvalidRequest, match="in use by another process"):
         open_llm(tmp_path)
