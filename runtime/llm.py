@@ -107,7 +107,7 @@ class LLM:
         """What runs where, how much context there is, and what loading took: a line each."""
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
-        size = format_memory(tokens * self.engine.model.bytes_per_token)
+        each = self.engine.model.bytes_per_token
         states, hybrid = self.engine.scheduler.states, ""
         if states is not None:
             count = states.index.num_slots
@@ -119,7 +119,8 @@ class LLM:
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
-            f"{context}; KV memory {size} = {tokens:,} tokens{hybrid}",
+            f"{context}; KV memory {format_memory(tokens * each)} = {tokens:,} tokens of {each:,} "
+            f"bytes{hybrid}",
             *kept,
             f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
             f"use, {threads} thread{'s' * (threads != 1)}",

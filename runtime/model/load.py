@@ -285,7 +285,9 @@ def load_stock(
         except ModelError as error:
             if not kept or latents:
                 raise
-            _log.warning("keys and values of all heads are kept, not MLA's latents: %s", error)
+            _log.warning(
+                "MLA's latents do not do, so keys and values of all heads are tried: %s", error
+            )
     model = paged = None  # before all of it is read again
     return load(dtype, device, latents=False)
 
