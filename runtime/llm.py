@@ -93,7 +93,11 @@ class LLM:
         if self.offload is not None:
             from radixcache.runtime.kv_offload import session
 
-            session.restore(self.offload.store, self.inputs.conversations, self.pin_prefix)
+            try:
+                session.restore(self.offload.store, self.inputs.conversations, self.pin_prefix)
+            except BaseException:
+                self.close()  # or the folder would be locked as long as the error's traceback
+                raise
         give_back()  # what loading took of memory, and no longer needs
         self.load_seconds = time.perf_counter() - start
 

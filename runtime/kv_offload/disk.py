@@ -40,6 +40,9 @@ MAX_QUEUED_BYTES = 256 << 20
 _WRITTEN_BYTES = 16 << 20
 """Copied and queued at a time."""
 
+_SYNCED_WRITES = 4
+"""That are synced, and told to the manifest, together."""
+
 _READERS = 2
 T = TypeVar("T")
 
@@ -153,6 +156,8 @@ class DiskStore:
         except Exception as error:  # for want of memory
             for page in stored:
                 page.state = "lost"
+            with self._lock:
+                self._queued -= size
             self._failed(len(pages), error)
 
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
@@ -216,7 +221,9 @@ class DiskStore:
                 jobs.append(self._writes.get())
             for are_writes, some in groupby(jobs, lambda job: isinstance(job, _Write)):
                 if are_writes:
-                    self._write([*cast(Iterable[_Write], some)])
+                    writes = [*cast(Iterable[_Write], some)]
+                    for at in range(0, len(writes), _SYNCED_WRITES):
+                        self._write(writes[at : at + _SYNCED_WRITES])
                 else:
                     for job in cast(Iterable[Callable[[], object] | None], some):
                         ends |= job is None
@@ -281,14 +288,15 @@ class DiskStore:
         return rows[:num_good]
 
     def _forget(self) -> None:
-        """Of what was asked nothing is left in the files, either."""
+        """Of what was asked nothing is left in the files, either. KV goes first: no row finds it
+        again, though the manifest be locked."""
         self._checksums.clear()
+        os.ftruncate(self._file, 0)
+        make_room(self._file, self.num_slots * self.page_bytes)
         self._index.execute("delete from pages")
         self._index.execute("delete from notes where name != ?", (ABOUT,))
         self._index.commit()
         self._index.execute("pragma wal_checkpoint(truncate)")
-        os.ftruncate(self._file, 0)
-        make_room(self._file, self.num_slots * self.page_bytes)
 
     def _count(self, **more: int) -> None:
         with self._lock:

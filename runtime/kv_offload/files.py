@@ -88,6 +88,7 @@ def open_index(path: Path) -> sqlite3.Connection:
         except OSError as error:
             raise InvalidRequest(f"{path} cannot be used: {error.strerror}") from None
         index = sqlite3.connect(path, check_same_thread=False)
+        index.text_factory = lambda data: data.decode(errors="replace")
         try:
             index.execute("pragma journal_mode = wal")
             ((state,),) = index.execute("pragma quick_check(1)")
@@ -102,8 +103,11 @@ def open_index(path: Path) -> sqlite3.Connection:
         except sqlite3.Error as error:
             index.close()
             _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
-            for name in (path, *path.parent.glob(f"{path.name}-*")):
-                name.unlink(missing_ok=True)
+            try:
+                for name in (path, *path.parent.glob(f"{path.name}-*")):
+                    name.unlink(missing_ok=True)
+            except OSError as reason:
+                raise InvalidRequest(f"{name} cannot be removed: {reason.strerror}") from None
     raise InvalidRequest(f"{path} cannot be written")
 
 
@@ -255,7 +259,7 @@ def _look(folder: Path) -> Contents:
         _, texts, turns = json.loads(notes.get("texts", '["", [], []]'))
         prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
         slots = (folder / PAGES).stat().st_size // about["page_bytes"]
-    except (sqlite3.Error, OSError, KeyError, ValueError) as error:
+    except (sqlite3.Error, OSError, KeyError, ValueError, TypeError) as error:
         raise InvalidRequest(f"{folder} cannot be read: {first_sentence(error)}") from None
     return Contents(
         folder, about["model"], about["page_bytes"], slots, pages, tokens, len(texts), len(turns),

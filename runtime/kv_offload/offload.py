@@ -58,17 +58,19 @@ class DiskOffload:
             raise InvalidRequest(
                 f"kv_dir_size of {size:,} bytes holds no page; one takes {pool.page_bytes:,}"
             )
-        self._lock = lock_folder(kv_dir)
+        self._lock, store = lock_folder(kv_dir), None
         try:
             folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
             dtype = str(model.dtype).removeprefix("torch.")
             exact = ", exact" * model.exact
             about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
             remove_others(kv_dir, folder, about)
-            self.store = DiskStore(folder, pool, num_slots, about)
+            self.store = store = DiskStore(folder, pool, num_slots, about)
             self.tier = LowerTier(num_slots, pool.page_size, self.store)
             self.tier.restore(self.store.stored())
         except BaseException as error:
+            if store is not None:
+                store.close([])
             os.close(self._lock)
             if isinstance(error, sqlite3.Error):
                 reason = first_sentence(error)

@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is not None and self.door.draining:
+        if self.should_exit or (self._loop is not None and self.door.draining):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         elif self._loop is None or not self.door.alive:

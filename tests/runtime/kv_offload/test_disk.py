@@ -19,7 +19,14 @@ import pytest
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.disk import DiskStore
-from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder, write_all
+from radixcache.runtime.kv_offload.files import (
+    ABOUT,
+    INDEX,
+    PAGES,
+    free_folder,
+    lock_folder,
+    write_all,
+)
 from tests.cover import seeds
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
@@ -339,3 +346,45 @@ def test_a_store_without_threads_left_is_closed_once(tmp_path: Path) -> None:
     store: DiskStore = engine.store
     engine.close()
     assert store.counters.failed_pages == 0
+
+
+def test_a_reset_holds_though_the_manifest_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.engine.cache.evict(40)
+    first.store.flush()
+    first.store._on_thread(lambda: first.store._index.execute("pragma busy_timeout = 1"))
+    other = sqlite3.connect(tmp_path / INDEX)
+    other.execute("begin immediate")
+    first.engine.reset_cache()
+    first.store.flush()
+    other.rollback()
+    first.close()
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), 0)
+
+
+@pytest.mark.parametrize("cell", ["pages set tokens", "notes set value"])
+def test_text_that_is_no_text_in_the_manifest_is_dropped(tmp_path: Path, cell: str) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.close()
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        index.execute(f"update {cell} = cast(x'ffff' as text)")
+    second = Disk(tmp_path)
+    assert second.store.notes() == {ABOUT: second.store.notes()[ABOUT]}
+    assert second.answer(TEXT)[0] == greedy(TEXT, 4)
+    second.close()
+
+
+def test_memory_that_lacks_for_a_save_is_not_counted_as_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Disk(tmp_path)
+    engine.answer(TEXT)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.engine.kv_pool, "read_pages", lambda _: 1 / 0)
+        engine.engine.cache.evict(40)
+    assert engine.store._queued == 0 and engine.store.counters.failed_pages
+    engine.close()
