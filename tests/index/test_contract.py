@@ -211,7 +211,7 @@ CORNERS: dict[Kind, set[str]] = {
     },
 }  # fmt: skip
 CORNERS[RadixCache] = CORNERS[HashBlockCache] | {"hits of the whole", "tables repointed"}
-FEW, SOME, MANY = 150, 300, 1000
+FEW, SOME, MANY = 150, 200, 600
 
 CASES = [(kind, 0, size) for kind in MODELS for size in (1, 4, 16)]
 TIERS = [(RadixCache, slots, size) for slots in (5, ENDLESS) for size in (1, 4, 16)]
