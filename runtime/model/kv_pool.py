@@ -101,7 +101,11 @@ class KVPool:
         """The same on the pool's device."""
         at = send(pages, self.device).long()
         parts = [
-            stack.index_select(1, at).transpose(0, 1).reshape(len(pages), -1).view(torch.uint8)
+            stack.index_select(1, at)
+            .transpose(0, 1)
+            .contiguous()
+            .view(len(pages), -1)
+            .view(torch.uint8)
             for stack in self._stacks.values()
         ]
         return torch.cat(parts, 1)
