@@ -223,17 +223,21 @@ class LowerTier:
         self._free = [slot for slot in range(self.num_slots) if slot not in taken][::-1]
 
     def from_root(self) -> Iterator[tuple[StoredPage, Tokens]]:
-        """Pages that follow the empty prefix without a gap, parents first, and their prefixes."""
+        """Pages that follow the empty prefix without a gap, parents first, and their prefixes:
+        views of one array a path. O(tokens of all paths)."""
         pages = defaultdict[bytes, list[StoredPage]](list)
         for page in self._pages.values():
             pages[page.parent].append(page)
-        paths = [(blake2b(digest_size=16).digest(), np.empty(0, np.int32))]
+        paths = [[page] for page in pages[blake2b(digest_size=16).digest()]]
         while paths:
-            parent, before = paths.pop()
-            for page in pages[parent]:
-                tokens = np.concatenate([before, page.tokens])
-                yield page, tokens
-                paths.append((page.key, tokens))
+            path = paths.pop()
+            first = len(path) - 1  # those before it are known
+            while following := pages[path[-1].key]:
+                paths += [[*path, page] for page in following[1:]]
+                path.append(following[0])
+            tokens = np.concatenate([page.tokens for page in path])
+            for at, page in enumerate(path[first:], first + 1):
+                yield page, tokens[: at * self.page_size]
 
     def in_order(self) -> list[StoredPage]:
         """All pages, the next to be evicted first."""

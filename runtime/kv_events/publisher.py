@@ -103,10 +103,11 @@ class KVEventPublisher:
 
     def end_step(self) -> None:
         """Queue what has changed, unless a step has yet to compute it. Never waits."""
-        for page in [page for page in self._unwritten if page.state != "writing"]:
+        written = [page for page in self._unwritten if page.state != "writing"]
+        for page in sorted(written, key=lambda page: len(self._unwritten[page])):  # parents first
             tokens = self._unwritten.pop(page)
             if page.state == "stored":
-                self._heard.append(StoredBelow(page.key, tokens, self._medium))
+                self._heard.append(StoredBelow(page, tokens, self._medium))
         if not self._heard or self._cache.in_flight or self._cache.broken:
             return
         events, self._heard = self._heard, []

@@ -13,7 +13,7 @@ from radixcache.base import Tokens
 from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
 from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
-from radixcache.tier import Medium
+from radixcache.tier import Medium, StoredPage
 
 MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}
 """What vLLM calls the tiers below its device's memory, "GPU" whatever that is."""
@@ -21,9 +21,9 @@ MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}
 
 @dataclass(frozen=True, eq=False)
 class StoredBelow:
-    """A tier holds the whole block at the end of the prefix `tokens`, under `key`."""
+    """A tier holds a whole page, at the end of the prefix `tokens`."""
 
-    key: bytes
+    page: StoredPage
     tokens: Tokens
     medium: str
 
@@ -72,10 +72,15 @@ class Wire:
                 yield _removed(gone, event.medium)
             return
         if isinstance(event, StoredBelow):
-            key, medium = event.key, event.medium
+            page, medium = event.page, event.medium
             event = Stored(None, event.tokens, len(event.tokens) - self._size)
-            self._below[key] = self._read(event)[1][-1]
-        parent, hashes, tokens = self._read(event)
+            parent, tokens = self._below.get(page.parent), page.tokens.tobytes()
+            if parent is None and event.start:  # it is not in the tier
+                parent = self._read(Stored(None, event.tokens[: event.start], 0))[1][-1]
+            self._below[page.key] = self._hash(parent, tokens, None)
+            hashes = [self._below[page.key]]
+        else:
+            parent, hashes, tokens = self._read(event)
         if isinstance(event, Evicted):
             for name in reversed(hashes):
                 yield _removed(name, medium)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from random import Random
 
 import numpy as np
@@ -177,3 +178,18 @@ def test_both_tiers_hold_what_one_lru_cache_of_both_sizes_would(seed: int) -> No
         recent[token] = None
         recent.move_to_end(token)
     assert hits > 200
+
+
+def test_from_the_root_each_page_comes_once_after_its_parent_with_its_prefix() -> None:
+    rng = Random(5)
+    cache, tier, _ = tier_of(400, pages=400)
+    texts = [[rng.randrange(3) for _ in range(rng.randint(1, 14))] for _ in range(60)]
+    for text in texts:
+        put(cache, text)
+    cache.evict(400)
+    known = {blake2b(digest_size=16).digest()}
+    for page, tokens in tier.from_root():
+        assert page.key == blake2b(tokens.tobytes(), digest_size=16).digest() not in known
+        assert page.parent in known and tokens[-len(page.tokens) :].tolist() == page.tokens.tolist()
+        known.add(page.key)
+    assert len(known) == len(tier) + 1 and len(tier) > 60
