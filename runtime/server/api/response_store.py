@@ -75,10 +75,13 @@ class ResponseStore:
     def dump(self) -> str:
         """All without a salt that clients may ask for again, for another process."""
         stored = {
-            name: (*_parts_of(past.turn), past.prompt.tolist(), past.conversation, past.response)
+            name: (
+                past.turn.messages, past.turn.tools, {**past.turn.template_kwargs},
+                past.prompt.tolist(), past.conversation, past.response,
+            )
             for name, (past, _) in self._stored.get(None, {}).items()
             if past.response is not None
-        }
+        }  # fmt: skip
         return json.dumps(stored, default=vars)
 
     def load(self, dumped: str) -> None:
@@ -99,11 +102,6 @@ class ResponseStore:
         self._num_bytes[salt] -= size
         if not self._stored[salt]:
             del self._stored[salt], self._num_bytes[salt]
-
-
-def _parts_of(turn: Turn) -> tuple[Any, ...]:
-    """What `compare` looks at."""
-    return turn.messages, turn.tools, {**turn.template_kwargs}
 
 
 def _store_of(request: Request) -> ResponseStore:

@@ -82,6 +82,18 @@ def evict_all(engine: Pinned) -> None:
     engine.engine.check()
 
 
+def count_reads(engine: Pinned, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pages are in each load from now on."""
+    sizes, read = list[int](), engine.store.read
+
+    def counted(pages: Sequence[StoredPage]) -> Any:
+        sizes.append(len(pages))
+        return read(pages)
+
+    monkeypatch.setattr(engine.store, "read", counted)
+    return sizes
+
+
 def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
     engine = Pinned(device)
     assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
@@ -103,13 +115,7 @@ def test_a_long_prompt_comes_up_in_bounded_pieces(
     engine = Pinned(device)
     engine.answer(TEXT)
     evict_all(engine)
-    sizes, read = list[int](), engine.store.read
-
-    def counted(pages: Sequence[StoredPage]) -> Any:
-        sizes.append(len(pages))
-        return read(pages)
-
-    monkeypatch.setattr(engine.store, "read", counted)
+    sizes = count_reads(engine, monkeypatch)
     assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
     assert sizes == [2, 2, 2]
 
@@ -122,13 +128,7 @@ def test_one_request_at_a_time_is_loaded(
     for text in texts:
         engine.answer(text)
     evict_all(engine)
-    reads, read = list[int](), engine.store.read
-
-    def counted(pages: Sequence[StoredPage]) -> Any:
-        reads.append(len(pages))
-        return read(pages)
-
-    monkeypatch.setattr(engine.store, "read", counted)
+    reads = count_reads(engine, monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=4)
     requests = [engine.engine.add_request(text, params) for text in texts]
     while not all(request.finished for request in requests):
