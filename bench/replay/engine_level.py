@@ -18,11 +18,11 @@ from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.request import Sequence as RequestSequence
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.sampling.sampler import PendingStep, Sampler
 
 _CERTAIN = torch.finfo(torch.float32).max
@@ -37,15 +37,16 @@ class ScriptedSampler(Sampler):
     @torch.inference_mode()
     def sample(
         self,
-        sequences: list[RequestSequence],
+        rows: list[Row],
         logits: torch.Tensor,
         latest: torch.Tensor | None = None,
     ) -> PendingStep:
         """The sampler's own, of logits in which the script is certain."""
-        if sequences:
-            script = [int(self._answers[s.request][len(s.generated)]) for s in sequences]
+        if rows:
+            said = [self._answers[row.sequence.request] for row in rows]
+            script = [int(a[len(row.generated)]) for a, row in zip(said, rows, strict=True)]
             logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN
-        return super().sample(sequences, logits, latest)
+        return super().sample(rows, logits, latest)
 
 
 class ScriptedEngine(Engine):

@@ -11,7 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -238,8 +238,7 @@ class IndexEngine:
     def add(self, prompt: Tokens, answer: Tokens, client: Hashable = None) -> Request:
         params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
         request = Request(0, None, prompt, params, client=client)
-        no_noise: Any = None
-        request.add_sequences(len(answer), None, lambda index: no_noise)
+        request.add_sequences(len(answer), None)
         self.scheduler.add(request.sequences[0])
         self._answers[request] = answer
         return request

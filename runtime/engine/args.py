@@ -85,6 +85,9 @@ class EngineArgs:
     )
     max_num_seqs: int = setting(64, "running sequences", metavar="N", rule=_COUNT)
     schedule_policy: Literal["lpm", "fcfs"] = setting("lpm", "order of admission")
+    speculate: Literal["auto", "off"] = setting(
+        "auto", "draft no tokens from what was said before (they are where that is faster)"
+    )
     seed: int = setting(0, "of the sampling noise", flag=False)
     kv_events_config: Mapping[str, Any] | str | KVEventsConfig | None = setting(
         None,

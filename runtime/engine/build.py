@@ -39,6 +39,7 @@ from radixcache.runtime.model.progress import report
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import parse_memory
+from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, DraftProposer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.states import StateIndex
 
@@ -115,21 +116,24 @@ def build_engine(args: EngineArgs) -> Built:
                 f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
             )  # fmt: skip
         pool = model.allocate(num_pages, page_size, num_states)
+        scheduler = Scheduler(
+            cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states
+        )
+        explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
+        if args.speculate == "auto" and states is None:
+            scheduler.proposer = DraftProposer(explainer.continuation, model.eos_token_ids)
         engine = Engine(
             model,
             pool,
             cache,
-            Scheduler(
-                cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states
-            ),
+            scheduler,
             tokenizer.decode if tokenizer else None,
             args.seed,
             partial(tokenizer.encode, special=False) if tokenizer else None,
             grammars,
         )
         engine.capture_graphs()
-        explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
-        engine.scheduler.on_publish = partial(_before_publish, explainer)
+        scheduler.on_publish = partial(_before_publish, explainer, scheduler.proposer)
         params = _default_params(model.generation_config)
         host = _pin_host_memory(args, model, cache, pool)
         offload = _open_kv_dir(args, model, cache, pool)
@@ -191,7 +195,9 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
         InvalidRequest: it does not hold them.
     """
     page_size, max_num_seqs = args.page_size, args.max_num_seqs
-    taken = bytes_beside_pages(model, page_size, max_num_seqs)
+    taken = bytes_beside_pages(
+        model, page_size, max_num_seqs + MAX_DRAFT * (args.speculate == "auto")
+    )
     taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
     taken += STAGED_BYTES if args.host_memory is not None else 0
     page_bytes, num_states = model.bytes_per_token * page_size, 0
@@ -264,7 +270,9 @@ def load(args: EngineArgs) -> PagedModel:
     return future.result()
 
 
-def _before_publish(explainer: Explainer, sequence: Sequence, num_tokens: int) -> None:
+def _before_publish(
+    explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
+) -> None:
     """Explain a request when it is admitted, and remember what is computed of it."""
     request, lease = sequence.request, sequence.lease
     if request.explanation is None and lease is not None:
@@ -273,6 +281,8 @@ def _before_publish(explainer: Explainer, sequence: Sequence, num_tokens: int) -
             sequence.tokens, hit, request.namespace, kv=lease.num_tokens
         )
     explainer.remember(sequence.tokens[:num_tokens], request.namespace)
+    if proposer is not None:
+        proposer.remember(sequence, num_tokens)
 
 
 def _default_params(config: Any) -> SamplingParams:

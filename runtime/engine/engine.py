@@ -28,7 +28,9 @@ from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
+from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.sampling.sampler import PendingStep, Sampler
+from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -88,7 +90,7 @@ class Engine:
         self.scheduler = scheduler
         with on_device(model.device):
             self._graphs = (
-                CudaGraphRunner(model, kv_pool, scheduler.max_num_seqs)
+                CudaGraphRunner(model, kv_pool, scheduler.max_rows)
                 if model.attention.max_fixed_rows and scheduler.states is None
                 else None
             )
@@ -104,6 +106,8 @@ class Engine:
         self._next_id = 0
         self._num_prefilled = 0
         """By the step under way; it tells what computing costs against loading."""
+        self._num_rows = 0
+        """Tokens that the step under way decodes or drafts."""
         self._ahead: PendingStep | None = None
         self._runs_ahead = model.device.type != "cpu" and model.ranks is None
         self._runs_ahead &= scheduler.states is None  # one token too many would be in the state
@@ -138,9 +142,13 @@ class Engine:
             if step is not None:
                 self._ahead = self._launch_ahead(step)
                 self.output_processor.finish(step)
+        seconds = time.perf_counter() - began
         if loads is not None:
-            loads.note_step(self._num_prefilled, time.perf_counter() - began)
-            self._num_prefilled = 0
+            loads.note_step(self._num_prefilled, seconds)
+        decodes = self._num_rows and not self._num_prefilled
+        if decodes and self.scheduler.proposer is not None:
+            self.scheduler.proposer.length.note_step(self._num_rows, seconds)
+        self._num_prefilled = self._num_rows = 0
         changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
         self.output_processor.changed = {}
         return [*changed]
@@ -203,7 +211,7 @@ class Engine:
         edits = PenaltyState(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
         request = Request(self._next_id, prompt, tokens, params, namespace, client)
         request.edits = edits if edits.any else None
-        request.add_sequences(max_tokens, self._decode, self.sampler.generator)
+        request.add_sequences(max_tokens, self._decode)
         if params.structured_outputs is not None:
             for sequence in request.sequences:
                 sequence.grammar = self._grammar_backend.grammar(params.structured_outputs)
@@ -256,6 +264,8 @@ class Engine:
             self.scheduler.kept.clear()
         if self.scheduler.states is not None:
             self.scheduler.states.index.clear()
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.clear()
 
     @property
     def lifetime_stats(self) -> CacheStats:
@@ -343,10 +353,12 @@ class Engine:
             if self.scheduler.loads is not None:
                 self.scheduler.loads.wait()
             return None
-        hits = [chunk for chunk in chunks if not chunk.num_tokens]
-        chunks = [chunk for chunk in chunks if chunk.num_tokens]
+        hits = [chunk for chunk in chunks if not chunk.num_new]
+        chunks = [chunk for chunk in chunks if chunk.num_new]
         if chunks:
-            self._num_prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
+            self._num_prefilled = sum(max(0, chunk.num_tokens - 1) for chunk in chunks)
+            if not self._num_prefilled:
+                self._num_rows = sum(chunk.num_new for chunk in chunks)
             chunks, batch = self._batch(chunks)
             logits = self._run(chunks, batch)
         else:
@@ -355,9 +367,14 @@ class Engine:
         if self.scheduler.states is not None:
             self.scheduler.states.index.commit()
         logits = self._score(chunks + hits, logits)
-        ends = [chunk for chunk in chunks if chunk.is_last]
-        logits = self._with_cached_logits(ends, hits, logits)
-        return self.sampler.sample([chunk.sequence for chunk in ends + hits], logits)
+        ends = [chunk for chunk in chunks + hits if chunk.is_last]
+        logits = self._with_cached_logits(ends, logits)
+        rows = [
+            Row(chunk.sequence, chunk.draft[:count])
+            for chunk in ends
+            for count in range(1 + len(chunk.draft))
+        ]
+        return self.sampler.sample(rows, logits)
 
     def _launch_ahead(self, step: PendingStep) -> PendingStep | None:
         """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
@@ -369,7 +386,10 @@ class Engine:
         """
         if not self._runs_ahead or self.scheduler.may_admit:
             return None
-        alive = [s for s in step.sequences if s.finish_reason is None]
+        sequences = [row.sequence for row in step.rows if not len(row.draft)]
+        if len(sequences) < len(step.rows):  # how much of the drafts is right is not known yet
+            return None
+        alive = [s for s in sequences if s.finish_reason is None]
         if any(s.grammar is not None for s in alive):  # what may come next depends on the tokens
             return None
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
@@ -377,46 +397,72 @@ class Engine:
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
         if not going_on or any(s.request.edits and s.request.edits.reads_tokens for s in going_on):
             return None
+        proposer = self.scheduler.proposer
+        if proposer is not None and proposer.expects(going_on):
+            return None
         try:
             for sequence in going_on:
                 self.scheduler.reserve_decode(sequence)
         except OutOfPages:  # somebody must be put back
             return None
-        row = {sequence: i for i, sequence in enumerate(step.sequences)}
+        row = {sequence: i for i, sequence in enumerate(sequences)}
         for sequence in going_on:
             sequence.num_computed += 1
         chunks, batch = self._batch([Chunk(sequence, 1) for sequence in going_on])
         rows = [row[chunk.sequence] for chunk in chunks]
-        same = rows == list(range(len(step.sequences)))
+        same = rows == list(range(len(sequences)))
         tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
+        self._num_rows = len(chunks)
         logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
-        return self.sampler.sample([chunk.sequence for chunk in chunks], logits, tokens)
+        return self.sampler.sample([Row(c.sequence, NO_TOKENS) for c in chunks], logits, tokens)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
-        """The page tables of a step, and its chunks in the order of the batch."""
+        """The page tables of a step, and its chunks in the order of the batch.
+
+        For CUDA graphs, a decode with its draft is as many decodes, of the same pages and each one
+        token longer: a layer writes all new K/V before it attends.
+        """
         page_size = self.kv_pool.page_size
+        decodes = [c for c in chunks if self._num_decodes(c) == c.num_new]
+        chunks = decodes + [c for c in chunks if self._num_decodes(c) < c.num_new]
         tables = []
         for chunk in chunks:
             assert chunk.sequence.lease is not None
-            num_pages = -(-chunk.sequence.num_computed // page_size)
-            tables.append(chunk.sequence.lease.page_table[:num_pages])
+            tables.append(chunk.sequence.lease.page_table[: -(-chunk.end // page_size)])
         shared: tuple[SharedPrefix, ...] = ()
         if self.model.attention.reads_shared_once:
-            decodes = next((i for i, c in enumerate(chunks) if c.num_tokens > 1), len(chunks))
-            order, shared = group_by_prefix(tables[:decodes], page_size)
-            chunks = [chunks[i] for i in order] + chunks[decodes:]
-            tables = [tables[i] for i in order] + tables[decodes:]
-        kv_lens = [chunk.sequence.num_computed for chunk in chunks]
-        query_lens = [chunk.num_tokens for chunk in chunks]
+            order, shared = group_by_prefix(tables[: len(decodes)], page_size)
+            chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
+            tables = [tables[i] for i in order] + tables[len(decodes) :]
+        counts = [self._num_decodes(chunk) for chunk in chunks]
+        if max(counts) > 1:
+            starts = np.cumsum([0, *counts]).tolist()
+            shared = tuple(
+                SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
+                for first, size, num_pages in shared
+            )
+            tables = [table for table, n in zip(tables, counts, strict=True) for _ in range(n)]
+        each = list(zip(chunks, counts, strict=True))
+        kv_lens = [c.end - left for c, n in each for left in reversed(range(n))]
+        query_lens = [c.num_new // n for c, n in each for _ in range(n)]
         return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
 
+    def _num_decodes(self, chunk: Chunk) -> int:
+        """As how many sequences of a batch a chunk is computed."""
+        return chunk.num_new if self._graphs is not None and chunk.num_tokens <= 1 else 1
+
     def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
-        """Logits [R, vocab], float32: of the last token of each chunk that is a last one, then of
-        the prompt tokens whose successors are to be scored."""
+        """Logits [R, vocab], float32: of the last token and of the draft of each chunk that is a
+        last one, then of the prompt tokens whose successors are to be scored."""
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
-        is_last = np.array([chunk.is_last for chunk in chunks])
-        rows = batch.qo_indptr[1:][is_last] - 1
-        for chunk, end in zip(chunks, batch.qo_indptr[1:], strict=True):
+        ends = np.cumsum([chunk.num_new for chunk in chunks])
+        wanted = [
+            np.arange(end - min(chunk.num_new, 1 + len(chunk.draft)), end)
+            for chunk, end in zip(chunks, ends, strict=True)
+            if chunk.is_last
+        ]
+        rows = np.concatenate([*wanted, np.arange(0)])
+        for chunk, end in zip(chunks, ends, strict=True):
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
                 rows = np.append(rows, chunk.scored_positions + first)
@@ -464,18 +510,24 @@ class Engine:
                 sequence.scoring = None
         return sampled
 
-    def _with_cached_logits(
-        self, ends: list[Chunk], hits: list[Chunk], logits: torch.Tensor
-    ) -> torch.Tensor:
-        """`logits`, one row for each of `ends`, and after them the rows kept for `hits`.
+    def _with_cached_logits(self, ends: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """`logits`, those of `ends` that were computed, and before each hit the row kept for it.
 
         Of `logits`, those at the ends of prompts are kept from now on.
         """
         kept = self.scheduler.kept
         if kept is None:
             return logits
-        rows = [kept.use(chunk.sequence.request.prompt_key)[None] for chunk in hits]
-        for row, chunk in enumerate(ends):
-            if chunk.ends_prompt:
-                kept.keep(chunk.sequence.request.prompt_key, logits[row])
-        return torch.cat([logits, *rows]) if rows else logits
+        rows, new, start = [], [], 0
+        for chunk in ends:
+            key, is_hit = chunk.sequence.request.prompt_key, not chunk.num_tokens
+            end = start + len(chunk.draft) + (not is_hit)
+            if is_hit:
+                rows.append(kept.use(key)[None])
+            elif chunk.ends_prompt:
+                new.append((key, logits[start]))
+            rows.append(logits[start:end])
+            start = end
+        for key, row in new:  # after all hits, whose rows may go for these
+            kept.keep(key, row)
+        return torch.cat(rows) if any(not chunk.num_tokens for chunk in ends) else logits

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.sampling.grammar import GrammarError
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT
+from radixcache.runtime.sampling.rows import by_sequence
 from radixcache.runtime.sampling.sampler import PendingStep
 
 NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
@@ -33,49 +34,63 @@ class OutputProcessor:
         """Read the tokens of a step, and note the requests that got one."""
         tokens, highest_logits, *told = step.fetched.read()
         top = dict(zip(step.asking, zip(*told, strict=True), strict=True))
-        for row, (sequence, token, highest) in enumerate(
-            zip(step.sequences, tokens, highest_logits, strict=True)
-        ):
+        for sequence, places in by_sequence(step.rows):
             if sequence.finish_reason is not None:  # since the step was launched
                 continue
             self.changed[sequence.request] = None
-            if not highest < inf:
-                self._scheduler.fail(sequence, NOT_A_NUMBER)
-                continue
-            if not sequence.max_tokens:  # the prompt was all
-                self._scheduler.finish(sequence, "length")
-                sequence.request.note_end()
-                continue
-            if highest == -inf:
-                if sequence.grammar is not None and sequence.grammar.may_end(sequence.generated):
-                    if sequence.detokenizer is not None:
-                        sequence.detokenizer.finish()
-                    self._scheduler.finish(sequence, "stop")
-                    sequence.request.note_end()
-                else:
-                    self._scheduler.fail(sequence, NOTHING_LEFT, invalid=True)
-                continue
-            logprobs = None
-            if row in top:
-                end = 1 + (sequence.request.params.logprobs or 0)
-                ids, values = top[row]
-                logprobs = dict(zip(ids[:end], values[:end], strict=True))
-            sequence.append(token, logprobs)
-            self.num_generated += 1
-            self.end_if_done(sequence)
-            self._append_forced(sequence)
+            draft = step.rows[places[-1]].draft.tolist()
+            accepted, goes_on = 0, True
+            while goes_on and self._can_go_on(sequence, highest_logits[places[accepted]]):
+                place, logprobs = places[accepted], None
+                if place in top:
+                    end = 1 + (sequence.request.params.logprobs or 0)
+                    ids, values = top[place]
+                    logprobs = dict(zip(ids[:end], values[:end], strict=True))
+                for token in self._with_forced(sequence, tokens[place]):
+                    if goes_on and accepted:  # the token before was drafted: its KV is there
+                        sequence.num_computed = len(sequence)
+                    sequence.append(token, logprobs)
+                    self.num_generated += 1
+                    goes_on = goes_on and draft[accepted : accepted + 1] == [token]
+                    accepted += goes_on
+                    self.end_if_done(sequence)
+            if draft:
+                assert self._scheduler.proposer is not None
+                refused = not goes_on and accepted < len(draft)
+                self._scheduler.proposer.learn(sequence, len(draft), accepted, refused)
 
-    def _append_forced(self, sequence: Sequence) -> None:
-        """Append the tokens that must come: the next step computes all of them in one chunk."""
+    def _can_go_on(self, sequence: Sequence, highest: float) -> bool:
+        """Whether a token may be appended that was drawn where this is the highest logit; the
+        sequence is ended if it is not."""
+        if sequence.finish_reason is not None:
+            return False
+        if not highest < inf:
+            self._scheduler.fail(sequence, NOT_A_NUMBER)
+        elif not sequence.max_tokens:  # the prompt was all
+            self._scheduler.finish(sequence, "length")
+            sequence.request.note_end()
+        elif highest > -inf:
+            return True
+        elif sequence.grammar is not None and sequence.grammar.may_end(sequence.generated):
+            if sequence.detokenizer is not None:
+                sequence.detokenizer.finish()
+            self._scheduler.finish(sequence, "stop")
+            sequence.request.note_end()
+        else:
+            self._scheduler.fail(sequence, NOTHING_LEFT, invalid=True)
+        return False
+
+    def _with_forced(self, sequence: Sequence, token: int) -> Iterator[int]:
+        """A token that was drawn and, once it is appended, those that must come behind it: the next
+        step computes all of them in one chunk."""
+        yield token
         grammar, request = sequence.grammar, sequence.request
         if grammar is None or sequence.finish_reason is not None or not self.forces_tokens:
             return
         if request.params.logprobs is not None or request.edits is not None:
             return  # logits are asked for, or a token may be forbidden
-        for token in grammar.forced(sequence.generated):
-            sequence.append(token)
-            self.num_generated += 1
-            self.end_if_done(sequence)
+        for forced in grammar.forced(sequence.generated):
+            yield forced
             if sequence.finish_reason is not None:
                 break
 

@@ -27,6 +27,9 @@ class RequestMetrics:
         tokens_per_second: decoded tokens after the first over the time since the first.
         preemptions: times that a completion was put back for want of pages.
         loaded_tokens: of the first completion, those that came up from the tier below the KV pool.
+        drafted_tokens: that were computed before they were drawn, over all completions, by what
+            they were taken from: "tree" or "suffix".
+        accepted_tokens: of these, those that were drawn: each saved a step.
     """
 
     prefilled_tokens: int
@@ -35,6 +38,8 @@ class RequestMetrics:
     tokens_per_second: float | None
     preemptions: int
     loaded_tokens: int = 0
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

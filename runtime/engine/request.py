@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -16,12 +17,11 @@ from radixcache.runtime.engine.logits_cache import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
+from radixcache.runtime.spec_decode.proposer import DraftState
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
-    import torch
-
     from radixcache.runtime.sampling.grammar import Grammar
     from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs
 
@@ -38,13 +38,10 @@ class Sequence:
     last sampled token has none yet.
     """
 
-    def __init__(
-        self, request: Request, index: int, max_tokens: int, generator: torch.Generator
-    ) -> None:
+    def __init__(self, request: Request, index: int, max_tokens: int) -> None:
         self.request = request
         self.index = index
         self.max_tokens = max_tokens
-        self.generator = generator
         self.lease: Lease | None = None
         self.num_computed = 0
         self.prefill_end = 0
@@ -67,6 +64,11 @@ class Sequence:
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
         self.grammar: Grammar | None = None
+        self.draft_state = DraftState()
+        self.num_drafted: Counter[str] = Counter()
+        """Tokens, by source."""
+        self.num_accepted: Counter[str] = Counter()
+        """Of these, those that were drawn, too."""
         self._num_taken = 0
         self._end_taken = False
         self._tokens: Tokens = np.empty(len(request.prompt_token_ids) + max_tokens, np.int32)
@@ -190,18 +192,13 @@ class Request:
         self.first_token: float | None = None
         self.ended: float | None = None
 
-    def add_sequences(
-        self,
-        max_tokens: int,
-        decode: Callable[..., str] | None,
-        make_generator: Callable[[SamplingParams], torch.Generator],
-    ) -> None:
+    def add_sequences(self, max_tokens: int, decode: Callable[..., str] | None) -> None:
         """Make the `n` sequences."""
         params, stop_strings = self.params, StopStrings(self.params.stop_strings)
         if decode is not None and not params.skip_special_tokens:
             decode = partial(decode, special=True)
         for index in range(params.n):
-            sequence = Sequence(self, index, max_tokens, make_generator(params))
+            sequence = Sequence(self, index, max_tokens)
             if decode is not None:
                 sequence.detokenizer = Detokenizer(
                     decode, stop_strings, params.min_tokens, params.include_stop_str_in_output
@@ -274,6 +271,8 @@ class Request:
                 tokens_per_second=rate,
                 preemptions=sum(sequence.preemptions for sequence in self.sequences),
                 loaded_tokens=self.sequences[0].num_loaded,
+                drafted_tokens=dict(sum((s.num_drafted for s in self.sequences), Counter())),
+                accepted_tokens=dict(sum((s.num_accepted for s in self.sequences), Counter())),
             ),
             finished=self.finished,
             error=self.error,

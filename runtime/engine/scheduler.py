@@ -1,7 +1,8 @@
 """Decides what the next step computes.
 
 Decodes come first, one token each, or more where a grammar leaves no choice; what is left of the
-step's token budget goes to prefill chunks, of running sequences before waiting ones. A prefill
+step's token budget goes to prefill chunks, of running sequences before waiting ones, and at last to
+drafts (`spec_decode`), for which nobody is preempted and nothing evicted. A prefill
 chunk is published while it is being scheduled, so that the next sequence in the same step can
 already use it. One of which another computes most of what it lacks, in a page that cannot be shared
 before it is written, waits for the next step, once; so does one whose very prompt ends in this
@@ -29,6 +30,7 @@ from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
 from radixcache.states import SequenceStates
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
@@ -60,16 +62,29 @@ class Chunk(NamedTuple):
     num_tokens: int
     states: SequenceStates | None = None
     """Of a recurrent model."""
+    draft: Tokens = NO_TOKENS
+    """What may come next: computed as well, of which `num_computed` knows nothing."""
 
     @property
     def tokens(self) -> Tokens:
-        """[num_tokens] the tokens themselves; a view."""
+        """[num_new] the tokens themselves, the draft at the end."""
         end = self.sequence.num_computed
-        return self.sequence.tokens[end - self.num_tokens : end]
+        tokens = self.sequence.tokens[end - self.num_tokens : end]
+        return np.concatenate([tokens, self.draft]) if len(self.draft) else tokens
+
+    @property
+    def num_new(self) -> int:
+        """How many tokens the step computes."""
+        return self.num_tokens + len(self.draft)
+
+    @property
+    def end(self) -> int:
+        """How long the sequence is with them."""
+        return self.sequence.num_computed + len(self.draft)
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, so that a token is sampled."""
+        """Whether the chunk has the sequence's last token, so that a token is sampled."""
         return self.sequence.num_computed == len(self.sequence)
 
     @property
@@ -123,6 +138,8 @@ class Scheduler:
         """Brings up pages from a tier below the cache's pool."""
         self.kept: PromptLogitsCache | None = None
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
+        self.proposer: DraftProposer | None = None
+        """Drafts tokens; not for a recurrent model, whose state would have them in it."""
         self.on_publish: Callable[[Sequence, int], None] | None = None
         """Called before the cache hears of the first so many tokens of a sequence."""
         self.on_no_room: Callable[[], bool] | None = None
@@ -162,8 +179,36 @@ class Scheduler:
                     chunks.append(chunk)
                     budget = max(0, budget - chunk.cost)
         if not self._short_of_pages or not self.running:
-            self._admit(chunks, budget)
+            budget = self._admit(chunks, budget)
+        if self.proposer is not None and budget:
+            chunks = self._with_drafts(self.proposer, chunks, budget)
         return chunks
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens that are sampled in one step at most, or drafted ones checked."""
+        return self.max_num_seqs + MAX_DRAFT * (self.proposer is not None)
+
+    def _with_drafts(
+        self, proposer: DraftProposer, chunks: list[Chunk], budget: int
+    ) -> list[Chunk]:
+        ends = [chunk.sequence for chunk in chunks if chunk.is_last]
+        drafts = proposer.propose(ends, min(budget, self.max_rows - len(ends))) if ends else {}
+        with_drafts = []
+        for chunk in chunks:
+            draft = drafts.get(chunk.sequence, NO_TOKENS)
+            room = self._reserve_draft(chunk.sequence, len(draft)) if len(draft) else 0
+            with_drafts.append(chunk._replace(draft=draft[:room]) if room else chunk)
+        return with_drafts
+
+    def _reserve_draft(self, sequence: Sequence, count: int) -> int:
+        """For how many drafted tokens there are pages, of these that are free."""
+        lease, end = sequence.lease, sequence.num_computed + count
+        assert lease is not None
+        missing = -(-(end - lease.capacity) // self.cache.page_size)
+        if 0 < missing < self.cache.pool.num_free:  # one more, for a page that may be copied
+            self.cache.reserve(lease, end)
+        return min(count, lease.capacity - sequence.num_computed)
 
     @property
     def may_admit(self) -> bool:
@@ -201,13 +246,14 @@ class Scheduler:
                     self.fail(sequence, NO_ROOM)
                     return None
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int) -> int:
+        """Add chunks of waiting sequences; returns what is left of the budget."""
         if not budget or len(self.running) >= self.max_num_seqs:
-            return
+            return budget
         ending = self._ending(chunks)
         for sequence in self._candidates():
             if not budget or len(self.running) >= self.max_num_seqs:
-                return
+                break
             if self.loads is not None and self.loads.waits(sequence):
                 continue
             lease = self._acquire(sequence)
@@ -231,7 +277,7 @@ class Scheduler:
                     self.waiting.remove(sequence)
                     self.fail(sequence, NO_ROOM)
                 self._no_room = bool(self.running)
-                return
+                break
             if not sequence.resumes:
                 sequence.cached_tokens = hit
             weight = 2
@@ -249,6 +295,7 @@ class Scheduler:
             chunks.append(chunk)
             ending |= self._ending([chunk])
             budget = max(0, budget - chunk.cost)
+        return budget
 
     def _ending(self, chunks: list[Chunk]) -> set[PromptKey]:
         """The prompts whose logits will be kept when these chunks have been computed."""

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.errors import Busy, InvalidRequest
@@ -121,6 +122,33 @@ class Grammar:
         matcher = self.follow(said)
         return matcher is not None and matcher.is_accepting()
 
+    def count_allowed(self, said: Tokens, draft: Tokens) -> int:
+        """How many tokens of `draft` may come after `said`; of a grammar that has not begun, those
+        before it begins."""
+        matcher = self.follow(said)
+        if matcher is not None:
+            return matcher.validate_tokens(draft.tolist())
+        text = np.concatenate([said, draft])
+        ends = range(len(said) + 1, len(text) + 1)
+        return next(
+            (end - len(said) - 1 for end in ends if self._is_behind(text[:end])), len(draft)
+        )
+
+    def fill_masks(self, said: Tokens, draft: Tokens, bits: NDArray[np.int32]) -> bool:
+        """Fill `bits` [1 + len(draft), ceil(vocab / 32)]: what may come after `said`, and after
+        each token of `draft`, all of which are allowed; False if the grammar has not begun."""
+        matcher, width = self.follow(said), 4 * bits.shape[1]
+        if matcher is None:
+            return False
+        state, self._state = self._state, None  # if this is cut off, the tokens are read anew
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, width)
+        for place, token in enumerate(draft.tolist(), start=1):
+            matcher.consume_token(token)
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data + place * width, width)
+        matcher.rollback(len(draft))
+        self._state = state
+        return True
+
     def forced(self, said: Tokens) -> list[int]:
         """The tokens that must come after `said`, as far as there is no choice, or a number."""
         matcher = self.follow(said)
@@ -129,7 +157,8 @@ class Grammar:
 
 def mask(
     logits: torch.Tensor,
-    rows: Sequence[tuple[int, LLMatcher]],
+    rows: Sequence[int],
+    bits: NDArray[np.int32],
     forbidden: Sequence[Collection[int]],
 ) -> torch.Tensor:
     """A copy of `logits` [R, vocab] with minus infinity for what must not come.
@@ -137,14 +166,11 @@ def mask(
     On a GPU the masks are made while it still computes the logits.
 
     Args:
-        rows: those that are guided, and their matchers.
+        rows: those that have a grammar.
+        bits: for each of them, what `Grammar.fill_masks` says.
         forbidden: for each of them, tokens that must not come either.
     """
     vocab = logits.shape[1]
-    width = -(-vocab // 32)
-    bits = np.empty((len(rows), width), np.int32)
-    for place, (_, matcher) in enumerate(rows):
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data + 4 * width * place, 4 * width)
     refused = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
     for place, tokens in enumerate(forbidden):
         if tokens:
@@ -152,7 +178,7 @@ def mask(
     refusals = send(refused.view(np.bool_), logits.device)
     if len(rows) == len(logits):
         return logits.masked_fill(refusals, -torch.inf)
-    where = send([row for row, _ in rows], logits.device)
+    where = send(rows, logits.device)
     return logits.index_copy(0, where, logits[where].masked_fill_(refusals, -torch.inf))
 
 

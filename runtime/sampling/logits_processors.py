@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixcache.base import Tokens
 from radixcache.kernels.upload import send
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.sampling.rows import Row
 
 if TYPE_CHECKING:
     from radixcache.runtime.engine.request import Sequence
@@ -33,36 +35,40 @@ class LogitsProcessors:
         self._table: torch.Tensor | None = None
 
     def edit(
-        self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None
+        self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None
     ) -> torch.Tensor:
         """The logits to choose from: `logits` itself if nobody asks for edits, else a copy.
 
         Args:
             logits: [R, vocab] float32.
+            rows: those of a sequence follow each other.
             latest: [R] each sequence's last token, on the device; None if the host knows them.
         """
-        asking = {row: own for row, s in enumerate(sequences) if (own := s.request.edits)}
+        asking = {at: own for at, row in enumerate(rows) if (own := row.sequence.request.edits)}
         if not asking:
             if self._counted:
                 self.forget()
             return logits
-        rows, edits = send([*asking], logits.device), [*asking.values()]
-        part, some = logits[rows], [sequences[row] for row in asking]
+        places, edits = send([*asking], logits.device), [*asking.values()]
+        part, some = logits[places], [rows[at] for at in asking]
         _allow(part, [one.allowed for one in edits])
-        counts = [s.num_computed - len(s.request.prompt_token_ids) for s in some]
+        counts = [r.position - len(r.sequence.request.prompt_token_ids) for r in some]
         said = zip(edits, some, counts, strict=True)
-        _add(part, [one.biases(s.generated, count) for one, s, count in said])
+        _add(part, [one.biases(row.generated, count) for one, row, count in said])
         if any(one.penalises for one in edits):
-            table = self._count(some, None if latest is None else latest[rows], part)
+            sequences = [row.sequence for row in some if not len(row.draft)]
+            table = self._count(sequences, None if latest is None else latest[places], part)
+            if len(sequences) < len(some):
+                table = _with_drafts(table, some)
             part = _penalise(part, table, [one.params for one in edits])
-        return logits.index_copy(0, rows, part)
+        return logits.index_copy(0, places, part)
 
     def _count(
         self, sequences: list[Sequence], latest: torch.Tensor | None, like: torch.Tensor
     ) -> torch.Tensor:
-        """[R, vocab] int32: twice how often each token was generated; odd if the prompt has it."""
+        """[S, vocab] int32: twice how often each token was generated; odd if the prompt has it."""
         device, vocab = like.device, like.shape[1]
-        row = {s: i for i, (s, n) in enumerate(self._counted.items()) if n + 1 == s.num_computed}
+        row = {s: i for i, (s, n) in enumerate(self._counted.items()) if n < s.num_computed}
         table = self._table
         if table is None or [*row] != sequences or len(row) < len(self._counted):
             kept = {s: table[i] for s, i in row.items()} if table is not None else {}
@@ -70,11 +76,30 @@ class LogitsProcessors:
                 [kept[s] if s in kept else send(_on_host(s, vocab), device) for s in sequences]
             )
         if latest is None:
-            latest = send([s.tokens.item(s.num_computed - 1) for s in sequences], device)
-        more = send([2 * (s in row) for s in sequences], device, torch.int32)
-        table.index_put_((torch.arange(len(table), device=device), latest), more, accumulate=True)
+            since = [self._counted[s] if s in row else s.num_computed for s in sequences]
+            new = [s.tokens[n : s.num_computed] for s, n in zip(sequences, since, strict=True)]
+            _count_more(table, new)
+        else:
+            more = send([2 * (s in row) for s in sequences], device, torch.int32)
+            every = torch.arange(len(table), device=device)
+            table.index_put_((every, latest), more, accumulate=True)
         self._table, self._counted = table, {s: s.num_computed for s in sequences}
         return table
+
+
+def _with_drafts(table: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """Of the table of sequences a row for each of `rows`, which counts its draft, too."""
+    owners = np.cumsum([not len(row.draft) for row in rows]) - 1
+    table = table[send(owners, table.device)]
+    _count_more(table, [row.draft for row in rows])
+    return table
+
+
+def _count_more(table: torch.Tensor, tokens: list[Tokens]) -> None:
+    """Count, in place, generated tokens of each row."""
+    if any(len(some) for some in tokens):
+        at = _places(tokens, table.device)
+        table.index_put_(at, torch.full_like(at[0], 2, dtype=table.dtype), accumulate=True)
 
 
 def _on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
@@ -104,11 +129,11 @@ def _add(part: torch.Tensor, biases: list[tuple[NDArray[np.int64], NDArray[np.fl
 
 
 def _places(
-    ids: list[NDArray[np.int64]], device: torch.device
+    ids: list[NDArray[np.int64]] | list[Tokens], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows and columns of the logits of these token ids, by row."""
     rows = np.repeat(range(len(ids)), [len(some) for some in ids])
-    rows, columns = send(np.stack((rows, np.concatenate(ids))), device)
+    rows, columns = send(np.stack((rows, np.concatenate(ids).astype(np.int64))), device)
     return rows, columns
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
@@ -14,15 +15,13 @@ from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.sampling.grammar import mask
 from radixcache.runtime.sampling.logits_processors import LogitsProcessors
 from radixcache.runtime.sampling.params import SamplingParams
-
-if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.sampling.rows import Row, by_sequence
 
 
 class PendingStep(NamedTuple):
-    """A step that is enqueued on the device, and the sequences that get a token from it."""
+    """A step that is enqueued on the device, and the rows that a token is drawn from."""
 
-    sequences: list[Sequence]
+    rows: list[Row]
     tokens: torch.Tensor
     asking: list[int]  # rows whose log-probabilities are reported
     fetched: Fetch
@@ -41,6 +40,8 @@ class Sampler:
     def __init__(self, device: torch.device, seed: int, eos_token_ids: Iterable[int]) -> None:
         self._processors = LogitsProcessors()
         self._generator = torch.Generator(device).manual_seed(seed)
+        self._seeded: list[torch.Generator] = []
+        """For the rows of a step that have a seed of their own."""
         self._eos_token_ids = tuple(eos_token_ids)
         with on_device(device):
             self._keep_likeliest = choose_filter(device)
@@ -49,44 +50,55 @@ class Sampler:
         """What is known of the sequences of a step that was cut off."""
         self._processors.forget()
 
-    def generator(self, params: SamplingParams) -> torch.Generator:
-        """Of the noise of a sequence: its own if the request has a seed."""
-        if params.seed is None:
-            return self._generator
-        return torch.Generator(self._generator.device)
-
     def sample(
-        self, sequences: list[Sequence], logits: torch.Tensor, latest: torch.Tensor | None = None
+        self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None = None
     ) -> PendingStep:
-        """Choose a token for each row; `latest` [R] are those before, if only the device knows."""
-        params = [sequence.request.params for sequence in sequences]
-        for sequence, one in zip(sequences, params, strict=True):
-            if one.seed is not None and one.temperature > 0:
-                # By the token's place, so that it is drawn alike after a step that failed.
-                place = f"{one.seed + sequence.index} {sequence.num_computed}".encode()
-                noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
-                sequence.generator.manual_seed(noise)
-        generators = [sequence.generator for sequence in sequences]
-        edited = self._masked(sequences, self._processors.edit(sequences, logits, latest))
+        """Draw a token from each row of `logits` [R, vocab], with the row's own noise.
+
+        Args:
+            rows: those of a sequence follow each other, each with one drafted token more.
+            latest: [R] the tokens before, if only the device knows them; then nothing is drafted.
+        """
+        params = [row.sequence.request.params for row in rows]
+        generators = self._generators(rows, params)
+        edited = self._masked(rows, self._processors.edit(rows, logits, latest))
         tokens, highest = sample(edited, params, generators, self._keep_likeliest)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[torch.Tensor, ...] = ()
         if counts:
-            rows = send([*counts], logits.device)
-            top = top_logprobs(logits[rows], tokens[rows], [*counts.values()])
-        return PendingStep(sequences, tokens, [*counts], Fetch(tokens, highest, *top))
+            asking = send([*counts], logits.device)
+            top = top_logprobs(logits[asking], tokens[asking], [*counts.values()])
+        return PendingStep(rows, tokens, [*counts], Fetch(tokens, highest, *top))
 
-    def _masked(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+    def _generators(self, rows: list[Row], params: list[SamplingParams]) -> list[torch.Generator]:
+        """The source of each row's noise: with a seed, by the token's place, so that it is drawn
+        alike after a step that failed, and whatever was drafted."""
+        generators = [self._generator] * len(rows)
+        seeded = [at for at, p in enumerate(params) if p.seed is not None and p.temperature > 0]
+        while len(self._seeded) < len(seeded):
+            self._seeded.append(torch.Generator(self._generator.device))
+        for at, generator in zip(seeded, self._seeded, strict=False):
+            sequence, seed = rows[at].sequence, params[at].seed
+            assert seed is not None
+            place = f"{seed + sequence.index} {rows[at].position}".encode()
+            noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
+            generators[at] = generator.manual_seed(noise)
+        return generators
+
+    def _masked(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
         """`logits` without what grammars forbid: a copy, or itself if no row has a grammar."""
-        rows, forbidden = [], []
-        for row, sequence in enumerate(sequences):
-            grammar = sequence.grammar
-            matcher = None if grammar is None else grammar.follow(sequence.generated)
-            if matcher is not None:
+        at, bits, forbidden = [], [], []
+        for sequence, places in by_sequence(rows):
+            if sequence.grammar is None:
+                continue
+            masks = np.empty((len(places), -(-logits.shape[1] // 32)), np.int32)
+            draft = rows[places[-1]].draft
+            if sequence.grammar.fill_masks(sequence.generated, draft, masks):
                 ignores_eos = sequence.request.params.ignore_eos
-                rows.append((row, matcher))
-                forbidden.append(self._eos_token_ids if ignores_eos else ())
-        return mask(logits, rows, forbidden) if rows else logits
+                at += places
+                bits.append(masks)
+                forbidden += [self._eos_token_ids if ignores_eos else ()] * len(places)
+        return mask(logits, at, np.concatenate(bits), forbidden) if at else logits
 
 
 def sample(

@@ -14,10 +14,11 @@ import torch
 
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.input_processor import Prompt
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.sampling.rows import Row
 from tests.cover import covering, seeds
 from tests.engines import (
     Layers,
@@ -119,9 +120,9 @@ def test_logits_agree_with_plain_transformers_to_1e_4(
     seen: list[torch.Tensor] = []
     sample = engine.sampler.sample
 
-    def spy(sequences: list[Sequence], logits: torch.Tensor) -> Any:
+    def spy(rows: list[Row], logits: torch.Tensor) -> Any:
         seen.extend(logits)
-        return sample(sequences, logits)
+        return sample(rows, logits)
 
     monkeypatch.setattr(engine.sampler, "sample", spy)
     for prompt in asked:  # one after the other, so that row i of `seen` is known

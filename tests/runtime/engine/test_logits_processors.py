@@ -20,6 +20,8 @@ from radixcache.runtime.engine.output_processor import NOT_A_NUMBER
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.sampling.logits_processors import LogitsProcessors
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
+from radixcache.runtime.sampling.rows import Row
+from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from tests import engines
 from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
@@ -101,10 +103,14 @@ def make_sequence(
     request = Request(0, None, as_tokens(prompt), params)
     edits = PenaltyState(params, vocab, ends, encode)
     request.edits = edits if edits.any else None
-    request.add_sequences(24, None, lambda index: torch.Generator())
+    request.add_sequences(24, None)
     sequence = request.sequences[0]
     sequence.num_computed = len(sequence)
     return sequence
+
+
+def rows_of(sequences: list[Sequence]) -> list[Row]:
+    return [Row(sequence, NO_TOKENS) for sequence in sequences]
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
@@ -138,7 +144,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
             logits = 8 * torch.randn(len(batch), vocab, generator=torch.manual_seed(SEED + step))
             raw = logits.to(device)
             gpu.device.waits.clear()
-            edited = editor.edit(batch, raw, send(new, device) if ahead else None)
+            edited = editor.edit(rows_of(batch), raw, send(new, device) if ahead else None)
             assert not gpu.device.waits
             if ahead:
                 for sequence, token in zip(batch, new, strict=True):
@@ -156,7 +162,7 @@ def test_without_edits_the_logits_are_passed_on_as_they_are() -> None:
     sequence = make_sequence([1, 2], SamplingParams(stop_token_ids=[3], logit_bias={}), 9, {1})
     logits = torch.randn(1, 9)
     assert sequence.request.edits is None
-    assert LogitsProcessors().edit([sequence], logits, None) is logits
+    assert LogitsProcessors().edit(rows_of([sequence]), logits, None) is logits
 
 
 def test_transformers_processors_agree() -> None:
@@ -181,7 +187,7 @@ def test_transformers_processors_agree() -> None:
         for token in said:
             sequence.append(token)
         sequence.num_computed = len(sequence)
-        edited = LogitsProcessors().edit([sequence], logits, None)
+        edited = LogitsProcessors().edit(rows_of([sequence]), logits, None)
         wanted = processor(torch.tensor([seen]), logits.clone())
         assert (wanted != logits).any()
         torch.testing.assert_close(edited, wanted)

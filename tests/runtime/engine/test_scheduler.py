@@ -9,7 +9,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from radixcache import SamplingParams
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
@@ -78,7 +77,7 @@ def test_a_decode_of_several_tokens_gets_pages_for_all_of_them_or_none(free):
     engine = make_engine("radix-4")
     params = SamplingParams(max_tokens=200)
     request = Request(0, None, PROMPT, params)
-    request.add_sequences(200, None, lambda index: torch.Generator())
+    request.add_sequences(200, None)
     (sequence,) = request.sequences
     engine.scheduler.add(sequence)
     engine.scheduler.schedule()

@@ -1,0 +1,39 @@
+"""The rows of a step's logits that a token is drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from radixcache.base import Tokens
+
+if TYPE_CHECKING:
+    from radixcache.runtime.engine.request import Sequence
+
+
+class Row(NamedTuple):
+    """The logits behind a sequence and the first tokens of its draft, or none."""
+
+    sequence: Sequence
+    draft: Tokens
+
+    @property
+    def position(self) -> int:
+        """Of the token that is drawn."""
+        return self.sequence.num_computed + len(self.draft)
+
+    @property
+    def generated(self) -> Tokens:
+        """What was generated before it, if it is as drafted; the last token may lack, where only
+        the device knows it."""
+        generated = self.sequence.generated
+        return np.concatenate([generated, self.draft]) if len(self.draft) else generated
+
+
+def by_sequence(rows: list[Row]) -> Iterator[tuple[Sequence, list[int]]]:
+    """The sequences of a step, each with the places of its rows."""
+    for sequence, places in groupby(range(len(rows)), key=lambda place: rows[place].sequence):
+        yield sequence, [*places]

@@ -1,0 +1,1 @@
+"""Speculative decoding without a draft model: what was said before is what is drafted."""

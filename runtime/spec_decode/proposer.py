@@ -1,0 +1,189 @@
+"""Drafts the tokens that may come next, from what was said before: no second model.
+
+Two sources. The tree's own continuation: where the whole of a sequence was computed before and went
+on, as when an answer is regenerated; asked of the explainer's memory, which outlives eviction. And
+a suffix index over all texts of the namespace, as in SuffixDecoding (Oliaro et al., 2024), for what
+is quoted from a prompt, or said in many answers. Nothing is drafted across namespaces: how fast an
+answer comes would tell what others have said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixcache.base import Tokens
+from radixcache.runtime.spec_decode.draft_length import SOURCES, DraftLength, Source
+from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH, Segment, SuffixIndex
+
+if TYPE_CHECKING:
+    from radixcache.runtime.engine.request import Sequence
+
+MAX_DRAFT = 32
+"""Tokens of a sequence in one step."""
+
+INDEXED_TOKENS = 1 << 20
+"""That are remembered of the texts without a cache salt, 20 bytes each."""
+
+SALTED_TOKENS = 1 << 16
+"""The same for each of `MAX_SALTS` salts; of more, the least recently used is forgotten."""
+
+MAX_SALTS = 64
+
+PROBE_EVERY = 100
+"""Sequences of steps for each token that is drafted only to see whether it is right."""
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+
+Continue = Callable[[Tokens, Hashable, int], Tokens]
+"""Up to so many tokens that came after all of a text in a namespace."""
+
+
+class DraftState:
+    """What is known of one sequence; whatever is cut off, it is at worst a worse draft."""
+
+    __slots__ = ("match", "num_indexed", "path", "path_start", "segment", "source")
+
+    def __init__(self) -> None:
+        self.num_indexed: int | None = None
+        """Leading tokens that the suffix index has; None before any is computed."""
+        self.segment: Segment | None = None
+        self.path: Tokens | None = None
+        """What came after the first `path_start` tokens; empty once another token has come."""
+        self.path_start = 0
+        self.source: Source = "suffix"
+        """Of the last draft, as is the length of the `match` behind it."""
+        self.match = 0
+
+
+class DraftProposer:
+    """For the sequences of one engine, on its thread.
+
+    Args:
+        continue_text: the source of exact continuations.
+        end_tokens: the model's own, behind which nothing is drafted.
+
+    Attributes:
+        num_drafted, num_accepted: tokens since the engine was made, by source.
+    """
+
+    def __init__(self, continue_text: Continue, end_tokens: list[int]) -> None:
+        self._continue, self._end_tokens = continue_text, frozenset(end_tokens)
+        self.length = DraftLength()
+        self.num_drafted: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
+        self.num_accepted: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
+        self._unprobed = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._indices: OrderedDict[Hashable, SuffixIndex] = OrderedDict()
+
+    def remember(self, sequence: Sequence, num_tokens: int) -> None:
+        """The first so many tokens of a sequence are computed, or about to be. O(new tokens)."""
+        state, lease = sequence.draft_state, sequence.lease
+        if state.num_indexed is None:  # what is cached was indexed as it was computed
+            state.num_indexed = lease.num_tokens if lease is not None else 0
+        if num_tokens > state.num_indexed:
+            index = self._index(sequence.request.namespace)
+            text = sequence.tokens[:num_tokens]
+            state.segment = index.add(text, state.num_indexed, state.segment)
+            state.num_indexed = num_tokens
+
+    def _index(self, namespace: Hashable) -> SuffixIndex:
+        index = self._indices.get(namespace)
+        if index is None:
+            size = INDEXED_TOKENS if namespace is None else SALTED_TOKENS
+            index = self._indices[namespace] = SuffixIndex(size)
+            salted = [one for one in self._indices if one is not None]
+            if len(salted) > MAX_SALTS:
+                del self._indices[salted[0]]
+        self._indices.move_to_end(namespace)
+        return index
+
+    def propose(self, sequences: list[Sequence], room: int) -> dict[Sequence, Tokens]:
+        """Drafts, `room` tokens in all at most, for the sequences of a step that get a token.
+
+        A token is drafted where it pays, the likeliest first; and a few more to learn from.
+        Some 10 us a sequence, whatever its length, but for its first: O(tokens).
+        """
+        threshold = self.length.threshold(len(sequences))
+        found = [self._look_up(sequence, MAX_DRAFT) for sequence in sequences]
+        offers = []
+        for at, (sequence, draft) in enumerate(zip(sequences, found, strict=True)):
+            state = sequence.draft_state
+            chances = self.length.chances(state.source, state.match, len(draft))
+            offers += [(chance, at) for chance in chances if chance > threshold]
+        offers.sort(key=lambda offer: -offer[0])
+        counts = Counter(at for _, at in offers[:room])
+        self._unprobed += len(sequences)
+        if self._unprobed >= PROBE_EVERY and len(offers) < room:
+            others = [at for at, draft in enumerate(found) if len(draft) and not counts[at]]
+            for at in others[:1]:
+                counts[at], self._unprobed = 1, 0
+        drafts = {sequences[at]: found[at][:count] for at, count in counts.items()}
+        for sequence, draft in drafts.items():
+            if sequence.grammar is not None:
+                allowed = sequence.grammar.count_allowed(sequence.generated, draft)
+                drafts[sequence] = draft[:allowed]
+        return drafts
+
+    def expects(self, sequences: list[Sequence]) -> bool:
+        """Whether a step is better planned with the tokens at hand, for the sake of drafts, than
+        launched before they are known."""
+        threshold = self.length.threshold(len(sequences))
+        worth = 0.0
+        for sequence in sequences:
+            draft = self._look_up(sequence, MAX_DRAFT)[1:]  # its first token is under way
+            state = sequence.draft_state
+            chances = self.length.chances(state.source, state.match, len(draft))
+            worth += sum(chance - threshold for chance in chances if chance > threshold)
+        return worth > len(sequences) / 2
+
+    def _look_up(self, sequence: Sequence, count: int) -> Tokens:
+        """What may come next, and never more than the sequence may say before its last token."""
+        request, length = sequence.request, len(sequence)
+        count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
+        if count < 1 or sequence.scoring is not None:
+            return NO_TOKENS
+        self.remember(sequence, length)
+        state = sequence.draft_state
+        if state.path is None:
+            room = sequence.max_tokens - len(sequence.generated)
+            state.path = self._continue(sequence.tokens, request.namespace, room)
+            state.path_start = length
+        known = length - state.path_start
+        if len(state.path) and not np.array_equal(
+            state.path[:known], sequence.tokens[state.path_start :]
+        ):
+            state.path = NO_TOKENS
+        draft = state.path[known : known + count]
+        state.source, state.match = "tree", known
+        if not len(draft):
+            tail = sequence.tokens[-MAX_MATCH:].tolist()
+            state.source = "suffix"
+            state.match, followed = self._index(request.namespace).find(tail, count)
+            draft = np.array(followed, np.int32)
+        return self._before_end(sequence, draft)
+
+    def _before_end(self, sequence: Sequence, draft: Tokens) -> Tokens:
+        """Without a token that ends the text, and what comes after it: that row says so itself."""
+        params = sequence.request.params
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._end_tokens)}
+        for place, token in enumerate(draft.tolist()):
+            if token in ends:
+                return draft[:place]
+        return draft
+
+    def learn(self, sequence: Sequence, drafted: int, accepted: int, refused: bool) -> None:
+        """Of a sequence's last draft, so many tokens were computed, and so many accepted; the next
+        was refused, or nobody has looked at it."""
+        state = sequence.draft_state
+        self.length.learn(state.source, state.match, accepted, refused)
+        self.num_drafted[state.source] += drafted
+        self.num_accepted[state.source] += accepted
+        sequence.num_drafted[state.source] += drafted
+        sequence.num_accepted[state.source] += accepted

@@ -1,0 +1,158 @@
+"""Finds what followed the last tokens of a text when they, and what is before them, came before.
+
+Hash chains as in LZ77 (Ziv and Lempel 1977; as zlib keeps them): a table from each pair of tokens
+to where it stood last, and from each such place to the one before. A candidate is compared token by
+token, so that an entry that is stale, or of another pair, does no harm: the ring that holds the
+texts is written over without deleting anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixcache.base import Tokens
+
+MAX_MATCH = 64
+"""Tokens that are compared backwards."""
+
+CANDIDATES = 16
+"""Places that are looked at, the latest first."""
+
+_NOTHING = -1  # around texts; no token
+_ROOM = 256  # for what a text is going to generate, so that it stays in one piece
+_MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+_WORD = (1 << 64) - 1
+
+
+class Segment:
+    """A stretch of the ring that one text is written to: [start, limit), written up to `end`."""
+
+    __slots__ = ("end", "limit", "start")
+
+    def __init__(self, start: int, limit: int) -> None:
+        self.start, self.end, self.limit = start, start, limit
+
+
+class SuffixIndex:
+    """Over the texts of one namespace.
+
+    Args:
+        num_tokens: that the ring holds, a power of two; 20 bytes each, taken as they come.
+
+    >>> index = SuffixIndex(1 << 10)
+    >>> segment = index.add(np.array([5, 6, 7, 8, 9], np.int32), 0)
+    >>> index.find([1, 6, 7], 2)
+    (2, [8, 9])
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self._size = num_tokens
+        self._shift = 64 - (num_tokens.bit_length() - 1)
+        self._head = 0
+        """Places count on for ever; that of a token in the ring is its place modulo the size."""
+        self._ring = np.empty(num_tokens + 1, np.int32)
+        self._ring[-1] = _NOTHING
+        self._before = np.empty(num_tokens, np.int64)
+        self._latest = np.zeros(num_tokens, np.int64)
+        self._tokens = memoryview(self._ring.data)  # an item of it costs a third of NumPy's
+
+    def add(self, text: Tokens, start: int, segment: Segment | None = None) -> Segment:
+        """Take in `text[start:]`; what came before `start` went into `segment`, if there is one.
+
+        Returns the segment for what comes next. O(new tokens), vectorised.
+        """
+        start = max(start, len(text) - self._size // 4)
+        count = len(text) - start
+        goes_on = (
+            segment is not None
+            and segment.end + count <= segment.limit
+            and segment.start >= self._head - self._size
+        )
+        if segment is None or not goes_on:
+            lead = min(start, MAX_MATCH)
+            segment = self._allocate(lead + count + min(_ROOM, self._size // 4))
+            self._write(segment, text[start - lead : start])
+        first = max(segment.end - (not goes_on), segment.start + 1)  # the end of a lead, too
+        self._write(segment, text[start:])
+        self._link(first, segment.end)
+        return segment
+
+    def _allocate(self, count: int) -> Segment:
+        start = self._head % self._size
+        if start + count + 1 > self._size:  # a segment is in one piece
+            self._head += self._size - start
+            start = 0
+        self._ring[start : start + count + 1] = _NOTHING
+        segment = Segment(self._head + 1, self._head + 1 + count)
+        self._head = segment.limit
+        return segment
+
+    def _write(self, segment: Segment, tokens: Tokens) -> None:
+        at = segment.end % self._size
+        self._ring[at : at + len(tokens)] = tokens
+        segment.end += len(tokens)
+
+    def _link(self, first: int, end: int) -> None:
+        """Enter the pairs that end at places [first, end)."""
+        if end - first < 8:
+            for place in range(first, end):
+                at = place % self._size
+                pair = self._pair(self._tokens[at - 1], self._tokens[at])
+                self._before[at], self._latest[pair] = self._latest[pair], place
+            return
+        at = first % self._size
+        tokens = self._ring[at - 1 : at + end - first].astype(np.uint64)
+        mixed = tokens[:-1] * np.uint64(_MIX[0]) + tokens[1:] * np.uint64(_MIX[1])
+        pairs = (mixed >> np.uint64(self._shift)).astype(np.int64)
+        order = np.argsort(pairs, kind="stable")
+        pairs, places = pairs[order], first + order
+        is_last = np.append(pairs[1:] != pairs[:-1], True)
+        is_first = np.append(True, is_last[:-1])
+        before = np.append(0, places[:-1])
+        before[is_first] = self._latest[pairs[is_first]]
+        self._before[places % self._size] = before
+        self._latest[pairs[is_last]] = places[is_last]
+
+    def _pair(self, one: int, other: int) -> int:
+        return ((one * _MIX[0] + other * _MIX[1]) & _WORD) >> self._shift
+
+    def find(self, tail: list[int], count: int) -> tuple[int, list[int]]:
+        """Where the longest end of `tail` came before, the latest of equals: how many tokens it
+        has, and up to `count` tokens that followed. (0, []) if not even the last two tokens did.
+
+        What goes over into `tail` itself, being its last tokens, is repeated.
+        O(CANDIDATES * MAX_MATCH), some microseconds.
+        """
+        if len(tail) < 2:
+            return 0, []
+        tokens, size = self._tokens, self._size
+        before, last, limit = tail[-2], tail[-1], min(len(tail), MAX_MATCH)
+        longest, found = 0, 0
+        oldest = max(1, self._head - size)
+        place = self._latest.item(self._pair(before, last))
+        for _ in range(CANDIDATES):
+            if place < oldest:
+                break
+            at = place % size
+            if (
+                tokens[at + 1] >= 0
+                and tokens[at] == last
+                and tokens[at - 1] == before
+                and (not longest or tokens[at - longest] == tail[-1 - longest])
+            ):
+                length = 2
+                while length < limit and tokens[at - length] == tail[-1 - length]:
+                    length += 1
+                if length > longest:
+                    longest, found = length, at
+                    if length == limit:
+                        break
+            place = self._before.item(at)
+        if not longest:
+            return 0, []
+        followed = tokens[found + 1 : min(found + 1 + count, size)].tolist()
+        if _NOTHING in followed:
+            followed = followed[: followed.index(_NOTHING)]
+            if followed == tail[-len(followed) :]:
+                followed = (followed * count)[:count]
+        return longest, followed

@@ -1,0 +1,63 @@
+"""Drafts for tests: of known answers, with faults in them, as many as there is room for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from radixcache.base import Tokens
+from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.spec_decode.draft_length import DraftLength, Source
+from radixcache.runtime.spec_decode.proposer import DraftProposer
+
+
+class Always(DraftLength):
+    """Every draft pays."""
+
+    def chances(self, source: Source, match: int, count: int) -> list[float]:
+        return [1.0] * count
+
+
+class RandomProposer(DraftProposer):
+    """Drafts what `answer` says of a sequence, or something else, or begins so and goes on so."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        answer: Callable[[Sequence], list[int]],
+        vocab_size: int,
+        end_tokens: list[int],
+    ) -> None:
+        super().__init__(lambda *_: np.empty(0, np.int32), end_tokens)
+        self.length = Always()
+        self._rng, self._answer, self._vocab_size = rng, answer, vocab_size
+
+    def _look_up(self, sequence: Sequence, count: int) -> Tokens:
+        count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
+        if count < 1 or sequence.scoring is not None or self._rng.random() < 0.2:
+            return np.empty(0, np.int32)
+        draft = self._answer(sequence)[len(sequence.generated) :][: self._rng.randrange(count + 1)]
+        share = self._rng.choice([0, 0, 0.1, 0.5])
+        draft = [
+            self._rng.randrange(self._vocab_size) if self._rng.random() < share else token
+            for token in draft
+        ]
+        return self._before_end(sequence, np.array(draft, np.int32))
+
+
+def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
+    """Let an engine draft as an `LLM` does, however much it costs."""
+    explainer = Explainer(engine.cache, num_tokens)
+    proposer = DraftProposer(explainer.continuation, engine.model.eos_token_ids)
+    proposer.length = Always()
+
+    def remember(sequence: Sequence, count: int) -> None:
+        explainer.remember(sequence.tokens[:count], sequence.request.namespace)
+        proposer.remember(sequence, count)
+
+    engine.scheduler.on_publish, engine.scheduler.proposer = remember, proposer
+    return proposer
