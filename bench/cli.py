@@ -116,6 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+    engine("--speculate", action="store_true", help="draft tokens from earlier texts")
     engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
     add("--seed", type=int, default=0, metavar="N")
     add("--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})")
@@ -284,6 +285,7 @@ def _serving(args: argparse.Namespace) -> Serving:
         args.schedule_policy,
         args.step_time,
         args.states or 0,
+        args.speculate,
     )
 
 

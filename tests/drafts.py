@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from radixcache.base import Tokens
+from radixcache.runtime.engine.build import before_publish
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Sequence
@@ -54,10 +56,6 @@ def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
     explainer = Explainer(engine.cache, num_tokens)
     proposer = DraftProposer(explainer.continuation, engine.model.eos_token_ids)
     proposer.length = Always()
-
-    def remember(sequence: Sequence, count: int) -> None:
-        explainer.remember(sequence.tokens[:count], sequence.request.namespace)
-        proposer.remember(sequence, count)
-
-    engine.scheduler.on_publish, engine.scheduler.proposer = remember, proposer
+    engine.scheduler.proposer = proposer
+    engine.scheduler.on_publish = partial(before_publish, explainer, proposer)
     return proposer

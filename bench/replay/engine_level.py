@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from radixcache.bench.replay.play import Outcome, WallClock, play
 from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.build import before_publish
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
@@ -24,6 +27,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.sampling.sampler import PendingStep, Sampler
+from radixcache.runtime.spec_decode.proposer import DraftProposer
 
 _CERTAIN = torch.finfo(torch.float32).max
 """A logit above all others; an infinite one is no number to the engine."""
@@ -65,6 +69,11 @@ class ScriptedEngine(Engine):
         )
         super().__init__(model, kv_pool, cache, scheduler)
         scheduler.kept = None  # at index level every scheme computes a prompt's last token
+        if serving.speculate:
+            explainer = Explainer(cache)
+            proposer = DraftProposer(explainer.continuation, model.eos_token_ids)
+            scheduler.proposer = proposer
+            scheduler.on_publish = partial(before_publish, explainer, proposer)
         self._answers: dict[Request, Tokens] = {}
         self.sampler = ScriptedSampler(model, self._answers)
         self._runs_ahead = False  # a script is read token by token
@@ -81,6 +90,7 @@ class Timed:
     outcomes: list[Outcome]
     seconds: float
     evicted_tokens: int
+    accepted_tokens: int
 
 
 def run_engine(
@@ -118,7 +128,10 @@ def run_engine(
             seconds = time.perf_counter() - start
             engine.cache.check()
             if repeat:
-                timed.append(Timed(outcomes, seconds, engine.cache.stats.evicted_tokens))
+                proposer = engine.scheduler.proposer
+                accepted = proposer.num_accepted.total() if proposer else 0
+                evicted = engine.cache.stats.evicted_tokens
+                timed.append(Timed(outcomes, seconds, evicted, accepted))
     found = []
     for scheme, timed in zip(schemes, runs, strict=True):
         figures = summarise(
@@ -141,6 +154,8 @@ def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:
     ttfts = [[o.ttft for o in run.outcomes if o.ttft is not None] for run in runs]
     served = workload.prompt_tokens + workload.answer_tokens
     percentiles = [np.percentile(times, (50, 90, 99)).tolist() for times in ttfts]
+    accepted = sum(run.accepted_tokens for run in runs)
+    generated = workload.answer_tokens * len(runs)
     p50, p90, p99 = map(Spread.of, zip(*percentiles, strict=True))
     return EngineFigures(
         repeats=len(runs),
@@ -148,5 +163,6 @@ def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:
         ttft_p90=p90,
         ttft_p99=p99,
         throughput=Spread.of([served / run.seconds for run in runs]),
+        tokens_per_step=generated / (generated - accepted),
         ttfts=[time for times in ttfts for time in times],
     )

@@ -102,6 +102,7 @@ class EngineFigures:
 
     Attributes:
         throughput: prompt and generated tokens served per second.
+        tokens_per_step: of a request that decodes; more than one where drafts are accepted.
         ttfts: every time to first token of every repeat.
     """
 
@@ -110,6 +111,7 @@ class EngineFigures:
     ttft_p90: Spread
     ttft_p99: Spread
     throughput: Spread
+    tokens_per_step: float
     ttfts: list[float]
 
 

@@ -25,6 +25,7 @@ class Serving:
         step_time: seconds that a step lasts at index level, where nothing is computed; it matters
             only if requests come at given times.
         states: slots for the recurrent states of a hybrid model; 0 if it is none.
+        speculate: whether a model drafts tokens from earlier texts; engine level only.
     """
 
     arrivals: Arrivals
@@ -33,6 +34,7 @@ class Serving:
     schedule_policy: Policy = "fcfs"
     step_time: float = 0.025
     states: int = 0
+    speculate: bool = False
 
 
 def run_index(

@@ -152,6 +152,11 @@ ENGINE = [
         "Prompt and generated tokens served a second; median of the repeats.",
         lambda w, r: _count(r.engine and r.engine.throughput.median),
     ),
+    Column(
+        "tok/step",
+        "Tokens that a request gets in a step: more than one where drafts are accepted.",
+        lambda w, r: f"{r.engine.tokens_per_step:.2f}" if r.engine else "–",
+    ),
     Column("range", "Half the range of the throughput over its median.", lambda w, r: _range(r)),
     REMARK,
 ]

@@ -82,7 +82,7 @@ class SuffixIndex:
         if start + count + 1 > self._size:  # a segment is in one piece
             self._head += self._size - start
             start = 0
-        self._ring[start : start + count + 1] = _NOTHING
+        self._ring[start : start + count + 2] = _NOTHING  # before it, and behind
         segment = Segment(self._head + 1, self._head + 1 + count)
         self._head = segment.limit
         return segment

@@ -29,6 +29,7 @@ from radixcache import (
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
+from tests.drafts import speculate
 from tests.engines import assert_no_page_is_lost
 from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
@@ -123,8 +124,11 @@ class Run:
         if isinstance(self.engine.cache, RadixCache) and not states and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model
-        scheduler, explainer = self.engine.scheduler, Explainer(self.engine.cache, 400)
-        scheduler.on_publish = lambda sequence, count: explainer.remember(sequence.tokens[:count])
+        if states or rng.random() < 0.3:
+            explainer = Explainer(self.engine.cache, 400)
+            self.engine.scheduler.on_publish = lambda s, n: explainer.remember(s.tokens[:n])
+        else:
+            speculate(self.engine, 400)
         stem = [rng.randrange(VOCAB - 1) for _ in range(30)]
         self.jobs: list[tuple[list[int], SamplingParams, bool]] = []
         for _ in range(rng.randint(3, 7)):

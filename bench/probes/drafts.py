@@ -1,0 +1,226 @@
+"""What drafts bring: the same requests with them and without, in turns in one process.
+
+    python -m radixcache.bench.probes.drafts     # --messages FILE: chats of agents, one a line
+
+Live rows are questions to tabletalk, which is in the package, about tables: how many times faster
+the answers come. Recorded rows are texts that were written before; a Llama of 33 M parameters with
+random weights computes every token, and its choice is overruled, so that only the time is its own.
+Recorded are the changes of this repository's files (before a commit the file is given, and what it
+was after it is said), the answers of GSM8K if its file is at hand (as `radixcache bench` finds it),
+and the calls of tools in `--messages`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from radixcache import LLM, SamplingParams
+from radixcache.bench.probes.people import FIELDS, make_table
+from radixcache.bench.probes.random_llama import save_random_llama
+from radixcache.bench.replay.engine_level import ScriptedEngine
+from radixcache.bench.replay.index_level import Serving
+from radixcache.bench.replay.play import Arrivals
+from radixcache.bench.schemes.named import parse_scheme
+from radixcache.bench.tables import console, table
+from radixcache.bench.workloads.byte_level_bpe import train_encoder
+from radixcache.bench.workloads.public_data import data_folder, gsm8k_answers
+from radixcache.bench.workloads.records import read_records
+from radixcache.bench.workloads.workload import Tokens
+from radixcache.runtime.model.load import load_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=120)
+VOCABULARY = 16_384
+CONTEXT = 8_000
+Chat = list[dict[str, Any]]
+
+
+class Run(NamedTuple):
+    seconds: float
+    tokens: int
+    drafted: int
+    accepted: int
+
+
+class Row:
+    """Pairs of runs, without drafts and with them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pairs: list[tuple[Run, Run]] = []
+
+    def cells(self) -> list[str]:
+        ons = [on for _, on in self.pairs]
+        tokens, accepted = sum(on.tokens for on in ons), sum(on.accepted for on in ons)
+        off, on = (sum(run.seconds for run in runs) for runs in zip(*self.pairs, strict=True))
+        middle = statistics.median(off.seconds / on.seconds for off, on in self.pairs)
+        return [
+            self.name,
+            f"{len(self.pairs)}",
+            f"{tokens / (tokens - accepted):.2f}",
+            f"{accepted / max(1, sum(on.drafted for on in ons)):.0%}",
+            f"{off / on:.2f}x",
+            f"{middle:.2f}x",
+        ]
+
+
+def in_turns(row: Row, runs: list[Callable[[], Run]]) -> None:
+    """`runs` are without drafts and with them; every other pair begins with the latter."""
+    order = [0, 1] if len(row.pairs) % 2 else [1, 0]
+    found = {at: runs[at]() for at in order}
+    row.pairs.append((found[0], found[1]))
+
+
+def ask(llm: LLM, chats: list[Chat]) -> Run:
+    start = time.perf_counter()
+    outputs = llm.chat(chats, PARAMS, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    told = [output.metrics for output in outputs]
+    return Run(
+        seconds,
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        sum(sum(metrics.drafted_tokens.values()) for metrics in told),
+        sum(sum(metrics.accepted_tokens.values()) for metrics in told),
+    )
+
+
+def live(pairs: int, seed: int) -> Iterator[Row]:
+    llms = [LLM(speculate=which, kv_cache_memory_bytes="256MiB") for which in ("off", "auto")]
+    rng = random.Random(seed)
+
+    def chat_about(told: str, people: list[str]) -> Chat:
+        question = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
+        return [{"role": "system", "content": f"{told}\n"}, {"role": "user", "content": question}]
+
+    def measure(row: Row, chats: list[Chat]) -> None:
+        in_turns(row, [partial(ask, llm, chats) for llm in llms])
+
+    rows = [Row(name) for name in (
+        "a fresh question on a known table", "regenerate", "the same question, another user",
+    )]  # fmt: skip
+    for pair in range(-2, pairs):
+        told, people = make_table(rng)
+        for llm in llms:
+            ask(llm, [chat_about(told, people)])
+        first, other = chat_about(told, people), chat_about(told, people)
+        answer = {"role": "assistant", "content": "I do not know."}
+        for row, chat in zip(rows, (first, first, [*other, answer, first[1]]), strict=True):
+            measure(row, [chat])
+            if pair < 0:
+                row.pairs.clear()
+    yield from rows
+    for count in (1, 16, 64):
+        row = Row(f"{count} at once, a fresh table each")
+        for pair in range(-1, max(2, pairs // 4)):
+            measure(row, [chat_about(*make_table(rng)) for _ in range(count)])
+            if pair < 0:
+                row.pairs.clear()
+        yield row
+    for llm in llms:
+        llm.close()
+
+
+class Recorded(NamedTuple):
+    prompt: Tokens
+    answer: Tokens
+
+
+def recorded(rows: dict[str, list[Recorded]], seed: int) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as place:
+        save_random_llama(Path(place), seed)
+        model = load_model(place)
+    pools = [model.allocate(40_000 // 16, 16) for _ in "01"]
+    servings = [Serving(Arrivals(), speculate=on) for on in (False, True)]
+    for name, records in rows.items():
+        row = Row(name)
+        engines = [
+            ScriptedEngine(model, pool, parse_scheme("radix-16"), serving)
+            for pool, serving in zip(pools, servings, strict=True)
+        ]
+        for record in records:
+            in_turns(row, [partial(replay, engine, record) for engine in engines])
+        yield row
+
+
+def replay(engine: ScriptedEngine, record: Recorded) -> Run:
+    start = time.perf_counter()
+    request = engine.add(record.prompt, record.answer)
+    while engine.has_work:
+        engine.step()
+    metrics = request.output().metrics
+    counts = [sum(d.values()) for d in (metrics.drafted_tokens, metrics.accepted_tokens)]
+    return Run(time.perf_counter() - start, len(record.answer), *counts)
+
+
+def file_changes(limit: int) -> list[tuple[str, str]]:
+    """Files of this repository before their last commits and after them; none without git."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*command: str) -> str:
+        told = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
+        return told.stdout if not told.returncode else ""
+
+    found: list[tuple[str, str]] = []
+    for line in git("log", "--format=%H", "-n", "400", "--diff-filter=M", "--", "*.py").split():
+        for name in git("diff", "--name-only", "--diff-filter=M", f"{line}~", line).split():
+            before, after = (git("show", f"{at}:{name}") for at in (f"{line}~", line))
+            if name.endswith(".py") and 1000 < len(before) < 8000 and len(after) < 8000:
+                found.append((before, after))
+                break
+        if len(found) == limit:
+            break
+    return found
+
+
+def calls_of_tools(path: Path) -> Iterator[tuple[str, str]]:
+    """Each call of a tool as JSON, and all that came before it in its chat."""
+    for _, record in read_records(path):
+        before = ""
+        for message in record["messages"]:
+            calls = "".join(f"{call['function']}" for call in message.get("tool_calls") or [])
+            if calls:
+                yield before, calls
+            before += f"\n{message['role']}: {message.get('content') or ''}{calls}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=24, help="of live runs (24)")
+    parser.add_argument("--records", type=int, default=24, help="of each recorded kind (24)")
+    parser.add_argument("--messages", type=Path, help="chats with calls of tools, JSON lines")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    texts: dict[str, list[tuple[str, str]]] = {
+        "a file, and after it its next version": file_changes(args.records),
+    }
+    if (folder := data_folder()) is not None:
+        texts["GSM8K, people's answers"] = gsm8k_answers(folder)[: args.records]
+    if args.messages is not None:
+        texts["calls of tools by an agent"] = [*calls_of_tools(args.messages)][: args.records]
+    shown: Console = console()
+    rows = [*live(args.pairs, args.seed)]
+    encode = train_encoder(
+        (t for pairs in texts.values() for pair in pairs for t in pair), VOCABULARY
+    )
+    scripts: dict[str, list[Recorded]] = {}
+    for name, pairs in texts.items():
+        tokens = [Recorded(*(np.array(encode(t), np.int32) for t in pair)) for pair in pairs]
+        scripts[name] = [one for one in tokens if len(one.prompt) + len(one.answer) < CONTEXT]
+    rows += recorded(scripts, args.seed)
+    header = ["requests", "runs", "tok/step", "accepted", "time", "median"]
+    shown.print(table(header, [row.cells() for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
