@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from radixcache.runtime.spec_decode.proposer import DraftProposer
 
 
 class Always(DraftLength):
-    """Every draft pays."""
+    """Every draft pays, and there is time to look for it."""
+
+    step_seconds = inf
 
     def chances(self, source: Source, match: int, count: int) -> list[float]:
         return [1.0] * count

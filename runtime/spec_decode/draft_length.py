@@ -8,6 +8,7 @@ a large batch even good drafts make a step slower than they save (vLLM's pull re
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal, get_args
 
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH
@@ -91,6 +92,11 @@ class DraftLength:
             fixed = (total - slope * total_rows) / weight
             least, most = _SHARES
             self._share = most if fixed <= 0 else min(max(slope / fixed, least), most)
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step took of late; infinite before any."""
+        return self._sums[2] / self._sums[0] if self._sums[0] else inf
 
     def threshold(self, num_sequences: int) -> float:
         """The chance from which on a drafted token pays in a step of so many sequences."""

@@ -9,6 +9,7 @@ answer comes would tell what others have said.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ MAX_DRAFT = 32
 """Tokens of a sequence in one step."""
 
 INDEXED_TOKENS = 1 << 20
-"""That are remembered of the texts without a cache salt, 20 bytes each."""
+"""That are remembered of the texts without a cache salt, 10 bytes each."""
 
 SALTED_TOKENS = 1 << 16
 """The same for each of `MAX_SALTS` salts; of more, the least recently used is forgotten."""
@@ -35,6 +36,9 @@ MAX_SALTS = 64
 
 PROBE_EVERY = 100
 """Sequences of steps for each token that is drafted only to see whether it is right."""
+
+LOOK_UP_SHARE = 0.01
+"""Of a step's time, for look-ups: of a small model in a large batch they would take a tenth."""
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
@@ -45,7 +49,7 @@ Continue = Callable[[Tokens, Hashable, int], Tokens]
 class DraftState:
     """What is known of one sequence; whatever is cut off, it is at worst a worse draft."""
 
-    __slots__ = ("match", "num_indexed", "path", "path_start", "segment", "source")
+    __slots__ = ("is_idle", "match", "num_indexed", "path", "path_start", "segment", "source")
 
     def __init__(self) -> None:
         self.num_indexed: int | None = None
@@ -57,6 +61,8 @@ class DraftState:
         self.source: Source = "suffix"
         """Of the last draft, as is the length of the `match` behind it."""
         self.match = 0
+        self.is_idle = False
+        """Nothing worth drafting was found the last time."""
 
 
 class DraftProposer:
@@ -75,7 +81,9 @@ class DraftProposer:
         self.length = DraftLength()
         self.num_drafted: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
         self.num_accepted: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
-        self._unprobed = 0
+        self._unprobed = self._turn = 0
+        self._cost = 1e-5
+        """Seconds that a look-up takes."""
         self.clear()
 
     def clear(self) -> None:
@@ -110,26 +118,44 @@ class DraftProposer:
         A token is drafted where it pays, the likeliest first; and a few more to learn from.
         Some 10 us a sequence, whatever its length, but for its first: O(tokens).
         """
+        began = time.perf_counter()
         threshold = self.length.threshold(len(sequences))
-        found = [self._look_up(sequence, MAX_DRAFT) for sequence in sequences]
-        offers = []
-        for at, (sequence, draft) in enumerate(zip(sequences, found, strict=True)):
+        self._unprobed += len(sequences)
+        sequences = self._whose_turn(sequences)
+        found = {sequence: self._look_up(sequence, MAX_DRAFT) for sequence in sequences}
+        offers: list[tuple[float, Sequence]] = []
+        for sequence, draft in found.items():
             state = sequence.draft_state
             chances = self.length.chances(state.source, state.match, len(draft))
-            offers += [(chance, at) for chance in chances if chance > threshold]
+            worth = [(chance, sequence) for chance in chances if chance > threshold]
+            state.is_idle = not worth
+            offers += worth
         offers.sort(key=lambda offer: -offer[0])
-        counts = Counter(at for _, at in offers[:room])
-        self._unprobed += len(sequences)
+        counts = Counter(sequence for _, sequence in offers[:room])
         if self._unprobed >= PROBE_EVERY and len(offers) < room:
-            others = [at for at, draft in enumerate(found) if len(draft) and not counts[at]]
-            for at in others[:1]:
-                counts[at], self._unprobed = 1, 0
-        drafts = {sequences[at]: found[at][:count] for at, count in counts.items()}
+            others = [s for s, draft in found.items() if len(draft) and s not in counts]
+            for sequence in others[:1]:
+                counts[sequence], self._unprobed = 1, 0
+        drafts = {sequence: found[sequence][:count] for sequence, count in counts.items()}
+        self._cost += 0.1 * ((time.perf_counter() - began) / len(sequences) - self._cost)
         for sequence, draft in drafts.items():
             if sequence.grammar is not None:
                 allowed = sequence.grammar.count_allowed(sequence.generated, draft)
                 drafts[sequence] = draft[:allowed]
         return drafts
+
+    def _whose_turn(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that are looked up in this step: for which something was found the last time, and
+        of the others as many as there is time for, in turns."""
+        number = max(1, int(LOOK_UP_SHARE * min(self.length.step_seconds / self._cost, 1e9)))
+        if number >= len(sequences):
+            return sequences
+        idle = [sequence for sequence in sequences if sequence.draft_state.is_idle]
+        busy = [sequence for sequence in sequences if not sequence.draft_state.is_idle]
+        number = min(len(idle), max(1, number - len(busy)))
+        self._turn += number
+        start = self._turn % max(1, len(idle))
+        return busy + (idle[start:] + idle[:start])[:number]
 
     def expects(self, sequences: list[Sequence]) -> bool:
         """Whether a step is better planned with the tokens at hand, for the sake of drafts, than

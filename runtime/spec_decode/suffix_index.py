@@ -22,6 +22,7 @@ _NOTHING = -1  # around texts; no token
 _ROOM = 256  # for what a text is going to generate, so that it stays in one piece
 _MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 _WORD = (1 << 64) - 1
+_LAST_PLACE = (1 << 31) - 1
 
 
 class Segment:
@@ -37,7 +38,7 @@ class SuffixIndex:
     """Over the texts of one namespace.
 
     Args:
-        num_tokens: that the ring holds, a power of two; 20 bytes each, taken as they come.
+        num_tokens: that the ring holds, a power of two; 10 bytes each, taken as they come.
 
     >>> index = SuffixIndex(1 << 10)
     >>> segment = index.add(np.array([5, 6, 7, 8, 9], np.int32), 0)
@@ -47,14 +48,17 @@ class SuffixIndex:
 
     def __init__(self, num_tokens: int) -> None:
         self._size = num_tokens
-        self._shift = 64 - (num_tokens.bit_length() - 1)
-        self._head = 0
-        """Places count on for ever; that of a token in the ring is its place modulo the size."""
+        self._shift = 66 - num_tokens.bit_length()
         self._ring = np.empty(num_tokens + 1, np.int32)
         self._ring[-1] = _NOTHING
-        self._before = np.empty(num_tokens, np.int64)
-        self._latest = np.zeros(num_tokens, np.int64)
         self._tokens = memoryview(self._ring.data)  # an item of it costs a third of NumPy's
+        self._before = np.empty(num_tokens, np.int32)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._head = 0
+        """Places count on; that of a token in the ring is its place modulo the size."""
+        self._latest = np.zeros(1 << (64 - self._shift), np.int32)
 
     def add(self, text: Tokens, start: int, segment: Segment | None = None) -> Segment:
         """Take in `text[start:]`; what came before `start` went into `segment`, if there is one.
@@ -66,7 +70,7 @@ class SuffixIndex:
         goes_on = (
             segment is not None
             and segment.end + count <= segment.limit
-            and segment.start >= self._head - self._size
+            and self._head - self._size <= segment.start < segment.limit <= self._head
         )
         if segment is None or not goes_on:
             lead = min(start, MAX_MATCH)
@@ -78,6 +82,8 @@ class SuffixIndex:
         return segment
 
     def _allocate(self, count: int) -> Segment:
+        if self._head + 2 * self._size > _LAST_PLACE:
+            self._clear()
         start = self._head % self._size
         if start + count + 1 > self._size:  # a segment is in one piece
             self._head += self._size - start
@@ -98,19 +104,21 @@ class SuffixIndex:
             for place in range(first, end):
                 at = place % self._size
                 pair = self._pair(self._tokens[at - 1], self._tokens[at])
-                self._before[at], self._latest[pair] = self._latest[pair], place
+                self._before[at], self._latest[pair] = self._latest.item(pair), place
             return
         at = first % self._size
         tokens = self._ring[at - 1 : at + end - first].astype(np.uint64)
         mixed = tokens[:-1] * np.uint64(_MIX[0]) + tokens[1:] * np.uint64(_MIX[1])
         pairs = (mixed >> np.uint64(self._shift)).astype(np.int64)
-        order = np.argsort(pairs, kind="stable")
+        order = pairs.argsort(kind="stable")
         pairs, places = pairs[order], first + order
-        is_last = np.append(pairs[1:] != pairs[:-1], True)
-        is_first = np.append(True, is_last[:-1])
-        before = np.append(0, places[:-1])
+        before, is_last = np.empty_like(places), np.ones(len(pairs), bool)
+        np.not_equal(pairs[1:], pairs[:-1], out=is_last[:-1])
+        before[1:] = places[:-1]  # of the same pair, unless the one before is the last of its own
+        is_first = np.ones_like(is_last)
+        is_first[1:] = is_last[:-1]
         before[is_first] = self._latest[pairs[is_first]]
-        self._before[places % self._size] = before
+        self._before[at + order] = before
         self._latest[pairs[is_last]] = places[is_last]
 
     def _pair(self, one: int, other: int) -> int:
