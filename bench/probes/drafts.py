@@ -2,12 +2,12 @@
 
     python -m radixcache.bench.probes.drafts     # --messages FILE: chats of agents, one a line
 
-Live rows are questions to tabletalk, which is in the package, about tables: how many times faster
-the answers come. Recorded rows are texts that were written before; a Llama of 33 M parameters with
-random weights computes every token, and its choice is overruled, so that only the time is its own.
-Recorded are the changes of this repository's files (before a commit the file is given, and what it
-was after it is said), the answers of GSM8K if its file is at hand (as `radixcache bench` finds it),
-and the calls of tools in `--messages`.
+Live rows are questions about tables, to tabletalk, which is in the package, or another model: how
+many times faster the answers come. Recorded rows are texts that were written before; a Llama of
+33 M parameters with random weights computes every token, and its choice is overruled, so that only
+the time is its own. Recorded are the changes of this repository's files (before a commit the file
+is given, and what it was after it is said), the answers of GSM8K if its file is at hand (as
+`radixcache bench` finds it), and the calls of tools in `--messages`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def ask(llm: LLM, chats: list[Chat]) -> Run:
     )
 
 
-def live(pairs: int, seed: int) -> Iterator[Row]:
-    llms = [LLM(speculate=which, kv_cache_memory_bytes="256MiB") for which in ("off", "auto")]
+def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
+    off = LLM(model, speculate="off", kv_cache_memory_bytes="512MiB")
+    llms = [off, LLM(model, kv_cache_memory_bytes="512MiB")]
     rng = random.Random(seed)
 
     def chat_about(told: str, people: list[str]) -> Chat:
@@ -196,6 +197,7 @@ def calls_of_tools(path: Path) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", help="that is asked about tables (tabletalk)")
     parser.add_argument("--pairs", type=int, default=24, help="of live runs (24)")
     parser.add_argument("--records", type=int, default=24, help="of each recorded kind (24)")
     parser.add_argument("--messages", type=Path, help="chats with calls of tools, JSON lines")
@@ -209,7 +211,7 @@ def main() -> None:
     if args.messages is not None:
         texts["calls of tools by an agent"] = [*calls_of_tools(args.messages)][: args.records]
     shown: Console = console()
-    rows = [*live(args.pairs, args.seed)]
+    rows = [*live(args.model, args.pairs, args.seed)]
     encode = train_encoder(
         (t for pairs in texts.values() for pair in pairs for t in pair), VOCABULARY
     )

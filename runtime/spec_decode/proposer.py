@@ -62,7 +62,7 @@ class DraftState:
         """Of the last draft, as is the length of the `match` behind it."""
         self.match = 0
         self.is_idle = False
-        """Nothing worth drafting was found the last time."""
+        """Nothing worth a look-up was found the last time."""
 
 
 class DraftProposer:
@@ -91,11 +91,15 @@ class DraftProposer:
         self._indices: OrderedDict[Hashable, SuffixIndex] = OrderedDict()
 
     def remember(self, sequence: Sequence, num_tokens: int) -> None:
-        """The first so many tokens of a sequence are computed, or about to be. O(new tokens)."""
+        """The first so many tokens of a sequence are computed, or about to be. O(new tokens).
+
+        A few tokens of a prompt wait until they are needed, or with them what is generated.
+        """
         state, lease = sequence.draft_state, sequence.lease
         if state.num_indexed is None:  # what is cached was indexed as it was computed
             state.num_indexed = lease.num_tokens if lease is not None else 0
-        if num_tokens > state.num_indexed:
+        waits = sequence.num_computed < num_tokens < state.num_indexed + 512
+        if num_tokens > state.num_indexed and not waits:
             index = self._index(sequence.request.namespace)
             text = sequence.tokens[:num_tokens]
             state.segment = index.add(text, state.num_indexed, state.segment)
@@ -121,6 +125,8 @@ class DraftProposer:
         began = time.perf_counter()
         threshold = self.length.threshold(len(sequences))
         self._unprobed += len(sequences)
+        # In tokens, which a step gives to each sequence: what a look-up costs.
+        least_gain = self._cost * len(sequences) / self.length.step_seconds
         sequences = self._whose_turn(sequences)
         found = {sequence: self._look_up(sequence, MAX_DRAFT) for sequence in sequences}
         offers: list[tuple[float, Sequence]] = []
@@ -128,8 +134,9 @@ class DraftProposer:
             state = sequence.draft_state
             chances = self.length.chances(state.source, state.match, len(draft))
             worth = [(chance, sequence) for chance in chances if chance > threshold]
-            state.is_idle = not worth
-            offers += worth
+            state.is_idle = sum(chance - threshold for chance, _ in worth) <= least_gain
+            if not state.is_idle:
+                offers += worth
         offers.sort(key=lambda offer: -offer[0])
         counts = Counter(sequence for _, sequence in offers[:room])
         if self._unprobed >= PROBE_EVERY and len(offers) < room:
@@ -147,6 +154,9 @@ class DraftProposer:
     def _whose_turn(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those that are looked up in this step: for which something was found the last time, and
         of the others as many as there is time for, in turns."""
+        for sequence in sequences:
+            if sequence.draft_state.path is None:
+                self._find_path(sequence)
         number = max(1, int(LOOK_UP_SHARE * min(self.length.step_seconds / self._cost, 1e9)))
         if number >= len(sequences):
             return sequences
@@ -169,18 +179,22 @@ class DraftProposer:
             worth += sum(chance - threshold for chance in chances if chance > threshold)
         return worth > len(sequences) / 2
 
+    def _find_path(self, sequence: Sequence) -> None:
+        state, room = sequence.draft_state, sequence.max_tokens - len(sequence.generated)
+        state.path = self._continue(sequence.tokens, sequence.request.namespace, room)
+        state.path_start = len(sequence)
+        state.is_idle = not len(state.path)
+
     def _look_up(self, sequence: Sequence, count: int) -> Tokens:
         """What may come next, and never more than the sequence may say before its last token."""
         request, length = sequence.request, len(sequence)
         count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
         if count < 1 or sequence.scoring is not None:
             return NO_TOKENS
-        self.remember(sequence, length)
         state = sequence.draft_state
         if state.path is None:
-            room = sequence.max_tokens - len(sequence.generated)
-            state.path = self._continue(sequence.tokens, request.namespace, room)
-            state.path_start = length
+            self._find_path(sequence)
+        assert state.path is not None
         known = length - state.path_start
         if len(state.path) and not np.array_equal(
             state.path[:known], sequence.tokens[state.path_start :]
@@ -189,6 +203,7 @@ class DraftProposer:
         draft = state.path[known : known + count]
         state.source, state.match = "tree", known
         if not len(draft):
+            self.remember(sequence, length)
             tail = sequence.tokens[-MAX_MATCH:].tolist()
             state.source = "suffix"
             state.match, followed = self._index(request.namespace).find(tail, count)
