@@ -9,7 +9,6 @@ from math import inf
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.runtime.engine.build import before_publish
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
@@ -23,7 +22,7 @@ class Always(DraftLength):
 
     step_seconds = inf
 
-    def chances(self, source: Source, match: int, count: int) -> list[float]:
+    def chances(self, source: Source, match: int, count: int, least: float) -> list[float]:
         return [1.0] * count
 
 
@@ -41,17 +40,17 @@ class RandomProposer(DraftProposer):
         self.length = Always()
         self._rng, self._answer, self._vocab_size = rng, answer, vocab_size
 
-    def _look_up(self, sequence: Sequence, count: int) -> Tokens:
+    def _look_up(self, sequence: Sequence, count: int) -> list[int]:
         count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
         if count < 1 or sequence.scoring is not None or self._rng.random() < 0.2:
-            return np.empty(0, np.int32)
+            return []
         draft = self._answer(sequence)[len(sequence.generated) :][: self._rng.randrange(count + 1)]
         share = self._rng.choice([0, 0, 0.1, 0.5])
         draft = [
             self._rng.randrange(self._vocab_size) if self._rng.random() < share else token
             for token in draft
         ]
-        return self._before_end(sequence, np.array(draft, np.int32))
+        return self._before_end(sequence, draft)
 
 
 def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:

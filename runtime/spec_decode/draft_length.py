@@ -1,15 +1,19 @@
 """How many tokens of a draft pay: by what they are worth and by what they cost, both measured.
 
-A step of B sequences takes about F + r * B; each drafted token makes it r longer, and is worth what
-a token takes without drafts, (F + r * B) / B, if it is accepted. So it pays while the chance of
-that, and of all before it, exceeds r * B / (F + r * B). The acceptance rate alone says nothing: in
-a large batch even good drafts make a step slower than they save (vLLM's pull request 26504).
+A step of n rows takes about F + r * n, and J more if it is not one row alone: then the weights are
+multiplied by a matrix instead of a vector. A drafted token makes the step r longer, and is worth
+what a token takes without drafts, if it is accepted: of B sequences a B-th of the step. So it pays
+while the chance that it is, with all before it, exceeds r over that. The acceptance rate alone says
+nothing: in a large batch even good drafts make a step slower than they save (vLLM's pull request
+26504).
 """
 
 from __future__ import annotations
 
 from math import inf
 from typing import Literal, get_args
+
+import numpy as np
 
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH
 
@@ -22,8 +26,9 @@ _POSITIONS = 3  # the first token of a draft, the second, and any other
 _MEMORY = 200  # observations of a chance; then they count half
 _PRIOR = 8  # observations that a chance before any is worth
 _DECAY = 0.99  # of a step's weight, with each step after it
-_SHARE = 0.05  # r / F before steps have told it: as of a small Llama on two cores
-_SHARES = (1e-4, 1.0)
+_FIT_EVERY = 16  # steps
+_GUESS = (0.95, 0.0, 0.05)  # F, J and r before steps have told them, over the time of a step
+_GUESSED = 0.5  # steps that the guess counts for
 _OUTLIER = 4.0  # times the mean: something else has run
 
 _CHANCES: dict[Source, tuple[float, ...]] = {
@@ -45,19 +50,22 @@ class DraftLength:
                 [_PRIOR * (1 - (1 - chance) / (1 + at)) for at in range(_POSITIONS)]
                 for chance in chances
             ]
-        self._sums = [0.0] * 5  # weights, rows, seconds, rows squared, rows * seconds
-        self._share = _SHARE
+        self._sums = [0.0] * 8
+        self._num_steps = 0
+        self._fit = [*_GUESS]
+        """F, J and r, in seconds; before any step in any unit."""
 
-    def chances(self, source: Source, match: int, count: int) -> list[float]:
-        """[count] that a draft is right up to each of its tokens, behind a match of that length."""
-        accepted, tried = (
-            self._row(self._accepted, source, match),
-            self._row(self._tried, source, match),
-        )
+    def chances(self, source: Source, match: int, count: int, least: float) -> list[float]:
+        """That a draft of `count` tokens is right up to each of them, behind a match of that
+        length; as far as they are greater than `least`."""
+        accepted = self._row(self._accepted, source, match)
+        tried = self._row(self._tried, source, match)
         chance, found = 1.0, []
         for place in range(count):
             at = min(place, _POSITIONS - 1)
             chance *= accepted[at] / tried[at]
+            if chance <= least:
+                break
             found.append(chance)
         return found
 
@@ -80,25 +88,29 @@ class DraftLength:
 
     def note_step(self, rows: int, seconds: float) -> None:
         """A step without prefill has computed so many tokens in so many seconds."""
-        weight, total_rows, total, squares, products = self._sums
-        if weight > 1 / (1 - _DECAY) / 4 and seconds > _OUTLIER * total / weight:
+        if self._num_steps > 20 and seconds > _OUTLIER * self.step_seconds:
             return
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [_DECAY * old + one for old, one in zip(self._sums, new, strict=True)]
-        weight, total_rows, total, squares, products = self._sums
-        spread = weight * squares - total_rows**2
-        if spread > (0.1 * total_rows) ** 2:  # else they tell no slope
-            slope = (weight * products - total_rows * total) / spread
-            fixed = (total - slope * total_rows) / weight
-            least, most = _SHARES
-            self._share = most if fixed <= 0 else min(max(slope / fixed, least), most)
+        jump = float(rows > 1)
+        told = (1.0, jump, rows, jump * rows, rows * rows, seconds, jump * seconds, rows * seconds)
+        self._sums = [_DECAY * old + new for old, new in zip(self._sums, told, strict=True)]
+        self._num_steps += 1
+        if self._num_steps % _FIT_EVERY == 0:
+            # Least squares, to which the guess counts as some steps that tell each part alone.
+            one, j, n, jn, nn, t, jt, nt = self._sums
+            guess = np.array(_GUESS) * self.step_seconds
+            products = np.array([[one, j, n], [j, j, jn], [n, jn, nn]]) + _GUESSED * np.eye(3)
+            fit = np.linalg.solve(products, np.array([t, jt, nt]) + _GUESSED * guess)
+            self._fit = np.maximum(fit, 1e-3 * guess).tolist()
 
     @property
     def step_seconds(self) -> float:
         """How long a step took of late; infinite before any."""
-        return self._sums[2] / self._sums[0] if self._sums[0] else inf
+        return self._sums[5] / self._sums[0] if self._num_steps else inf
 
-    def threshold(self, num_sequences: int) -> float:
-        """The chance from which on a drafted token pays in a step of so many sequences."""
-        cost = self._share * num_sequences
-        return cost / (1 + cost)
+    def costs(self, num_sequences: int) -> tuple[float, float]:
+        """In a step of so many sequences, what a drafted token costs, and what drafts cost besides:
+        in tokens, by the time that one takes without drafts."""
+        fixed, jump, row = self._fit
+        alone = num_sequences == 1
+        token = (fixed + (0 if alone else jump)) / num_sequences + row
+        return row / token, jump / token if alone else 0.0

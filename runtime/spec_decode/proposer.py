@@ -123,33 +123,42 @@ class DraftProposer:
         Some 10 us a sequence, whatever its length, but for its first: O(tokens).
         """
         began = time.perf_counter()
-        threshold = self.length.threshold(len(sequences))
+        threshold, fixed = self.length.costs(len(sequences))
         self._unprobed += len(sequences)
-        # In tokens, which a step gives to each sequence: what a look-up costs.
-        least_gain = self._cost * len(sequences) / self.length.step_seconds
+        least_gain = fixed + self._cost * len(sequences) / self.length.step_seconds  # in tokens
         sequences = self._whose_turn(sequences)
-        found = {sequence: self._look_up(sequence, MAX_DRAFT) for sequence in sequences}
-        offers: list[tuple[float, Sequence]] = []
-        for sequence, draft in found.items():
+        found: list[list[int]] = []
+        offers: list[tuple[float, int]] = []
+        for at, sequence in enumerate(sequences):
+            found.append(draft := self._look_up(sequence, MAX_DRAFT))
             state = sequence.draft_state
-            chances = self.length.chances(state.source, state.match, len(draft))
-            worth = [(chance, sequence) for chance in chances if chance > threshold]
-            state.is_idle = sum(chance - threshold for chance, _ in worth) <= least_gain
+            chances = self.length.chances(state.source, state.match, len(draft), threshold)
+            state.is_idle = sum(chances) - threshold * len(chances) <= least_gain
             if not state.is_idle:
-                offers += worth
-        offers.sort(key=lambda offer: -offer[0])
-        counts = Counter(sequence for _, sequence in offers[:room])
+                offers += [(chance, at) for chance in chances]
+        if len(offers) > room:
+            offers = sorted(offers, reverse=True)[:room]
+        counts = [0] * len(found)
+        for _, at in offers:
+            counts[at] += 1
         if self._unprobed >= PROBE_EVERY and len(offers) < room:
-            others = [s for s, draft in found.items() if len(draft) and s not in counts]
-            for sequence in others[:1]:
-                counts[sequence], self._unprobed = 1, 0
-        drafts = {sequence: found[sequence][:count] for sequence, count in counts.items()}
+            for at in [at for at, draft in enumerate(found) if draft and not counts[at]][:1]:
+                counts[at], self._unprobed = 1, 0
+        drafts = {
+            sequence: self._allowed(sequence, draft[:count])
+            for sequence, draft, count in zip(sequences, found, counts, strict=True)
+            if count
+        }
         self._cost += 0.1 * ((time.perf_counter() - began) / len(sequences) - self._cost)
-        for sequence, draft in drafts.items():
-            if sequence.grammar is not None:
-                allowed = sequence.grammar.count_allowed(sequence.generated, draft)
-                drafts[sequence] = draft[:allowed]
         return drafts
+
+    @staticmethod
+    def _allowed(sequence: Sequence, draft: list[int]) -> Tokens:
+        """As much of a draft as the sequence's grammar lets be said."""
+        tokens = np.array(draft, np.int32)
+        if sequence.grammar is not None:
+            tokens = tokens[: sequence.grammar.count_allowed(sequence.generated, tokens)]
+        return tokens
 
     def _whose_turn(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those that are looked up in this step: for which something was found the last time, and
@@ -170,14 +179,14 @@ class DraftProposer:
     def expects(self, sequences: list[Sequence]) -> bool:
         """Whether a step is better planned with the tokens at hand, for the sake of drafts, than
         launched before they are known."""
-        threshold = self.length.threshold(len(sequences))
-        worth = 0.0
+        threshold, fixed = self.length.costs(len(sequences))
+        gain = -fixed
         for sequence in sequences:
             draft = self._look_up(sequence, MAX_DRAFT)[1:]  # its first token is under way
             state = sequence.draft_state
-            chances = self.length.chances(state.source, state.match, len(draft))
-            worth += sum(chance - threshold for chance in chances if chance > threshold)
-        return worth > len(sequences) / 2
+            chances = self.length.chances(state.source, state.match, len(draft), threshold)
+            gain += sum(chances) - threshold * len(chances)
+        return gain > len(sequences) / 2
 
     def _find_path(self, sequence: Sequence) -> None:
         state, room = sequence.draft_state, sequence.max_tokens - len(sequence.generated)
@@ -185,39 +194,38 @@ class DraftProposer:
         state.path_start = len(sequence)
         state.is_idle = not len(state.path)
 
-    def _look_up(self, sequence: Sequence, count: int) -> Tokens:
+    def _look_up(self, sequence: Sequence, count: int) -> list[int]:
         """What may come next, and never more than the sequence may say before its last token."""
-        request, length = sequence.request, len(sequence)
+        request, length, state = sequence.request, len(sequence), sequence.draft_state
         count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
         if count < 1 or sequence.scoring is not None:
-            return NO_TOKENS
-        state = sequence.draft_state
+            return []
         if state.path is None:
             self._find_path(sequence)
         assert state.path is not None
-        known = length - state.path_start
-        if len(state.path) and not np.array_equal(
-            state.path[:known], sequence.tokens[state.path_start :]
-        ):
-            state.path = NO_TOKENS
-        draft = state.path[known : known + count]
+        draft, known = list[int](), length - state.path_start
+        if len(state.path):
+            if np.array_equal(state.path[:known], sequence.tokens[state.path_start :]):
+                draft = state.path[known : known + count].tolist()
+            else:
+                state.path = NO_TOKENS
         state.source, state.match = "tree", known
-        if not len(draft):
+        if not draft:
             self.remember(sequence, length)
             tail = sequence.tokens[-MAX_MATCH:].tolist()
             state.source = "suffix"
-            state.match, followed = self._index(request.namespace).find(tail, count)
-            draft = np.array(followed, np.int32)
+            state.match, draft = self._index(request.namespace).find(tail, count)
         return self._before_end(sequence, draft)
 
-    def _before_end(self, sequence: Sequence, draft: Tokens) -> Tokens:
+    def _before_end(self, sequence: Sequence, draft: list[int]) -> list[int]:
         """Without a token that ends the text, and what comes after it: that row says so itself."""
         params = sequence.request.params
-        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._end_tokens)}
-        for place, token in enumerate(draft.tolist()):
-            if token in ends:
-                return draft[:place]
-        return draft
+        ends = frozenset() if params.ignore_eos else self._end_tokens
+        if params.stop_token_ids:
+            ends = ends.union(params.stop_token_ids)
+        if ends.isdisjoint(draft):
+            return draft
+        return draft[: next(place for place, token in enumerate(draft) if token in ends)]
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int, refused: bool) -> None:
         """Of a sequence's last draft, so many tokens were computed, and so many accepted; the next

@@ -51,14 +51,16 @@ class SuffixIndex:
         self._shift = 66 - num_tokens.bit_length()
         self._ring = np.empty(num_tokens + 1, np.int32)
         self._ring[-1] = _NOTHING
-        self._tokens = memoryview(self._ring.data)  # an item of it costs a third of NumPy's
         self._before = np.empty(num_tokens, np.int32)
+        # An item of a view costs a third of NumPy's.
+        self._tokens, self._before_view = self._ring.data, self._before.data
         self._clear()
 
     def _clear(self) -> None:
         self._head = 0
         """Places count on; that of a token in the ring is its place modulo the size."""
         self._latest = np.zeros(1 << (64 - self._shift), np.int32)
+        self._latest_view = self._latest.data
 
     def add(self, text: Tokens, start: int, segment: Segment | None = None) -> Segment:
         """Take in `text[start:]`; what came before `start` went into `segment`, if there is one.
@@ -76,6 +78,9 @@ class SuffixIndex:
             lead = min(start, MAX_MATCH)
             segment = self._allocate(lead + count + min(_ROOM, self._size // 4))
             self._write(segment, text[start - lead : start])
+        if goes_on and count < 8:
+            self._add_few(text[start:].tolist(), segment)
+            return segment
         first = max(segment.end - (not goes_on), segment.start + 1)  # the end of a lead, too
         self._write(segment, text[start:])
         self._link(first, segment.end)
@@ -98,13 +103,19 @@ class SuffixIndex:
         self._ring[at : at + len(tokens)] = tokens
         segment.end += len(tokens)
 
+    def _add_few(self, new: list[int], segment: Segment) -> None:
+        """`_write` and `_link`, for which NumPy's calls take longer."""
+        tokens, before, latest = self._tokens, self._before_view, self._latest_view
+        for token in new:
+            at = segment.end % self._size
+            tokens[at] = token
+            pair = self._pair(tokens[at - 1], token) if tokens[at - 1] >= 0 else 0
+            before[at], latest[pair] = latest[pair], segment.end
+            segment.end += 1
+
     def _link(self, first: int, end: int) -> None:
         """Enter the pairs that end at places [first, end)."""
-        if end - first < 8:
-            for place in range(first, end):
-                at = place % self._size
-                pair = self._pair(self._tokens[at - 1], self._tokens[at])
-                self._before[at], self._latest[pair] = self._latest.item(pair), place
+        if first >= end:
             return
         at = first % self._size
         tokens = self._ring[at - 1 : at + end - first].astype(np.uint64)
@@ -137,7 +148,7 @@ class SuffixIndex:
         before, last, limit = tail[-2], tail[-1], min(len(tail), MAX_MATCH)
         longest, found = 0, 0
         oldest = max(1, self._head - size)
-        place = self._latest.item(self._pair(before, last))
+        place = self._latest_view[self._pair(before, last)]
         for _ in range(CANDIDATES):
             if place < oldest:
                 break
@@ -155,7 +166,7 @@ class SuffixIndex:
                     longest, found = length, at
                     if length == limit:
                         break
-            place = self._before.item(at)
+            place = self._before_view[at]
         if not longest:
             return 0, []
         followed = tokens[found + 1 : min(found + 1 + count, size)].tolist()
