@@ -129,7 +129,7 @@ def run_engine(
             engine.cache.check()
             if repeat:
                 proposer = engine.scheduler.proposer
-                accepted = proposer.num_accepted.total() if proposer else 0
+                accepted = proposer.num_accepted_tokens.total() if proposer else 0
                 evicted = engine.cache.stats.evicted_tokens
                 timed.append(Timed(outcomes, seconds, evicted, accepted))
     found = []

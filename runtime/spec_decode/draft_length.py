@@ -105,7 +105,7 @@ class DraftLength:
     @property
     def step_seconds(self) -> float:
         """How long a step took of late; infinite before any."""
-        return self._sums[5] / self._sums[0] if self._num_steps else inf
+        return self._sums[5] / self._sums[0] if self._sums[0] else inf
 
     def costs(self, num_sequences: int) -> tuple[float, float]:
         """In a step of so many sequences, what a drafted token costs, and what drafts cost besides:

@@ -73,14 +73,14 @@ class DraftProposer:
         end_tokens: the model's own, behind which nothing is drafted.
 
     Attributes:
-        num_drafted, num_accepted: tokens since the engine was made, by source.
+        num_draft_tokens, num_accepted_tokens: since the engine was made, by source.
     """
 
     def __init__(self, continue_text: Continue, end_tokens: list[int]) -> None:
         self._continue, self._end_tokens = continue_text, frozenset(end_tokens)
         self.length = DraftLength()
-        self.num_drafted: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
-        self.num_accepted: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
+        self.num_draft_tokens: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
+        self.num_accepted_tokens: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
         self._unprobed = self._turn = 0
         self._cost = 1e-5
         """Seconds that a look-up takes."""
@@ -232,7 +232,7 @@ class DraftProposer:
         was refused, or nobody has looked at it."""
         state = sequence.draft_state
         self.length.learn(state.source, state.match, accepted, refused)
-        self.num_drafted[state.source] += drafted
-        self.num_accepted[state.source] += accepted
+        self.num_draft_tokens[state.source] += drafted
+        self.num_accepted_tokens[state.source] += accepted
         sequence.num_drafted[state.source] += drafted
         sequence.num_accepted[state.source] += accepted

@@ -133,7 +133,8 @@ def test_a_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
     )
     (whole,) = llm.generate("stream me", params)
     steps = list(llm.stream("stream me", params))
-    assert len(steps) == len(whole.outputs[0].token_ids)
+    lengths = [len(step.outputs[0].token_ids) for step in steps]
+    assert lengths == sorted({*lengths}) and lengths[-1] == len(whole.outputs[0].token_ids)
     assert "".join(step.outputs[0].new_text for step in steps) == whole.outputs[0].text
     assert steps[-1].finished and not steps[0].finished
 

@@ -190,6 +190,8 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
 
     ttft: seconds from the request's arrival to its first token.
     loaded_tokens: of the cached ones, those that came up from disk.
+    drafted_tokens, accepted_tokens: that were computed before they were drawn, and those of them
+        that were drawn.
     explanation: of each prompt in turn, if it was asked for.
     repetitions: of each answer how many tokens it says again and again at its end, null if it does
         not; null as a whole if none does.
@@ -203,6 +205,8 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     return {
         "ttft": job.requests[0].ttft,
         "loaded_tokens": sum(request.sequences[0].num_loaded for request in job.requests),
+        "drafted_tokens": sum(s.num_drafted.total() for s in sequences),
+        "accepted_tokens": sum(s.num_accepted.total() for s in sequences),
         "explanation": explanation,
         "repetitions": repetitions if any(repetitions) else None,
     }

@@ -7,7 +7,7 @@ alerts made for vLLM work here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,6 +19,8 @@ from prometheus_client.registry import Collector
 
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
+from radixcache.runtime.spec_decode.draft_length import SOURCES
+from radixcache.runtime.spec_decode.proposer import DraftProposer
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
@@ -42,6 +44,8 @@ VLLM = {
     "vllm:generation_tokens": "radixcache_generation_tokens",
     "vllm:prefix_cache_queries": "radixcache_query_tokens",
     "vllm:prefix_cache_hits": "radixcache_hit_tokens",
+    "vllm:spec_decode_num_draft_tokens": "radixcache_spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "radixcache_spec_decode_num_accepted_tokens",
     "vllm:num_preemptions": "radixcache_preemptions",
     "vllm:num_requests_running": "radixcache_requests_running",
     "vllm:num_requests_waiting": "radixcache_requests_waiting",
@@ -214,6 +218,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
         *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
         missed,
+        *_drafts(scheduler.proposer),
         _by_state(
             "pages",
             "KV pages: used + free is all; the leased are among the used, the pinned among these.",
@@ -232,7 +237,20 @@ _LOWER = {
     "dropped_pages": "KV pages not kept, because the {} was too slow.",
     "failed_pages": "KV pages that could not be written, or were not what was written.",
 }
+_DRAFTS = {
+    "num_draft_tokens": "Tokens computed before they were drawn, by where they were taken from.",
+    "num_accepted_tokens": "Of these, those that were drawn: each saved its request a step.",
+}
 _STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."
+
+
+def _drafts(proposer: DraftProposer | None) -> Iterator[Metric]:
+    for name, text in _DRAFTS.items():
+        family = CounterMetricFamily(f"radixcache_spec_decode_{name}", text, labels=["source"])
+        counts = getattr(proposer, name, {})
+        for source in SOURCES:
+            family.add_metric([source], counts.get(source, 0))
+        yield family
 
 
 def _by_state(name: str, text: str, counts: Mapping[str, int]) -> Metric:

@@ -41,13 +41,14 @@ export async function receive(messages, answer, signal, draw) {
       answer.prefill = chunk.radixcache;
       draw();
     } else if (chunk.radixcache) { // of the last chunk
-      const { ttft, explanation, repetitions } = chunk.radixcache;
-      Object.assign(reply, { ttft, explanation, repeats: repetitions?.[0] });
+      const { ttft, explanation, repetitions, accepted_tokens: accepted } = chunk.radixcache;
+      Object.assign(reply, { ttft, explanation, accepted, repeats: repetitions?.[0] });
     }
   }
   if (!reply.usage) throw new Error("the answer has broken off");
   const tokens = reply.usage.completion_tokens;
   if (first) reply.ttft ??= (first - start) / 1000; // else the server's own
+  if (reply.accepted) reply.perStep = tokens / (tokens - reply.accepted);
   if (tokens > 1 && latest > first) reply.rate = (1000 * (tokens - 1)) / (latest - first);
   return reply;
 }

@@ -111,10 +111,11 @@ export function showUsage(reply) {
 
 function usageOf(reply) {
   const { numbers, parts } = read(reply);
-  const { ttft, rate } = reply;
+  const { ttft, rate, perStep } = reply;
   const first = Number.isFinite(ttft) ? `, TTFT ${milliseconds(ttft)}` : "";
   const later = Number.isFinite(rate) ? `, ${format.format(rate.toPrecision(3))} tokens/s` : "";
-  return [parts, make("p", { className: "usage" }, numbers + first + later)];
+  const drafts = perStep ? `, ${format.format(perStep.toPrecision(2))} tokens a step` : "";
+  return [parts, make("p", { className: "usage" }, numbers + first + later + drafts)];
 }
 
 function read({ usage, explanation }) {

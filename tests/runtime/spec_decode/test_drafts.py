@@ -123,8 +123,8 @@ def play_with_drafts(engine: Engine, seed: int, kind: str, num_requests: int) ->
     seen = play(engine, rng, num_requests, ask_like(rng), verify, arrivals=0.3)
     model: Any = engine.model
     assert not model.unwritten, "a slot was read before it was written"
-    seen["drafted"] = proposer.num_drafted.total()
-    seen["accepted"] = proposer.num_accepted.total()
+    seen["drafted"] = proposer.num_draft_tokens.total()
+    seen["accepted"] = proposer.num_accepted_tokens.total()
     return seen
 
 
