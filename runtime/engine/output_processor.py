@@ -54,6 +54,7 @@ class OutputProcessor:
                     goes_on = goes_on and draft[accepted : accepted + 1] == [token]
                     accepted += goes_on
                     self.end_if_done(sequence)
+            sequence.num_first = sequence.num_first or len(sequence.generated)
             if draft:
                 assert self._scheduler.proposer is not None
                 refused = not goes_on and accepted < len(draft)

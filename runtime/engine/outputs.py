@@ -24,7 +24,7 @@ class RequestMetrics:
             what a preemption made necessary again.
         ttft: from arrival to the first token of the first completion; None before it.
         latency: from arrival to now, or to the end once finished.
-        tokens_per_second: decoded tokens after the first over the time since the first.
+        tokens_per_second: tokens after those of the first step over the time since then.
         preemptions: times that a completion was put back for want of pages.
         loaded_tokens: of the first completion, those that came up from the tier below the KV pool.
         drafted_tokens: that were computed before they were drawn, over all completions, by what

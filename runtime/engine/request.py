@@ -64,6 +64,8 @@ class Sequence:
         self.scoring: PromptLogprobs | None = None
         """The prompt's log-probabilities, as long as this sequence has some to compute."""
         self.grammar: Grammar | None = None
+        self.num_first = 0
+        """Tokens that its first step gave it."""
         self.draft_state = DraftState()
         self.num_drafted: Counter[str] = Counter()
         """Tokens, by source."""
@@ -255,7 +257,7 @@ class Request:
         """The state of the request."""
         ttft, latency, rate = self.ttft, self.latency, None
         if ttft is not None:
-            decoded = sum(len(s.generated) for s in self.sequences) - len(self.sequences)
+            decoded = sum(len(s.generated) - s.num_first for s in self.sequences)
             if decoded > 0 and latency > ttft:
                 rate = decoded / (latency - ttft)
         return RequestOutput(

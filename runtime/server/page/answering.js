@@ -19,6 +19,7 @@ export async function receive(messages, answer, signal, draw) {
   const start = performance.now();
   let first = 0;
   let latest = 0;
+  let chunks = 0;
   const response = await call("v1/chat/completions", { body: { messages, ...sampling(), ...how, ...OPTIONS }, signal });
   const replica = response.headers.get("X-Radixcache-Replica"); // whose cache has the chat
   if (replica && replica !== looksAt("replica")) lookAt({ replica, under: null, reveal: null });
@@ -30,6 +31,7 @@ export async function receive(messages, answer, signal, draw) {
     if (delta) latest = performance.now();
     if (content || reasoning || calls.length) {
       first ||= latest;
+      chunks += 1;
       answer.content += content ?? "";
       answer.reasoning += reasoning ?? "";
       for (const { function: part } of calls) answer.calls += `${part.name ? `\n${part.name} ` : ""}${part.arguments ?? ""}`;
@@ -49,6 +51,6 @@ export async function receive(messages, answer, signal, draw) {
   const tokens = reply.usage.completion_tokens;
   if (first) reply.ttft ??= (first - start) / 1000; // else the server's own
   if (reply.accepted) reply.perStep = tokens / (tokens - reply.accepted);
-  if (tokens > 1 && latest > first) reply.rate = (1000 * (tokens - 1)) / (latest - first);
+  if (chunks > 1 && latest > first) reply.rate = (1000 * tokens * (1 - 1 / chunks)) / (latest - first);
   return reply;
 }

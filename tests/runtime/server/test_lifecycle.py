@@ -25,7 +25,7 @@ from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, assert_error, live
 
 COMPLETIONS = "/v1/completions"
-ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 2}
 
 
 @contextmanager

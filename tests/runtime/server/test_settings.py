@@ -159,7 +159,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"
 folder, (_, port) = sys.argv[1], taken.getsockname()
 for argv in (
     ["--port", str(port)], ["--port", "99999"],
-    ["/no/model"], [folder], ["no-org/no-model"], ["--dtype", "int3"], ["--no-such-flag"],
+    ["/no/model"], [folder], ["no-org/no-model"], ["--dtype", "int3"], ["--nosuch-flag"],
 ):
     port_flag = [] if "--port" in argv else ["--port", "0"]
     assert main(["serve", *argv, *port_flag]) == 2, argv
@@ -181,7 +181,7 @@ assert not heavy, heavy
             "the folder has no config.json",
             "no model at no-org/no-model: no such folder, and no model of that name in reach (",
             "invalid choice: 'int3'",
-            "unrecognized arguments: --no-such-flag (see radixcache serve --help)",
+            "unrecognized arguments: --nosuch-flag (see radixcache serve --help)",
         ),
         strict=True,
     ):

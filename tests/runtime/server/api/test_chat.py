@@ -62,7 +62,7 @@ def test_a_stream_of_several_answers_adds_up_to_the_whole(client: Any, include_u
     for index in range(2):
         assert whole.choices[index].message.content == ANSWER
         parts = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
-        assert parts[0].delta.role == "assistant" and len(parts) > 5
+        assert parts[0].delta.role == "assistant" and len(parts) > 1
         assert "".join(part.delta.content or "" for part in parts) == ANSWER
         ends = [part.finish_reason for part in parts]
         assert ends == [*[None] * (len(parts) - 1), "stop"]

@@ -39,7 +39,8 @@ vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:num_preemption
 
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(cache=request.param, kv_cache_memory_bytes="32MiB", max_num_seqs=2)
+    memory = "32MiB"
+    return LLM(cache=request.param, kv_cache_memory_bytes=memory, max_num_seqs=2, speculate="off")
 
 
 @pytest.fixture
@@ -81,6 +82,19 @@ class Growth:
 
     def __getitem__(self, name: str) -> float:
         return round(self.now[name] - self.before.get(name, 0), 9)
+
+
+def test_drafts_are_counted_by_where_they_come_from() -> None:
+    body = {"prompt": LINE, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    with live(LLM(kv_cache_memory_bytes="32MiB")) as server:
+        growth = Growth(server)
+        answers = [server.post(COMPLETIONS, body).json() for _ in range(2)]
+        growth.look()
+    for which, name in (("drafted", "draft"), ("accepted", "accepted")):
+        told = [answer["radixcache"][f"{which}_tokens"] for answer in answers]
+        counted = growth[f"spec_decode_num_{name}_tokens_total{{tree}}"]
+        assert counted == told[1] == 19 and answers[0]["choices"] == answers[1]["choices"]
+        assert growth[f"spec_decode_num_{name}_tokens_total{{suffix}}"] == told[0]
 
 
 def count(server: LiveServer, text: str) -> int:

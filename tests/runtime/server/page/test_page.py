@@ -27,7 +27,7 @@ QUESTION, ANSWER = (
 OTHER, OTHER_ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
 NUMBERS = re.compile(
     r"([\d,]+) prompt tokens, ([\d,]+) cached, ([\d,]+) computed, TTFT [\d.]+ ms"
-    r"(, [\d,.]+ tokens/s)?"
+    r"(, [\d,.]+ tokens/s)?(, [\d.]+ tokens a step)?"
 )
 
 
