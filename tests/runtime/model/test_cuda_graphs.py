@@ -24,6 +24,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests import engines
 from tests.cover import covering
+from tests.drafts import speculate
 from tests.engines import generated, plain_greedy, run
 from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.models import tiny_model
@@ -54,15 +55,26 @@ def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
     return {key for key, replay in made._graphs._replays.items() if replay is not None}
 
 
-@covering(family=["llama", "qwen3", "gemma2"], page_size=[1, 4, 16], cache=["radix", "none"])
-def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache) -> None:
+@covering(
+    family=["llama", "qwen3", "gemma2"],
+    page_size=[1, 4, 16],
+    cache=["radix", "none"],
+    drafts=[True, False],
+)
+def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache, drafts) -> None:
     rng = np.random.default_rng(page_size)
     stem = rng.integers(0, 256, 40).tolist()
     prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 7)]
     made = engines.make_engine(folders[family], cache, page_size, max_num_batched_tokens=64)
-    requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    proposer = speculate(made) if drafts else None
+    for _ in range(1 + drafts):
+        requests = run(made, prompts, params)
+        assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
     assert graphs_of(made), "no step took a graph"
+    if proposer is not None:
+        assert proposer.num_accepted_tokens["tree"] > 20
+        assert max(size for size, _ in graphs_of(made)) > 8, "a draft is as many decodes"
 
 
 def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
@@ -114,8 +126,10 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     assert not gpu.kernels.calls["merge"]
     monkeypatch.setattr(engine, "group_by_prefix", group)
     made = engines.make_engine(folders["llama"], page_size=4)
-    assert generated(run(made, prompts, params)) == flat
-    assert max(grouped) == 2
+    proposer = speculate(made)
+    for _ in range(2):
+        assert generated(run(made, prompts, params)) == flat
+    assert max(grouped) == 2 and proposer.num_accepted_tokens["tree"] > 20
     assert gpu.kernels.calls["merge"]
     assert (16, True) in graphs_of(made)  # eleven rows, filled up
 
@@ -184,7 +198,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
     llm = LLM(
         folders[family], device="cuda", dtype="float32", kv_cache_memory_bytes="4MiB", page_size=4,
-        max_num_seqs=9,
+        max_num_seqs=9, speculate="off",
     )  # fmt: skip
     wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
     wanted = [key for key in wanted if family == "llama" or not key[1]] + [(2, False), (1, False)]
@@ -221,7 +235,8 @@ def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
 
     monkeypatch.setattr(build, "count_pages", count_pages)
     made = LLM(
-        folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs
+        folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs,
+        speculate="off",
     )  # fmt: skip
     backend: Any = made.engine.model.attention
     wrappers = sum(size > 0 for _, _, size in backend._wrappers)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
-from radixcache import SamplingParams
+import numpy as np
+import pytest
+
+from radixcache import LLM, SamplingParams
+from radixcache.kernels.native.library import problem
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.files import BUNDLED_MODEL
 from tests.cover import covering
 from tests.drafts import RandomProposer, speculate
-from tests.engines import finish
-from tests.hash_model import VOCAB, hash_engine
+from tests.engines import Layers, finish, make_engine, prompts, run
+from tests.hash_model import VOCAB, greedy, hash_engine, logits_after
+from tests.models import tiny_model
 from tests.runtime.engine.cut_off import GUIDES, STRUCTURES, TEXTS
 from tests.traffic import Asked, play
 
@@ -144,3 +151,117 @@ def test_every_answer_is_as_it_is_without_drafts(
     engine._runs_ahead = ahead
     seen = play_with_drafts(engine, SEED, drafts, 60)
     assert seen["accepted"] > 10 and seen["drafted"] > seen["accepted"] and seen["failures"]
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash-block"])
+def test_behind_an_end_that_was_drafted_over_nothing_is_cached(
+    cache: str,
+) -> None:
+    """Not even where the drafts go on behind tokens that end a text."""
+    rng, reference = random.Random(SEED), Reference()
+    engine = hash_engine(cache, 4, 400, **OPTIONS)
+    answers = [greedy([1, 2, i], 30) for i in range(20)]
+    proposer = RandomProposer(rng, lambda s: answers[s.request.prompt_token_ids[2]], VOCAB, [])
+    engine.scheduler.proposer = proposer
+    for number, answer in enumerate(answers):
+        params = SamplingParams(
+            temperature=0, max_tokens=30, stop_token_ids=[answer[len(answer) // 2]]
+        )
+        request = engine.add_request([1, 2, number], params)
+        finish(engine)
+        assert told(request) == reference(request)
+        tokens = request.sequences[0].tokens
+        assert engine.cache.cached_length(tokens) < len(tokens)
+    assert proposer.num_accepted_tokens.total() > 50
+
+
+def test_nothing_is_drafted_across_salts() -> None:
+    engine, params = hash_engine(num_pages=400), SamplingParams(temperature=0, max_tokens=20)
+    proposer = speculate(engine)
+    drafted = []
+    for salt in ("a", "b", None, "a"):
+        request = engine.add_request([*range(20)], params, namespace=salt)
+        finish(engine)
+        drafted.append(request.output().metrics.accepted_tokens.get("tree", 0))
+    length = len(greedy([*range(20)], 20))
+    assert drafted == [0, 0, 0, length - 1]
+    assert {*proposer._indices} == {"a", "b", None}
+    engine.reset_cache()
+    assert not proposer._indices
+
+
+def test_what_has_no_seed_is_drawn_from_the_same_distribution() -> None:
+    """The first three tokens, against the probabilities themselves."""
+    rng, heat, draws = random.Random(SEED), 0.5, 4000
+
+    def chances(said: list[int]) -> np.ndarray[Any, Any]:
+        weights = np.exp((logits_after(np.array([3, 4, *said])) - 4) / heat).astype(float)
+        return np.asarray(weights / weights.sum())
+
+    engine = hash_engine(num_pages=2000, max_num_seqs=64)
+    frequent = [int(chances([]).argmax())] * 3
+    engine.scheduler.proposer = RandomProposer(rng, lambda s: frequent, VOCAB, [])
+    params = SamplingParams(temperature=heat, max_tokens=4, ignore_eos=True, n=64)
+    seen: Counter[tuple[int, ...]] = Counter()
+    while seen.total() < draws:
+        request = engine.add_request([3, 4], params)
+        finish(engine)
+        seen.update(tuple(s.generated[:3].tolist()) for s in request.sequences)
+    expected: dict[tuple[int, ...], float] = {}
+    for first, one in enumerate(chances([])):
+        for second, two in enumerate(chances([first])):
+            for third, three in enumerate(chances([first, second])):
+                expected[first, second, third] = one * two * three * seen.total()
+    common = [triple for triple, count in expected.items() if count >= 5]
+    rest = sum(expected.values()) - sum(expected[triple] for triple in common)
+    square = sum((seen[t] - expected[t]) ** 2 / expected[t] for t in common)
+    square += (seen.total() - sum(seen[t] for t in common) - rest) ** 2 / rest
+    assert engine.scheduler.proposer.num_accepted_tokens.total() > 200
+    assert square < len(common) + 5 * (2 * len(common)) ** 0.5  # five standard deviations
+
+
+@covering(
+    family=["tabletalk", "llama", "gemma3_text", "deepseek_v3"],
+    layers=get_args(Layers),
+    kept=[True, False],
+)
+def test_a_real_model_says_the_same(
+    tmp_path_factory: pytest.TempPathFactory, family: str, layers: Layers, kept: bool
+) -> None:
+    path = BUNDLED_MODEL
+    if family != "tabletalk":
+        path = tiny_model(family, tmp_path_factory.mktemp(family), seed=SEED)
+    params = SamplingParams(temperature=0, max_tokens=30, logprobs=2, ignore_eos=True)
+    answers: dict[str, Any] = {}
+    for which in ("off", "on"):
+        engine = make_engine(path, page_size=4, layers=layers)
+        if not kept:
+            engine.scheduler.kept = None
+        proposer = speculate(engine) if which == "on" else None
+        requests = [run(engine, prompts(250), params) for _ in range(2)]  # at once, and again
+        requests.append(run(engine, prompts(250), params, concurrent=False))
+        answers[which] = [told(request)[0][0] for some in requests for request in some]
+    assert proposer is not None and proposer.num_accepted_tokens["tree"] > 300
+    for one, other in zip(*answers.values(), strict=True):
+        assert one[:4] == other[:4]
+        for before, after in zip(one[4], other[4], strict=True):
+            assert [*before.values()] == pytest.approx([*after.values()], abs=1e-3)
+
+
+@pytest.mark.skipif(problem() is not None, reason=str(problem()))
+@pytest.mark.parametrize("family", ["tabletalk", "llama"])
+def test_in_exact_mode_the_bits_are_the_same(
+    tmp_path_factory: pytest.TempPathFactory, family: str
+) -> None:
+    path = BUNDLED_MODEL
+    if family == "llama":
+        path = tiny_model(family, tmp_path_factory.mktemp(family), seed=SEED)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=30, logprobs=2, ignore_eos=True)
+    asked: list[Prompt] = [*prompts(250), *prompts(250)]
+    answers = []
+    for speculates in ("off", "auto"):
+        with LLM(path, exact=True, speculate=speculates, kv_cache_memory_bytes="16MiB") as llm:
+            outputs = [output for _ in range(2) for output in llm.generate(asked, params)]
+            answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert answers[0] == answers[1]
+    assert sum(sum(o.metrics.accepted_tokens.values()) for o in outputs) > 100
