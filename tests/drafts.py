@@ -22,6 +22,9 @@ class Always(DraftLength):
 
     step_seconds = inf
 
+    def note_step(self, rows: int, seconds: float) -> None:
+        pass
+
     def chances(self, source: Source, match: int, count: int, least: float) -> list[float]:
         return [1.0] * count
 
