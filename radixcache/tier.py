@@ -16,7 +16,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,6 +50,22 @@ class StoredPage:
     tokens: Tokens
     state: Literal["writing", "stored", "lost"] = "writing"
     readers: int = 0
+
+
+class LoadCost(NamedTuple):
+    """Seconds to load pages, and to compute their tokens, as measured while running; None before
+    anything was."""
+
+    load: float | None = None
+    compute: float | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether to load them."""
+        return self.load is None or self.compute is None or self.load < self.compute
+
+
+UNMEASURED = LoadCost()
 
 
 class PageStore(Protocol):

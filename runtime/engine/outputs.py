@@ -26,7 +26,8 @@ class RequestMetrics:
         latency: from arrival to now, or to the end once finished.
         tokens_per_second: decoded tokens after the first over the time since the first.
         preemptions: times that a completion was put back for want of pages.
-        loaded_tokens: of the first completion, those that came up from the tier below the KV pool.
+        loaded_tokens: of the first completion, those that came up from a tier below the KV pool.
+        load_seconds: how long that took, while the request waited.
     """
 
     prefilled_tokens: int
@@ -35,6 +36,7 @@ class RequestMetrics:
     tokens_per_second: float | None
     preemptions: int
     loaded_tokens: int = 0
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
