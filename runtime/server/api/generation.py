@@ -213,7 +213,7 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
 def describe_misses(
     backend: Backend, misses: Sequence[Loaded | Miss], prefix: str | None
 ) -> list[JSON]:
-    """What was loaded, and why tokens were not cached, for a client who has named this prefix, or none."""
+    """What was loaded, and why tokens were not cached; for a client who named this prefix."""
     tokenizer = backend.llm.tokenizer
     if backend.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]

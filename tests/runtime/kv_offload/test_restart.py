@@ -95,7 +95,7 @@ def test_what_is_on_disk_and_what_was_loaded_is_explained(tmp_path: Path) -> Non
         ask(llm, TABLE)
     with open_llm(tmp_path) as llm:
         length, offload = len(llm.encode(TABLE)), llm.offload
-        assert offload is not None
+        assert offload is not None and offload.disk is not None
         told = llm.explain(TABLE + "Who?")
         assert told.misses[0].reason == "on_disk" and len(told.misses[0]) == length
         assert f"on disk: {length:,} tokens from token 0 on, which are loaded" in str(told)
