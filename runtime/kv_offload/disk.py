@@ -149,19 +149,17 @@ class DiskStore(Store):
         with self._lock:
             full = self._queued + size > MAX_QUEUED_BYTES and self._queued > 0
             self._queued += 0 if full else size
-        if full:
-            for page in stored:
-                page.state = "lost"
-            self._count(dropped_pages=len(pages))
-            return
         try:
-            self._writes.put(_Write(self._pool.read_pages(np.array(pages)), stored))
+            if not full:
+                self._writes.put(_Write(self._pool.read_pages(np.array(pages)), stored))
+                return
+            self._count(dropped_pages=len(pages))
         except Exception as error:  # for want of memory
-            for page in stored:
-                page.state = "lost"
             with self._lock:
                 self._queued -= size
             self._failed(len(pages), error)
+        for page in stored:
+            page.state = "lost"
 
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
         """As `Store`; the next page is "lost" then."""

@@ -35,7 +35,6 @@ _TRIES = 3
 _TRY_AGAIN = 16
 """Loads that would not pay, after which one is tried nevertheless: the disk may have been busy."""
 
-
 _MANY = 32
 """Tokens of a prefill, from which its time says what a token takes."""
 
@@ -94,7 +93,7 @@ class Loads:
         if not load.rows.done() or self._step_is_full:
             return True
         start, loaded = self._publish(sequence, load)
-        self._end(sequence, loaded=loaded > 0)
+        self.tier.end_load(self._loads.pop(sequence).pages, loaded=loaded > 0)
         if loaded:
             self._tries.pop(sequence, None)
             seconds = perf_counter() - load.began
@@ -116,8 +115,10 @@ class Loads:
         first, most = start // size, self._most_pages
         if len(pages) > most:
             pages, end = pages[:most], (first + most) * size
-        if not self._pays(self.cost(len(pages), end - start)):
-            return False
+        if not self.cost(len(pages), end - start).pays:
+            self._num_refused += 1
+            if self._num_refused % _TRY_AGAIN:
+                return False
         is_coming = pages[0].readers > 0  # with another
         if len(self._loads) < self.store.most_loading and not is_coming:
             if self.store.in_stream:
@@ -133,10 +134,6 @@ class Loads:
         read, copy = self.store.read_seconds(size), self.copying.seconds(size)
         load = None if read is None or copy is None else read + copy
         return LoadCost(load, self.computing.seconds(num_tokens))
-
-    def _pays(self, cost: LoadCost) -> bool:
-        self._num_refused += not cost.pays
-        return cost.pays or self._num_refused % _TRY_AGAIN == 0
 
     def _wait_for(self, seconds: float | None) -> None:
         self._seconds += seconds or 0.0
@@ -177,10 +174,6 @@ class Loads:
             return 0, 0
         finally:
             self._cache.release(lease)
-
-    def _end(self, sequence: Sequence, *, loaded: bool) -> None:
-        load = self._loads.pop(sequence)
-        self.tier.end_load(load.pages, loaded=loaded)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was admitted, or has ended."""
