@@ -128,7 +128,7 @@ function read({ usage, explanation }) {
   return { numbers, misses, parts: strip(misses, prompt) };
 }
 
-/** A prompt from its first token to its last; what is in none of `misses` was cached. */
+/** A prompt from its first token to its last; what is in none of `misses` was cached, as was what is loaded. */
 function strip(misses, length) {
   const parts = make("div", { className: "strip" });
   const add = (name, tokens) => {
@@ -140,7 +140,7 @@ function strip(misses, length) {
   let position = 0;
   for (const { reason, start, end } of misses) {
     add("hit", start - position);
-    add(reason === "loaded" ? "hit" : "miss", end - start);
+    add(reason === "loaded" ? "hit loaded" : "miss", end - start);
     position = end;
   }
   add("hit", length - position);
