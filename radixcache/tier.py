@@ -16,7 +16,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ _SIBLINGS = 64
 """Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StoredPage:
     """A page of the tier.
 
@@ -50,6 +50,22 @@ class StoredPage:
     tokens: Tokens
     state: Literal["writing", "stored", "lost"] = "writing"
     readers: int = 0
+
+
+class LoadCost(NamedTuple):
+    """Seconds to load pages, and to compute their tokens, as measured while running; None before
+    anything was."""
+
+    load: float | None = None
+    compute: float | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether to load them."""
+        return self.load is None or self.compute is None or self.load < self.compute
+
+
+UNMEASURED = LoadCost()
 
 
 class PageStore(Protocol):
@@ -150,7 +166,9 @@ class LowerTier:
         if best is not None and best.state != "lost":
             return best, length
         best, length = None, 0
-        siblings = self._children.get((parent, piece.item(0)), ())
+        siblings = self._children.get((parent, piece.item(0)))
+        if siblings is None:
+            return best, length
         for page in reversed(siblings[-_SIBLINGS:]):
             count = min(len(page.tokens), len(piece))
             same = common_length(page.tokens[:count], piece[:count])
@@ -190,11 +208,12 @@ class LowerTier:
         size = self.page_size
         digest = blake2b(tokens[: first * size].tobytes(), digest_size=16)
         gone: list[tuple[int, StoredPage]] = []
+        key = digest.digest()
         for index, number in enumerate(pages.tolist(), first):
             piece = tokens[index * size : (index + 1) * size].copy()
-            parent = digest.digest()
-            digest.update(piece.tobytes())
-            gone.append((number, StoredPage(-1, parent, digest.digest(), piece)))
+            digest.update(piece)
+            parent, key = key, digest.digest()
+            gone.append((number, StoredPage(-1, parent, key, piece)))
         new = []
         ends = range((first + len(gone)) * size, first * size, -size)
         for end, (number, page) in zip(ends, reversed(gone), strict=True):
@@ -250,14 +269,12 @@ class LowerTier:
 
     def _add(self, page: StoredPage) -> bool:
         """Give `page` a slot, if there is one that nobody reads."""
-        if page.key in self._pages:  # which was lost
-            if self._pages[page.key].readers:
+        if (lost := self._pages.get(page.key)) is not None:
+            if lost.readers:
                 return False
-            self._drop(self._pages[page.key])
+            self._drop(lost)
         if not self._free:
-            orders = (self._copies, self._only)
-            victims = (page for order in orders for page in order.values() if not page.readers)
-            victim = next(victims, None)
+            victim = self._first_unread(self._copies) or self._first_unread(self._only)
             if victim is None:
                 return False
             self._drop(victim)
@@ -265,6 +282,13 @@ class LowerTier:
         page.slot = self._free.pop()
         self._insert(page)
         return True
+
+    @staticmethod
+    def _first_unread(order: OrderedDict[bytes, StoredPage]) -> StoredPage | None:
+        for page in order.values():
+            if not page.readers:
+                return page
+        return None
 
     def _supersede(self, page: StoredPage) -> None:
         """All of it is in a longer one now."""
@@ -279,9 +303,11 @@ class LowerTier:
         del self._pages[page.key]
         del self._order_of(page)[page.key]
         place = page.parent, page.tokens.item(0)
-        self._children[place].remove(page)
-        if not self._children[place]:
+        siblings = self._children[place]
+        if len(siblings) == 1:
             del self._children[place]
+        else:
+            siblings.remove(page)
         self._free.append(page.slot)
         if self.listener is not None:
             self.listener.dropped(page)

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import finalize
 
 import torch
@@ -31,6 +31,8 @@ from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.worker import Job, Worker
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
+from radixcache.runtime.kv_offload import session
+from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import give_back, resident_bytes
 from radixcache.runtime.sampling.params import SamplingParams
@@ -40,10 +42,6 @@ from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
-
-if TYPE_CHECKING:
-    from radixcache.runtime.kv_offload.host import HostOffload
-    from radixcache.runtime.kv_offload.offload import DiskOffload
 
 T = TypeVar("T")
 
@@ -79,7 +77,7 @@ class LLM:
         self.model_name = Path(model_path(args)).name
         self.engine, self.tokenizer, self.grammar_backend = built[:3]
         self.explainer, self.kv_events, self.default_params = built[3:6]
-        self.host, self.offload = built.host, built.offload
+        self.offload = built.offload
         self.inputs = InputProcessor(
             self.model_name, self.tokenizer, self.grammar_backend, self.default_params
         )
@@ -87,14 +85,12 @@ class LLM:
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
         self._close = finalize(
-            self, _close, self.worker, self.kv_events, self.host, self.offload,
-            self.engine.model, self.inputs, self.prefixes,
+            self, _close, self.worker, self.kv_events, self.offload, self.engine.model,
+            self.inputs, self.prefixes,
         )  # fmt: skip
-        if self.offload is not None:
-            from radixcache.runtime.kv_offload import session
-
+        if self.offload is not None and self.offload.disk is not None:
             try:
-                session.restore(self.offload.store, self.inputs.conversations, self.pin_prefix)
+                session.restore(self.offload.disk, self.inputs.conversations, self.pin_prefix)
             except BaseException:
                 self.close()  # or the folder would be locked as long as the error's traceback
                 raise
@@ -117,9 +113,7 @@ class LLM:
             count = states.index.num_slots
             memory = format_memory(count * self.engine.model.bytes_per_state)
             hybrid = f"; {count:,} recurrent states in {memory}"
-        kept = [] if self.host is None else [f"KV in host memory: {self.host.describe()}"]
-        if self.offload is not None:
-            kept += [f"KV on disk: {self.offload.describe()}"]
+        kept = [] if self.offload is None else [self.offload.describe()]
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
@@ -415,8 +409,7 @@ class LLM:
 def _close(
     worker: Worker,
     kv_events: KVEventPublisher | None,
-    host: HostOffload | None,
-    offload: DiskOffload | None,
+    offload: Offload | None,
     model: PagedModel,
     inputs: InputProcessor,
     prefixes: NamedPrefixes,
@@ -426,8 +419,6 @@ def _close(
     worker.close()
     if offload is not None:
         offload.close(inputs.conversations, prefixes.lasting())
-    if host is not None:
-        host.close()
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()
     if model.ranks is not None:

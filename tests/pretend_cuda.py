@@ -111,6 +111,9 @@ class Event:
         with _disable_current_modes():
             Copies.land(self._before)
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: Event) -> float:
         return 1000 * (end._time - self._time)
 

@@ -51,6 +51,9 @@ class InstantLoads:
     def begin(self, sequence: Sequence, lease: Lease) -> bool:
         return False
 
+    def charge(self, budget: int) -> int:
+        return budget
+
     def forget(self, sequence: Sequence) -> None:
         pass
 

@@ -10,10 +10,8 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
@@ -30,9 +28,10 @@ from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from radixcache.runtime.kv_offload.host import STAGED_BYTES, HostOffload
+from radixcache.runtime.kv_offload.host import STAGED_BYTES
+from radixcache.runtime.kv_offload.offload import Offload, open_offload
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
-from radixcache.runtime.model.kv_pool import KVPool, count_pages
+from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
@@ -42,9 +41,6 @@ from radixcache.runtime.sizes import parse_memory
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, DraftProposer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.states import StateIndex
-
-if TYPE_CHECKING:  # imports xxhash and sqlite3
-    from radixcache.runtime.kv_offload.offload import DiskOffload
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,
@@ -72,8 +68,7 @@ class Built(NamedTuple):
     explainer: Explainer
     kv_events: KVEventPublisher | None
     default_params: SamplingParams
-    host: HostOffload | None
-    offload: DiskOffload | None
+    offload: Offload | None
 
 
 def model_path(args: EngineArgs) -> str:
@@ -135,56 +130,20 @@ def build_engine(args: EngineArgs) -> Built:
         engine.capture_graphs()
         scheduler.on_publish = partial(before_publish, explainer, scheduler.proposer)
         params = _default_params(model.generation_config)
-        host = _pin_host_memory(args, model, cache, pool)
-        offload = _open_kv_dir(args, model, cache, pool)
-        tier = host or offload
-        engine.scheduler.loads = None if tier is None else tier.loads
+        offload = open_offload(args, model_path(args), model, cache, pool)
+        if offload is not None:
+            engine.scheduler.loads, explainer.cost = offload.loads, offload.loads.cost
         try:
             publisher = None if events is None else KVEventPublisher(cache, events)
         except BaseException:
             if offload is not None:
-                offload.close(None, [])
-            if host is not None:
-                host.close()
+                offload.close()
             raise
-        return Built(engine, tokenizer, grammars, explainer, publisher, params, host, offload)
+        return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
         if model.ranks is not None:  # or they would live as long as the error's traceback
             model.ranks.close()
         raise
-
-
-def _pin_host_memory(
-    args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
-) -> HostOffload | None:
-    if args.host_memory is None:
-        return None
-    _refuse_states("host_memory", model)
-    assert isinstance(cache, RadixCache)
-    report("pinning host memory", 1.0)
-    return HostOffload(args.host_memory, cache, pool)
-
-
-def _open_kv_dir(
-    args: EngineArgs, model: PagedModel, cache: PrefixCache, pool: KVPool
-) -> DiskOffload | None:
-    if args.kv_dir is None:
-        return None
-    _refuse_states("kv_dir", model)
-    from radixcache.runtime.kv_offload.offload import DiskOffload
-
-    assert isinstance(cache, RadixCache)
-    report("reading the KV directory", 1.0)
-    size = parse_memory(args.kv_dir_size)
-    return DiskOffload(Path(args.kv_dir).expanduser(), size, model, model_path(args), cache, pool)
-
-
-def _refuse_states(setting: str, model: PagedModel) -> None:
-    if model.bytes_per_state:
-        kind = model.model_type
-        raise InvalidRequest(
-            f"{setting} is not for model type {kind!r}: its recurrent states are not kept"
-        )
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:

@@ -18,7 +18,7 @@ would have taken to hit it:
 - `no_state`: its KV is cached, but of a recurrent model no state is kept so far into the text: it
   is computed again from the last one on (see `radixcache.states`).
 - `on_host`, `on_disk`: it was evicted, and its pages are in host memory or on disk: they are
-  loaded, unless computing them takes less time.
+  loaded, unless computing them takes less time. What was loaded is a hit (`Loaded`).
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
 
 Two texts go on alike where 8 tokens in a row are the same, within 16 tokens of where they part, or
@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
-from radixcache.tier import Medium
+from radixcache.tier import UNMEASURED, LoadCost, Medium
 
 Reason = Literal[
     "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "on_host", "on_disk",
@@ -55,6 +55,7 @@ Reason = Literal[
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 _BELOW: dict[Medium, Reason] = {"host": "on_host", "disk": "on_disk"}
+_LOADED_FROM: dict[Medium, str] = {"host": "host memory", "disk": "disk"}
 
 Decode = Callable[[list[int]], str]
 """Token ids to text."""
@@ -88,8 +89,8 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
     ("no_state", False): (
         "no state: {}, whose KV is cached, but the last recurrent state is kept before them"
     ),
-    ("on_host", False): "in host memory: {}, from where they are loaded",
-    ("on_disk", False): "on disk: {}, which are loaded where that is faster than to compute them",
+    ("on_host", False): "in host memory: {}, which are ",
+    ("on_disk", False): "on disk: {}, which are ",
     ("caching_off", False): "caching is off: {}, computed before",
 }
 
@@ -107,6 +108,8 @@ class Miss:
         cached: of `diverged`: the tokens of the known text there.
         rejoin: of `diverged`: where in the prompt the text goes on as the known one does.
         repeated: of `diverged`: for how many tokens from `rejoin` on.
+        cost: of `on_host` and `on_disk`: of loading it, and of computing it.
+        computed: of these: a request was admitted without them; else, none has asked for them.
     """
 
     reason: Reason
@@ -119,6 +122,8 @@ class Miss:
     cached: tuple[int, ...] = ()
     rejoin: int = 0
     repeated: int = 0
+    cost: LoadCost = UNMEASURED
+    computed: bool = False
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -138,7 +143,14 @@ class Miss:
         where = f"{_tokens(len(self))} from token {self.start:,} on"
         if self.reason == "no_state" and not self.start:
             return f"no state: {where}, whose KV is cached, but no recurrent state is kept of them"
-        return _SENTENCES[self.reason, self.in_flight].format(where)
+        sentence = _SENTENCES[self.reason, self.in_flight].format(where)
+        return sentence + self._describe_cost() if self.reason in _BELOW.values() else sentence
+
+    def _describe_cost(self) -> str:
+        load, compute = self.cost
+        if load is None or compute is None or self.cost.pays:
+            return "not loaded" if self.computed else "loaded"
+        return f"computed, in some {_time(compute)}: loading them takes {_time(load)}"
 
     def _describe_divergence(self, decode: Decode | None) -> str:
         ours = _quote(self.before, self.prompt, self.start, decode)
@@ -149,6 +161,29 @@ class Miss:
             f"; {_tokens(len(self))} not cached, although {self.repeated:,} of them, from token "
             f"{self.rejoin:,} on, are the same in both: move what changes to the end"
         )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Tokens [start, end) of a prompt were loaded, `seconds` after it was begun."""
+
+    reason: ClassVar[Literal["loaded"]] = "loaded"
+    medium: Medium
+    start: int
+    end: int
+    seconds: float
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def redacted(self, *, before: bool = False) -> Loaded:
+        """As of `Miss`."""
+        return self
+
+    def describe(self, decode: Decode | None = None) -> str:
+        """One sentence."""
+        time = _time(self.seconds)
+        return f"loaded from {_LOADED_FROM[self.medium]}: {_tokens(len(self))}, {time}"
 
 
 @dataclass(frozen=True)
@@ -204,6 +239,8 @@ class Explainer:
         self.num_tokens = num_tokens
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
+        self.cost: Callable[[int, int], LoadCost] = lambda *_: UNMEASURED
+        """Of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
 
@@ -226,9 +263,10 @@ class Explainer:
             no_state = Miss("no_state", hit, min(kv, last), len(tokens))
             return [no_state, *self.explain(tokens, kv, namespace)]
         if (lower := self.cache.lower) is not None and namespace is None:
-            _, end = lower.find(tokens[:last], hit)
+            pages, end = lower.find(tokens[:last], hit)
             if end > hit:
-                below = Miss(_BELOW[lower.medium], hit, end, len(tokens))
+                cost = self.cost(len(pages), end - hit)
+                below = Miss(_BELOW[lower.medium], hit, end, len(tokens), cost=cost)
                 return [below, *self.explain(tokens, end, namespace)]
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
@@ -262,7 +300,10 @@ class Explainer:
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
     ) -> list[Miss]:
         """`explain` for a request that is being admitted: counts in `missed_tokens`."""
-        misses = self.explain(tokens, hit, namespace, kv)
+        misses = [
+            replace(miss, computed=True) if miss.reason in _BELOW.values() else miss
+            for miss in self.explain(tokens, hit, namespace, kv)
+        ]
         for miss in misses:
             self.missed_tokens[miss.reason] += len(miss)
         return misses
@@ -365,6 +406,10 @@ def _runs(spelt: NDArray[np.uint64], within: int, count: int) -> list[int]:
 def _firsts(runs: list[int]) -> dict[int, int]:
     """Where each is found first."""
     return {run: place for place, run in reversed([*enumerate(runs)])}
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def _tokens(count: int) -> str:

@@ -26,7 +26,8 @@ class RequestMetrics:
         latency: from arrival to now, or to the end once finished.
         tokens_per_second: tokens after those of the first step over the time since then.
         preemptions: times that a completion was put back for want of pages.
-        loaded_tokens: of the first completion, those that came up from the tier below the KV pool.
+        loaded_tokens: of the first completion, those that came up from a tier below the KV pool.
+        load_seconds: how long that took, while the request waited.
         drafted_tokens: that were computed before they were drawn, over all completions, by what
             they were taken from: "tree" or "suffix".
         accepted_tokens: of these, those that were drawn: each saved a step.
@@ -38,6 +39,7 @@ class RequestMetrics:
     tokens_per_second: float | None
     preemptions: int
     loaded_tokens: int = 0
+    load_seconds: float = 0.0
     drafted_tokens: dict[str, int] = field(default_factory=dict)
     accepted_tokens: dict[str, int] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
-from radixcache.runtime.engine.explain import Miss
+from radixcache.runtime.engine.explain import Loaded, Miss
 from radixcache.runtime.engine.logits_cache import PromptKey, prompt_key
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
@@ -20,6 +20,7 @@ from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.spec_decode.proposer import DraftState
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
+from radixcache.tier import Medium
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     from radixcache.runtime.sampling.grammar import Grammar
@@ -49,8 +50,8 @@ class Sequence:
         self.cached_tokens = 0
         self.num_recomputed = 0
         """Prompt tokens whose KV was cached, but computed again for want of a recurrent state."""
-        self.num_loaded = 0
-        """Tokens that came up from the tier below the pool."""
+        self.loaded: list[Loaded] = []
+        """What came up from a tier below the pool."""
         self.preemptions = 0
         self.resumes = False
         """It was put back, and some of what it finds in the cache is its own."""
@@ -79,6 +80,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens that came up from a tier below the pool."""
+        return sum(len(part) for part in self.loaded)
 
     @property
     def is_fresh(self) -> bool:
@@ -116,6 +122,16 @@ class Sequence:
     def generated(self) -> Tokens:
         """The generated tokens; a view."""
         return self._tokens[len(self.request.prompt_token_ids) : self._length]
+
+    def note_load(self, medium: Medium, start: int, end: int, seconds: float) -> None:
+        """Tokens [start, end) came up from a tier below the pool."""
+        if self.resumes:
+            return
+        before = [part for part in self.loaded if part.start < start]
+        if before and before[-1].medium == medium:  # its end may have been evicted again
+            last = before.pop()
+            start, seconds = last.start, last.seconds + seconds
+        self.loaded = [*before, Loaded(medium, start, end, seconds)]
 
     def append(self, token: int, logprobs: dict[int, float] | None = None) -> None:
         """Add a sampled token, all of it or nothing."""
@@ -273,6 +289,7 @@ class Request:
                 tokens_per_second=rate,
                 preemptions=sum(sequence.preemptions for sequence in self.sequences),
                 loaded_tokens=self.sequences[0].num_loaded,
+                load_seconds=sum(part.seconds for part in self.sequences[0].loaded),
                 drafted_tokens=dict(sum((s.num_drafted for s in self.sequences), Counter())),
                 accepted_tokens=dict(sum((s.num_accepted for s in self.sequences), Counter())),
             ),

@@ -254,8 +254,10 @@ class Scheduler:
         for sequence in self._candidates():
             if not budget or len(self.running) >= self.max_num_seqs:
                 break
-            if self.loads is not None and self.loads.waits(sequence):
-                continue
+            if self.loads is not None:
+                if self.loads.waits(sequence):
+                    continue
+                budget = self.loads.charge(budget)
             lease = self._acquire(sequence)
             if self.loads is not None and self.loads.begin(sequence, lease):
                 self._release(sequence)

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
+from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -25,12 +26,17 @@ from radixcache.runtime.kv_offload.files import (
     INDEX,
     PAGES,
     checksum_of,
+    lock_folder,
     make_room,
     open_index,
     read_all,
+    remove_others,
     write_all,
 )
+from radixcache.runtime.kv_offload.fingerprint import fingerprint
+from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sizes import format_memory
 from radixcache.tier import StoredPage
 
@@ -56,19 +62,8 @@ class _Write(NamedTuple):
     stored: Sequence[StoredPage]
 
 
-class Counters(NamedTuple):
-    """What a store has done."""
-
-    stored_pages: int = 0
-    loaded_pages: int = 0
-    dropped_pages: int = 0
-    """Not kept, because the disk was too slow."""
-    failed_pages: int = 0
-    """Not written, or not as they were when they were read."""
-
-
-class DiskStore:
-    """The pages of one model on disk; a `PageStore`.
+class DiskStore(Store):
+    """The pages of one model on disk.
 
     Reads and writes run in threads. Whatever they meet is counted, and logged the first time; the
     page is then not kept, or not found.
@@ -78,6 +73,7 @@ class DiskStore:
         pool: whose pages they are.
         num_slots: pages that the file holds.
         about: says of what model they are.
+        lock: a file that is closed at the end.
 
     Attributes:
         is_closing: nobody waits for an engine any more, so that `save` may wait for the disk.
@@ -86,12 +82,15 @@ class DiskStore:
         InvalidRequest: there is no room on the disk, or no right to write.
     """
 
-    def __init__(self, folder: Path, pool: KVPool, num_slots: int, about: str = "") -> None:
-        self._pool, self._folder = pool, folder
-        self.num_slots, self.page_bytes = num_slots, pool.page_bytes
-        self.counters, self.is_closing = Counters(), False
+    medium, most_bytes, most_loading, in_stream = "disk", 64 << 20, 4, False
+
+    def __init__(
+        self, folder: Path, pool: KVPool, num_slots: int, about: str = "", lock: int | None = None
+    ) -> None:
+        super().__init__(pool, num_slots)
+        self.place, self._folder, self._held = f"on disk, {folder.parent}", folder, lock
+        self.is_closing = False
         self._checksums: dict[int, bytes] = {}
-        self._lock = Lock()
         self._queued = 0
         self._warned = False
         try:
@@ -115,7 +114,11 @@ class DiskStore:
     def stored(self) -> list[StoredPage]:
         """What the manifest tells, least recently used first; rows that make no sense go. To be
         called once, before anything else."""
-        return self._on_thread(self._stored)
+        try:
+            return self._on_thread(self._stored)
+        except sqlite3.Error as error:
+            self.close([])
+            raise _refusal(self._folder.parent, error) from None
 
     def _stored(self) -> list[StoredPage]:
         found: dict[bytes, StoredPage] = {}
@@ -146,23 +149,20 @@ class DiskStore:
         with self._lock:
             full = self._queued + size > MAX_QUEUED_BYTES and self._queued > 0
             self._queued += 0 if full else size
-        if full:
-            for page in stored:
-                page.state = "lost"
-            self._count(dropped_pages=len(pages))
-            return
         try:
-            self._writes.put(_Write(self._pool.read_pages(np.array(pages)), stored))
+            if not full:
+                self._writes.put(_Write(self._pool.read_pages(np.array(pages)), stored))
+                return
+            self._count(dropped_pages=len(pages))
         except Exception as error:  # for want of memory
-            for page in stored:
-                page.state = "lost"
             with self._lock:
                 self._queued -= size
             self._failed(len(pages), error)
+        for page in stored:
+            page.state = "lost"
 
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
-        """[n, page_bytes] uint8: the bytes of as many of `pages` as are what they were, the first
-        ones; the next is "lost" then."""
+        """As `Store`; the next page is "lost" then."""
         return self._readers.submit(self._read, [*pages])
 
     def clear(self) -> None:
@@ -195,6 +195,8 @@ class DiskStore:
         self._readers.shutdown()
         self._index.close()
         os.close(self._file)
+        if self._held is not None:
+            os.close(self._held)
 
     def _on_thread(self, function: Callable[[], T]) -> T:
         """The result of `function`, run by the writer, whose alone the manifest is."""
@@ -272,7 +274,7 @@ class DiskStore:
                 self._queued -= sum(write.rows.nbytes for write in writes)
 
     def _read(self, pages: list[StoredPage]) -> torch.Tensor:
-        rows = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
+        began, rows = perf_counter(), torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
         data, num_good = rows.numpy(), len(pages)
         for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
             error = OSError(f"slot {page.slot} does not hold what was written")
@@ -285,6 +287,8 @@ class DiskStore:
                 page.state, num_good = "lost", min(num_good, at)
                 self._failed(1, error)
         self._count(loaded_pages=num_good)
+        with self._lock:
+            self.reading.note(rows.nbytes, perf_counter() - began)
         return rows[:num_good]
 
     def _forget(self) -> None:
@@ -298,14 +302,52 @@ class DiskStore:
         self._index.commit()
         self._index.execute("pragma wal_checkpoint(truncate)")
 
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            now = self.counters._asdict()
-            self.counters = Counters(**{n: count + more.get(n, 0) for n, count in now.items()})
-
     def _failed(self, count: int, error: Exception) -> None:
         self._count(failed_pages=count)
         if not self._warned:
             self._warned = True
             what = first_sentence(error)
             _log.warning("KV pages in %s are lost, and computed again: %s", self._folder, what)
+
+
+def open_disk(
+    kv_dir: Path, size: int, model: PagedModel, name_or_path: str, pool: KVPool
+) -> DiskStore:
+    """What is in `kv_dir` of this model, also from a process before.
+
+    Args:
+        kv_dir: a folder for the pages of one model at a time, and for one process.
+        size: bytes of it.
+        name_or_path: of the model.
+
+    Raises:
+        InvalidRequest: the folder is in use or cannot be written, or `size` is too small or too
+            large.
+    """
+    num_slots = size // pool.page_bytes
+    if num_slots < 1:
+        raise InvalidRequest(
+            f"kv_dir_size of {size:,} bytes holds no page; one takes {pool.page_bytes:,}"
+        )
+    if num_slots * pool.page_size < model.max_context:
+        _log.warning(
+            "kv_dir_size holds %s tokens, fewer than one context (%s)",
+            f"{num_slots * pool.page_size:,}", f"{model.max_context:,}",
+        )  # fmt: skip
+    lock = lock_folder(kv_dir)
+    try:
+        folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
+        dtype = str(model.dtype).removeprefix("torch.")
+        exact = ", exact" * model.exact
+        about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
+        remove_others(kv_dir, folder, about)
+        return DiskStore(folder, pool, num_slots, about, lock)
+    except BaseException as error:
+        os.close(lock)
+        if isinstance(error, sqlite3.Error):
+            raise _refusal(kv_dir, error) from None
+        raise
+
+
+def _refusal(kv_dir: Path, error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"kv_dir {kv_dir} cannot be used: {first_sentence(error)}")

@@ -3,27 +3,28 @@
 The pages by which a waiting request goes on in the tier are read, so many bytes at a time, while
 others run. Once they are there, they are copied into the pool and published, as if they had been
 computed, and the request finds them as any other: one such piece a step, which is all that others
-wait for. What a load cannot bring (a page is gone, or is not what it was) is computed.
+wait for; what it takes is taken off the tokens that the step may compute. What a load cannot bring
+(a page is gone, or is not what it was) is computed.
 
-Whether loading from a disk pays is measured: bytes read a second against tokens computed a second,
+Whether loading pays is measured: bytes read and copied a second against tokens computed a second,
 both while running. What is cheaper to compute is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from radixcache.base import PrefixCache
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
+from radixcache.runtime.kv_offload.store import Rate, Store
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.tier import LowerTier, StoredPage
+from radixcache.tier import LoadCost, LowerTier, StoredPage
 
 if TYPE_CHECKING:
     from radixcache.runtime.engine.request import Sequence
@@ -34,34 +35,11 @@ _TRIES = 3
 _TRY_AGAIN = 16
 """Loads that would not pay, after which one is tried nevertheless: the disk may have been busy."""
 
-
 _MANY = 32
 """Tokens of a prefill, from which its time says what a token takes."""
 
 _WAIT = 0.005
 """Seconds for which an engine that has nothing to compute waits for a load at a time."""
-
-
-class Reader(Protocol):
-    """The store of a tier, as far as it reads."""
-
-    def read(self, pages: Items[StoredPage]) -> Future[torch.Tensor]:
-        """[n, page_bytes] uint8: the bytes of the first n pages that are what they were."""
-
-
-class Rate:
-    """Amounts a second, the latest counting most."""
-
-    def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
-
-    def note(self, amount: float, seconds: float) -> None:
-        """So much took so long."""
-        self._amount, self._seconds = 0.8 * self._amount + amount, 0.8 * self._seconds + seconds
-
-    def seconds(self, amount: float) -> float | None:
-        """How long an amount takes; None before anything was noted."""
-        return amount * self._seconds / self._amount if self._amount else None
 
 
 @dataclass
@@ -73,10 +51,6 @@ class _Load:
     end: int
     rows: Future[torch.Tensor]
     began: float
-    ended: float = 0.0
-
-    def note_end(self, _: Future[torch.Tensor]) -> None:
-        self.ended = perf_counter()
 
 
 class Loads:
@@ -85,40 +59,28 @@ class Loads:
     Args:
         cache: whose tier it is.
         tier: where the pages are.
-        reader: reads them.
+        store: reads them.
         pool: where they go.
-        most_bytes: read for a request at a time, and copied into the pool in one step.
-        most_loading: requests whose pages are read at the same time.
-        is_timed: whether the end of a read tells what it takes; else all loads pay.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        tier: LowerTier,
-        reader: Reader,
-        pool: KVPool,
-        *,
-        most_bytes: int = 64 << 20,
-        most_loading: int = 4,
-        is_timed: bool = True,
-    ) -> None:
-        self.tier = tier
-        self._most_pages = max(1, most_bytes // pool.page_bytes)
-        self._most_loading, self._is_timed = most_loading, is_timed
-        self.reading, self.computing = Rate(), Rate()
-        """Bytes, and prompt tokens."""
-        self._cache, self._reader, self._pool = cache, reader, pool
+    def __init__(self, cache: PrefixCache, tier: LowerTier, store: Store, pool: KVPool) -> None:
+        self.tier, self.store = tier, store
+        self._most_pages = max(1, store.most_bytes // pool.page_bytes)
+        self.copying, self.computing = Rate(), Rate()
+        """Bytes into the pool, and prompt tokens."""
+        self._cache, self._pool = cache, pool
         self._loads: dict[Sequence, _Load] = {}
         self._tries: dict[Sequence, int] = {}
         self._left: list[_Load] = []
         """Whose sequences have gone; their slots are still being read."""
         self._num_refused = 0
         self._step_is_full = False
+        self._seconds = self._uncharged = 0.0
+        """For which the step waits for loads; those that nobody has paid for."""
 
     def begin_step(self) -> None:
         """A step is being scheduled."""
-        self._step_is_full = False
+        self._step_is_full, self._seconds = False, 0.0
         for load in [load for load in self._left if load.rows.done()]:
             self._left.remove(load)
             self.tier.end_load(load.pages, loaded=False)
@@ -130,11 +92,12 @@ class Loads:
             return False
         if not load.rows.done() or self._step_is_full:
             return True
-        loaded = self._publish(sequence, load)
-        self._end(sequence, loaded=loaded > 0)
+        start, loaded = self._publish(sequence, load)
+        self.tier.end_load(self._loads.pop(sequence).pages, loaded=loaded > 0)
         if loaded:
             self._tries.pop(sequence, None)
-            sequence.num_loaded += loaded
+            seconds = perf_counter() - load.began
+            sequence.note_load(self.tier.medium, start, start + loaded, seconds)
             self._cache.stats.loaded_tokens += loaded
         return False
 
@@ -152,36 +115,50 @@ class Loads:
         first, most = start // size, self._most_pages
         if len(pages) > most:
             pages, end = pages[:most], (first + most) * size
-        if not self._pays(len(pages), end - start):
-            return False
+        if not self.cost(len(pages), end - start).pays:
+            self._num_refused += 1
+            if self._num_refused % _TRY_AGAIN:
+                return False
         is_coming = pages[0].readers > 0  # with another
-        if len(self._loads) < self._most_loading and not is_coming:
-            load = _Load(pages, first, end, self._reader.read(pages), perf_counter())
-            load.rows.add_done_callback(load.note_end)
-            self._loads[sequence] = load
+        if len(self._loads) < self.store.most_loading and not is_coming:
+            if self.store.in_stream:
+                self._wait_for(self.store.read_seconds(len(pages) * self._pool.page_bytes))
+            self._loads[sequence] = _Load(pages, first, end, self.store.read(pages), perf_counter())
             self._tries[sequence] = self._tries.get(sequence, 0) + 1
             self.tier.begin_load(pages)
         return True
 
-    def _pays(self, num_pages: int, num_tokens: int) -> bool:
-        load = self.reading.seconds(num_pages * self._pool.page_bytes)
-        compute = self.computing.seconds(num_tokens)
-        if load is None or compute is None or load < compute:
-            return True
-        self._num_refused += 1
-        return self._num_refused % _TRY_AGAIN == 0
+    def cost(self, num_pages: int, num_tokens: int) -> LoadCost:
+        """Of loading so many pages, and of computing so many tokens instead."""
+        size = num_pages * self._pool.page_bytes
+        read, copy = self.store.read_seconds(size), self.copying.seconds(size)
+        load = None if read is None or copy is None else read + copy
+        return LoadCost(load, self.computing.seconds(num_tokens))
 
-    def _publish(self, sequence: Sequence, load: _Load) -> int:
-        """Let the cache have what was read; returns how many tokens were new to it."""
+    def _wait_for(self, seconds: float | None) -> None:
+        self._seconds += seconds or 0.0
+        self._uncharged += seconds or 0.0
+
+    def charge(self, budget: int) -> int:
+        """What is left of the tokens that a step may compute: half of them at least, so that
+        requests go on."""
+        token = self.computing.seconds(1)
+        cost = 0 if token is None else int(self._uncharged / token)
+        self._uncharged = 0.0
+        return budget - min(cost, budget // 2)
+
+    def _publish(self, sequence: Sequence, load: _Load) -> tuple[int, int]:
+        """Let the cache have what was read; returns from where on, and how many tokens, are new to
+        it."""
         begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
         end = min(load.end, (load.first + len(rows)) * size)
         if end <= load.first * size:
-            return 0
+            return 0, 0
         lease = self._cache.acquire(sequence.tokens[: end + 1])
         try:
             start = lease.num_tokens
             if start // size < load.first or start >= end:  # what it goes on from is gone
-                return 0
+                return 0, 0
             self._cache.reserve(lease, end)
             table = lease.page_table[start // size : -(-end // size)]
             skipped = start // size - load.first
@@ -189,18 +166,14 @@ class Loads:
             lease.used = True  # it counts in no statistics
             self._cache.publish(lease, sequence.tokens[start:end], written=True)
             self._step_is_full = True
-            seconds = load.ended - load.began + perf_counter() - begun
-            if self._is_timed:
-                self.reading.note(rows.nbytes, seconds)
-            return lease.num_tokens - start
+            seconds = perf_counter() - begun
+            self.copying.note(rows.nbytes, seconds)
+            self._wait_for(seconds)
+            return start, lease.num_tokens - start
         except OutOfPages:
-            return 0
+            return 0, 0
         finally:
             self._cache.release(lease)
-
-    def _end(self, sequence: Sequence, *, loaded: bool) -> None:
-        load = self._loads.pop(sequence)
-        self.tier.end_load(load.pages, loaded=loaded)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was admitted, or has ended."""
@@ -214,8 +187,8 @@ class Loads:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step has taken so long, which prefilled so many tokens; few tell little."""
-        if num_tokens >= _MANY:
-            self.computing.note(num_tokens, seconds)
+        if num_tokens >= _MANY and seconds > self._seconds:
+            self.computing.note(num_tokens, seconds - self._seconds)
 
     def wait(self) -> None:
         """Until a load has ended, but not for long: nothing is to be computed before."""

@@ -1,105 +1,103 @@
-"""The tier on disk of one engine: opened when it is built, closed when it ends."""
+"""The tier below the pool of one engine: opened when it is built, closed when it ends."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.errors import InvalidRequest
 from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload import session
-from radixcache.runtime.kv_offload.disk import DiskStore
-from radixcache.runtime.kv_offload.files import lock_folder, remove_others
-from radixcache.runtime.kv_offload.fingerprint import fingerprint
+from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.sizes import format_memory
+from radixcache.runtime.model.progress import report
+from radixcache.runtime.sizes import format_memory, parse_memory
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.tier import LowerTier
 
-_log = logging.getLogger("radixcache")
+if TYPE_CHECKING:  # imports xxhash and sqlite3
+    from radixcache.runtime.engine.args import EngineArgs
+    from radixcache.runtime.kv_offload.disk import DiskStore
 
 
-class DiskOffload:
-    """Evicted pages of `cache` go to disk, and come back from there; also those of a process that
-    ran the same model before.
+class Offload:
+    """Evicted pages of `cache` go to a store, and come back from there.
 
     Args:
-        kv_dir: a folder for the pages of one model at a time, and for one process.
-        size: bytes of it.
-        name_or_path: of the model.
+        store: of pages of `pool`.
+        disk: the same, if it is one on disk.
 
-    Raises:
-        InvalidRequest: the folder is in use or cannot be written, or `size` is too small or too
-            large.
+    Attributes:
+        disk: where texts can be kept for the next process; None if nowhere.
     """
 
     def __init__(
-        self,
-        kv_dir: Path,
-        size: int,
-        model: PagedModel,
-        name_or_path: str,
-        cache: RadixCache,
-        pool: KVPool,
+        self, cache: RadixCache, pool: KVPool, store: Store, disk: DiskStore | None = None
     ) -> None:
-        self._cache = cache
-        num_slots = size // pool.page_bytes
-        if 0 < num_slots * pool.page_size < model.max_context:
-            _log.warning(
-                "kv_dir_size holds %s tokens, fewer than one context (%s)",
-                f"{num_slots * pool.page_size:,}", f"{model.max_context:,}",
-            )  # fmt: skip
-        if num_slots < 1:
-            raise InvalidRequest(
-                f"kv_dir_size of {size:,} bytes holds no page; one takes {pool.page_bytes:,}"
-            )
-        self._lock, store = lock_folder(kv_dir), None
-        try:
-            folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
-            dtype = str(model.dtype).removeprefix("torch.")
-            exact = ", exact" * model.exact
-            about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
-            remove_others(kv_dir, folder, about)
-            self.store = store = DiskStore(folder, pool, num_slots, about)
-            self.tier = LowerTier(num_slots, pool.page_size, self.store)
-            self.tier.restore(self.store.stored())
-        except BaseException as error:
-            if store is not None:
-                store.close([])
-            os.close(self._lock)
-            if isinstance(error, sqlite3.Error):
-                reason = first_sentence(error)
-                raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: {reason}") from None
-            raise
+        self._cache, self.store, self.disk = cache, store, disk
+        self.tier = LowerTier(store.num_slots, pool.page_size, store, store.medium)
+        self.tier.restore(store.stored())
         cache.lower = self.tier
-        self.loads = Loads(cache, self.tier, self.store, pool)
-        self._kv_dir = kv_dir
-        _log.info("KV on disk: %s", self.describe())
+        self.loads = Loads(cache, self.tier, store, pool)
 
     def describe(self) -> str:
         """Where, how much room, what is there, and what had no room; in one line."""
-        size, gone = format_memory(self.tier.num_slots * self.store.page_bytes), ""
-        if self.tier.num_evicted:
-            gone = f" ({self.tier.num_evicted:,} pages had no room)"
-        return f"{self._kv_dir} ({size}): {self.tier.num_tokens:,} tokens{gone}"
+        tier, gone = self.tier, ""
+        if tier.num_evicted:
+            gone = f" ({tier.num_evicted:,} pages had no room)"
+        size = format_memory(tier.num_slots * self.store.page_bytes)
+        room = tier.num_slots * tier.page_size
+        return f"KV {self.store.place} ({size}): {tier.num_tokens:,} of {room:,} tokens{gone}"
 
-    def close(self, turns: Conversations | None, prefixes: Iterable[session.Prefix]) -> None:
-        """Write all that is cached, for the next process; nothing changes the cache any more.
+    def close(
+        self, turns: Conversations | None = None, prefixes: Iterable[session.Prefix] = ()
+    ) -> None:
+        """End it; nothing changes the cache any more. To a disk, all that is cached is written for
+        the next process.
 
         Args:
             turns: how its conversations were tokenised.
             prefixes: what is pinned without a salt.
         """
-        self.store.is_closing = True
-        session.save(self.store, turns, prefixes)
-        self._cache.recover()
-        for namespace, name in self._cache.pins:
-            self._cache.unpin(name, namespace)
-        self._cache.evict(self._cache.pool.num_pages)
+        if self.disk is not None:
+            self.disk.is_closing = True
+            session.save(self.disk, turns, prefixes)
+            self._cache.recover()
+            for namespace, name in self._cache.pins:
+                self._cache.unpin(name, namespace)
+            self._cache.evict(self._cache.pool.num_pages)
         self.store.close(self.tier.in_order())
-        os.close(self._lock)
+
+
+def open_offload(
+    args: EngineArgs, name_or_path: str, model: PagedModel, cache: object, pool: KVPool
+) -> Offload | None:
+    """What `host_memory` or `kv_dir` asks for.
+
+    Raises:
+        InvalidRequest: the model has recurrent states, the memory cannot be had or holds no page,
+            or the folder cannot be used.
+    """
+    settings = {"host_memory": args.host_memory, "kv_dir": args.kv_dir}
+    asked = [name for name, value in settings.items() if value is not None]
+    if not asked:
+        return None
+    if model.bytes_per_state:
+        raise InvalidRequest(
+            f"{asked[0]} is not for model type {model.model_type!r}: its recurrent states are not "
+            "kept"
+        )
+    assert isinstance(cache, RadixCache)
+    if args.host_memory is not None:
+        report("pinning host memory", 1.0)
+        return Offload(cache, pool, HostStore(args.host_memory, pool))
+    from radixcache.runtime.kv_offload.disk import open_disk
+
+    report("reading the KV directory", 1.0)
+    folder, size = Path(args.kv_dir or "").expanduser(), parse_memory(args.kv_dir_size)
+    disk = open_disk(folder, size, model, name_or_path, pool)
+    return Offload(cache, pool, disk, disk)

@@ -13,15 +13,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.errors import RadixCacheError
-from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tool_calls import Call, ParsedMessage
+
+if TYPE_CHECKING:  # imports xxhash and sqlite3
+    from radixcache.runtime.kv_offload.disk import DiskStore
 
 _log = logging.getLogger("radixcache")
 

@@ -44,7 +44,7 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     `app.state.backend` is the `Backend` of the routes.
     """
     backend, stored = Backend(llm, options or ServerArgs()), ResponseStore()
-    disk = None if llm.offload is None else llm.offload.store
+    disk = None if llm.offload is None else llm.offload.disk
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

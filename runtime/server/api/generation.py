@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from radixcache.runtime.engine.explain import Miss
+from radixcache.runtime.engine.explain import Loaded, Miss
 from radixcache.runtime.engine.outputs import Delta, RequestOutput, find_repetition
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
@@ -189,17 +189,19 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     """What the engine has to say about a job that is finished, and OpenAI has no field for.
 
     ttft: seconds from the request's arrival to its first token.
-    loaded_tokens: of the cached ones, those that came up from disk.
+    loaded_tokens: of the cached ones, those that came up from a tier below the KV memory.
     drafted_tokens, accepted_tokens: that were computed before they were drawn, and those of them
         that were drawn.
-    explanation: of each prompt in turn, if it was asked for.
+    explanation: of each prompt in turn, if it was asked for: what was loaded, and what missed.
     repetitions: of each answer how many tokens it says again and again at its end, null if it does
         not; null as a whole if none does.
     """
     explanation = None
     if wants.explain:
-        misses = [miss for request in job.requests for miss in request.explanation or ()]
-        explanation = describe_misses(backend, misses, wants.prefix)
+        parts: list[Loaded | Miss] = []
+        for request in job.requests:
+            parts += [*request.sequences[0].loaded, *(request.explanation or ())]
+        explanation = describe_misses(backend, parts, wants.prefix)
     sequences = [sequence for request in job.requests for sequence in request.sequences]
     repetitions = [find_repetition(sequence.generated) for sequence in sequences]
     return {
@@ -212,8 +214,10 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
     }
 
 
-def describe_misses(backend: Backend, misses: Sequence[Miss], prefix: str | None) -> list[JSON]:
-    """Why tokens were not cached, for a client who has named this prefix, or none."""
+def describe_misses(
+    backend: Backend, misses: Sequence[Loaded | Miss], prefix: str | None
+) -> list[JSON]:
+    """What was loaded, and why tokens were not cached; for a client who named this prefix."""
     tokenizer = backend.llm.tokenizer
     if backend.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]

@@ -112,6 +112,7 @@ class Metrics:
                 prompt_tokens=len(request.prompt_token_ids),
                 cached_tokens=request.sequences[0].cached_tokens,
                 loaded_tokens=request.sequences[0].num_loaded,
+                load_seconds=sum(part.seconds for part in request.sequences[0].loaded),
                 ttft=request.ttft,
             )
             self.recent.append(recent)
@@ -188,7 +189,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
     tier = cache.lower
-    if (offload := llm.host or llm.offload) is not None and tier is not None:
+    if (offload := llm.offload) is not None and tier is not None:
         where = _MEDIA[tier.medium]
         counters["loaded_tokens"] = (f"Hit tokens that came up from {where}.", stats.loaded_tokens)
         for name, count in offload.store.counters._asdict().items():
@@ -234,7 +235,7 @@ _SLOTS = "Slots of KV pages in the tier below the KV memory."
 _LOWER = {
     "stored_pages": "KV pages written to {}.",
     "loaded_pages": "KV pages read from {} that were what was written.",
-    "dropped_pages": "KV pages not kept, because the {} was too slow.",
+    "dropped_pages": "KV pages not kept, because {} was too slow.",
     "failed_pages": "KV pages that could not be written, or were not what was written.",
 }
 _DRAFTS = {

@@ -115,5 +115,5 @@ function choose(index) {
 }
 
 const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached`
-  + (request.loaded_tokens ? ` (${count(request.loaded_tokens, "token")} loaded), ` : ", ")
+  + (request.loaded_tokens ? ` (${count(request.loaded_tokens, "token")} loaded in ${milliseconds(request.load_seconds)}), ` : ", ")
   + `TTFT ${milliseconds(request.ttft)}`;

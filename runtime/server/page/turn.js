@@ -125,11 +125,11 @@ function read({ usage, explanation }) {
   const numbers = [count(prompt, "prompt token"), `${format.format(cached)} cached`, `${format.format(computed)} computed`].join(", ");
   const unexplained = { start: cached, end: prompt, text: `${count(computed, "token")} computed` };
   const last = { start: prompt - 1, end: prompt, text: "the last token is computed for its logits" };
-  const misses = computed ? (explanation ? [...explanation, last] : [unexplained]) : [];
+  const misses = computed ? (explanation ? [...explanation, last] : [unexplained]) : explanation ?? [];
   return { numbers, misses, parts: strip(misses, prompt) };
 }
 
-/** A prompt from its first token to its last; what is in none of `misses` was cached. */
+/** A prompt from its first token to its last; what is in none of `misses` was cached, as was what is loaded. */
 function strip(misses, length) {
   const parts = make("div", { className: "strip" });
   const add = (name, tokens) => {
@@ -139,9 +139,9 @@ function strip(misses, length) {
     parts.append(part);
   };
   let position = 0;
-  for (const { start, end } of misses) {
+  for (const { reason, start, end } of misses) {
     add("hit", start - position);
-    add("miss", end - start);
+    add(reason === "loaded" ? "hit loaded" : "miss", end - start);
     position = end;
   }
   add("hit", length - position);

@@ -11,9 +11,10 @@ from radixcache.snapshot import Folded
 
 
 class MissedTokens(Body):
-    """Prompt tokens [start, end) that were not cached, why, and that in a sentence."""
+    """Prompt tokens [start, end) that were not cached, or had to be loaded: why, and that in a
+    sentence."""
 
-    reason: Reason
+    reason: Reason | Literal["loaded"]
     start: int
     end: int
     text: str
@@ -116,12 +117,13 @@ class CacheStatistics(Body):
 
 
 class RecentRequest(Body):
-    """What a request hit, how much of that was loaded from the tier below, and how long it waited
-    for its first token, in seconds."""
+    """What a request hit, how much of that was loaded from a tier below, how long that took, and
+    how long it waited for its first token, in seconds."""
 
     prompt_tokens: int
     cached_tokens: int
     loaded_tokens: int
+    load_seconds: float
     ttft: float
 
 

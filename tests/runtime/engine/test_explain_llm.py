@@ -26,6 +26,7 @@ from radixcache.runtime.engine.explain import REASONS, Explainer, Miss
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.tier import LoadCost
 from tests.engines import finish
 from tests.models import BYTES_PER_TOKEN, tiny_model
 from tests.scripted import make_tokenizer
@@ -56,12 +57,13 @@ def test_each_reason_is_one_sentence() -> None:
             "no state: 22 tokens from token 8 on, whose KV is cached, but the last recurrent state "
             "is kept before them"
         ),
-        Miss("on_host", 0, 4, 9): (
-            "in host memory: 4 tokens from token 0 on, from where they are loaded"
+        Miss("on_host", 0, 4, 9): "in host memory: 4 tokens from token 0 on, which are loaded",
+        Miss("on_disk", 0, 4, 9, computed=True): (
+            "on disk: 4 tokens from token 0 on, which are not loaded"
         ),
-        Miss("on_disk", 0, 4, 9): (
-            "on disk: 4 tokens from token 0 on, which are loaded where that is faster than to "
-            "compute them"
+        Miss("on_disk", 0, 4, 9, cost=LoadCost(0.02, 0.01)): (
+            "on disk: 4 tokens from token 0 on, which are computed, in some 10.0 ms: loading them "
+            "takes 20.0 ms"
         ),
         Miss("caching_off", 0, 4, 9): "caching is off: 4 tokens from token 0 on, computed before",
         Miss("diverged", 2, 5, 6, False, (1, 2), (3, 4, 5, 6), (7, 8), 3, 2): (

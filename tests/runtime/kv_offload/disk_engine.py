@@ -17,20 +17,24 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.store import Store
 from radixcache.tier import LowerTier, StoredPage
 from tests.engines import generated
 from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.traffic import Asked
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Slots that are written and read at once."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool, self.slots = pool, dict[int, torch.Tensor]()
+    medium, most_bytes, most_loading, in_stream = "disk", 64 << 20, 4, False
+
+    def __init__(self, pool: Any, num_slots: int = 0) -> None:
+        super().__init__(pool, num_slots)
+        self.slots = dict[int, torch.Tensor]()
 
     def save(self, pages: Items[int], stored: Items[StoredPage]) -> None:
-        rows = self.pool.read_pages(np.array(pages))
+        rows = self._pool.read_pages(np.array(pages))
         for row, page in zip(rows, stored, strict=True):
             self.slots[page.slot] = row
             page.state = "stored"
@@ -43,8 +47,11 @@ class MemoryStore:
     def clear(self) -> None:
         self.slots.clear()
 
+    def close(self, in_order: object) -> None:
+        pass
 
-def attach(engine: Engine, store: DiskStore | MemoryStore, slots: int) -> LowerTier:
+
+def attach(engine: Engine, store: Store, slots: int) -> LowerTier:
     """A tier below the pool of `engine`, which loads whatever it has."""
     cache, pool = engine.cache, engine.kv_pool
     assert isinstance(cache, RadixCache)

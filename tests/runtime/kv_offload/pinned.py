@@ -17,7 +17,8 @@ from radixcache import PagePool, RadixCache, SamplingParams
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.kv_offload.host import HostOffload
+from radixcache.runtime.kv_offload.host import HostStore
+from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from tests import pretend_cuda
 from tests.engines import generated
@@ -129,7 +130,7 @@ class Pinned:
         model: Any = DeviceHashModel()
         scheduler = Scheduler(cache, max_num_batched_tokens, max_num_seqs)
         self.engine = Engine(model, pool, cache, scheduler)
-        self.host = HostOffload(slots * pool.page_bytes, cache, pool)
+        self.host = Offload(cache, pool, HostStore(slots * pool.page_bytes, pool))
         self.store, self.tier = self.host.store, self.host.tier
         for owner, name in ((self.store, "save"), (self.store, "read"), (pool, "write_pages")):
             setattr(owner, name, self._without_waiting(getattr(owner, name)))

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,8 @@ from radixcache.runtime.engine import build
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.kv_offload import host
-from radixcache.runtime.kv_offload.host import HostOffload
+from radixcache.runtime.kv_offload.host import HostStore
+from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.tier import StoredPage
@@ -52,7 +54,7 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
     for most in (1, 3, 1000):  # pages of a load, and of a copy down
         page_size, tokens = rng.choice([1, 3, 4, 16]), rng.choice([130, 170, 400])
         size = page_size * 5 * 8
-        monkeypatch.setattr(host, "MOST_BYTES", most * size)
+        monkeypatch.setattr(HostStore, "most_bytes", most * size)
         monkeypatch.setattr(host, "_DOWN", most * size)
         engine = Pinned(
             device,
@@ -110,7 +112,7 @@ def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
 def test_a_long_prompt_comes_up_in_bounded_pieces(
     device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "MOST_BYTES", 2 * 4 * 5 * 8)
+    monkeypatch.setattr(HostStore, "most_bytes", 2 * 4 * 5 * 8)
     monkeypatch.setattr(host, "_DOWN", 3 * 4 * 5 * 8)
     engine = Pinned(device)
     engine.answer(TEXT)
@@ -140,12 +142,34 @@ def test_one_request_at_a_time_is_loaded(
     assert len(reads) == 3
 
 
-def test_loads_pay_however_fast_the_gpu_computes(device: PinnedDevice) -> None:
+def test_what_is_cheaper_to_compute_is_computed(device: PinnedDevice) -> None:
     engine = Pinned(device)
-    for loaded in (0, len(TEXT) - 1, len(TEXT) - 1):
-        engine.host.loads.computing.note(1e12, 1e-9)
+    loads = engine.host.loads
+    for speed, loaded in ((1e-9, 0), (1e-9, len(TEXT) - 1), (1e9, 0), (1e-9, len(TEXT) - 1)):
+        for _ in range(200):  # outweigh what was measured
+            loads.computing.note(1e6, 1e6 / speed)
         assert engine.answer(TEXT) == (greedy(TEXT, 4), loaded)
+        pages, _ = engine.tier.find(np.array(TEXT, np.int32), 0)
+        assert not pages or loads.cost(len(pages), 24).pays == (speed < 1)
         evict_all(engine)
+    assert loads.cost(7, 24).load is not None, "by the events around the copies"
+
+
+def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> None:
+    engine = Pinned(device, max_num_batched_tokens=40)
+    loads, long = engine.host.loads, [5] * 60
+    engine.answer(TEXT)
+    evict_all(engine)
+    loads.store.reading.note(1, 1e-9)
+    loads.computing.note(1e9, 1.0)
+    loads._wait_for(10e-9)  # as long as 10 tokens
+    assert loads.charge(40) == 30 and loads.charge(40) == 40, "once"
+    loads._wait_for(1.0)
+    assert loads.charge(40) == 20, "half is left"
+    loads._wait_for(1.0)
+    request = engine.engine.add_request(long, SamplingParams(temperature=0, max_tokens=1))
+    engine.engine.step()
+    assert request.prefilled_tokens == 20
 
 
 def test_a_gpu_without_memory_for_copies_computes(device: PinnedDevice) -> None:
@@ -201,7 +225,7 @@ def test_memory_that_cannot_be_pinned_is_refused(device: PinnedDevice) -> None:
     device.code = 0
     engine = Pinned(device)
     with pytest.raises(InvalidRequest, match="hold no page"):
-        HostOffload(1, engine.engine.cache, engine.engine.kv_pool)  # type: ignore[arg-type]
+        HostStore(1, engine.engine.kv_pool)
 
 
 @pytest.mark.parametrize(
@@ -257,9 +281,9 @@ def test_an_llm_tells_what_came_from_host_memory(
         assert samples["radixcache_host_loaded_pages_total"] == 7
         assert samples["radixcache_host_stored_pages_total"] >= 7
         assert not samples["radixcache_host_failed_pages_total"]
-        assert llm.host is not None
+        assert llm.offload is not None
         slots = sum(samples[f"radixcache_host_pages{state}"] for state in ("used", "free"))
-        assert slots == llm.host.tier.num_slots
+        assert slots == llm.offload.tier.num_slots
     assert not device.registered, "given back"
 
 
@@ -272,8 +296,8 @@ def test_copies_and_graphs_over_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_
         )
         engine = engines.make_engine(path, page_size=4, num_pages=40, max_num_seqs=4)
         assert isinstance(engine.cache, RadixCache)
-        size = 200 * engine.kv_pool.page_bytes
-        offload = HostOffload(size, engine.cache, engine.kv_pool)
+        pool = engine.kv_pool
+        offload = Offload(engine.cache, pool, HostStore(200 * pool.page_bytes, pool))
         engine.scheduler.loads = offload.loads
         stems = [[rng.randrange(250) for _ in range(40)] for _ in range(8)]
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -305,4 +329,4 @@ def test_a_gpu_has_room_for_what_is_loaded(device: PinnedDevice, tmp_path: Path)
 def test_the_slots_are_pinned_as_they_are(device: PinnedDevice) -> None:
     engine = Pinned(device, slots=7)
     assert [*device.registered.values()] == [7 * engine.store.page_bytes]
-    assert engine.store._slots.dtype == torch.uint8
+    assert isinstance(engine.store, HostStore) and engine.store._slots.dtype == torch.uint8

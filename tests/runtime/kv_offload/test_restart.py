@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from signal import SIGINT, SIGTERM
@@ -89,16 +90,52 @@ def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
         assert ask(llm, TABLE)[1:] == (0, 0)
 
 
-def test_what_is_on_disk_is_explained(tmp_path: Path) -> None:
+def test_what_is_on_disk_and_what_was_loaded_is_explained(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         ask(llm, TABLE)
     with open_llm(tmp_path) as llm:
-        length = len(llm.encode(TABLE))
+        length, offload = len(llm.encode(TABLE)), llm.offload
+        assert offload is not None and offload.disk is not None
         told = llm.explain(TABLE + "Who?")
         assert told.misses[0].reason == "on_disk" and len(told.misses[0]) == length
-        assert f"on disk: {length:,} tokens from token 0 on" in str(told)
-        ask(llm, TABLE + "Who?")
+        assert f"on disk: {length:,} tokens from token 0 on, which are loaded" in str(told)
+        request, metrics = explained(llm, TABLE + "Who?")
+        (loaded,) = request.sequences[0].loaded
+        assert (loaded.start, loaded.end, loaded.medium) == (0, length, "disk")
+        assert metrics.loaded_tokens == length and 0 < metrics.load_seconds == loaded.seconds
+        assert loaded.seconds < request.ttft
+        assert loaded.describe() == f"loaded from disk: {length:,} tokens, {_ms(loaded.seconds)}"
+        assert {miss.reason for miss in request.explanation} == {"first_seen"}
         assert llm.explainer.missed_tokens["on_disk"] == 0, "they were loaded"
+        llm.call(lambda: llm.cache.evict(llm.cache.pool.num_pages))
+        offload.disk.flush()
+        for _ in range(200):  # outweigh what was measured
+            offload.loads.computing.note(1e6, 1e-6)
+        told = llm.explain(TABLE + "Who?")
+        sentence = told.misses[0].describe()
+        assert re.search(r"computed, in some 0\.0 ms: loading them takes \d+\.\d ms", sentence)
+        request, metrics = explained(llm, TABLE + "Who?")
+        assert metrics.loaded_tokens == 0 and not request.sequences[0].loaded
+        assert request.explanation[0].reason == "on_disk"
+        assert "computed, in some" in request.explanation[0].describe()
+
+
+def explained(llm: LLM, prompt: str) -> tuple[Any, Any]:
+    """A request after its end, and its metrics."""
+    seen, add = [], llm.engine.add_request
+
+    def watched(*args: Any, **more: Any) -> Any:
+        seen.append(add(*args, **more))
+        return seen[-1]
+
+    llm.engine.add_request = watched  # type: ignore[method-assign]
+    (output,) = llm.generate(prompt, GREEDY)
+    llm.engine.add_request = add  # type: ignore[method-assign]
+    return seen[0], output.metrics
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
 
 
 def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
@@ -131,11 +168,15 @@ def test_a_server_that_is_stopped_keeps_all(tmp_path: Path, signal: int) -> None
         assert http.get(f"{url}/v1/responses/{gone['id']}").status_code == 404
         assert http.get(f"{url}/v1/responses/{first['id']}").json() == first
         more = {"input": "And 8?", "previous_response_id": first["id"], "max_output_tokens": 1}
-        usage = http.post(f"{url}/v1/responses", json=more).json()["usage"]
+        answer = http.post(f"{url}/v1/responses", json={**more, "explain": True}).json()
+        usage, loaded = answer["usage"], answer["radixcache"]["explanation"][0]
         cached = usage["input_tokens_details"]["cached_tokens"]
         assert cached >= first["usage"]["total_tokens"] - 2, "the end of the turn, and the last"
         recent = http.get(f"{url}/v1/cache").json()["recent"]
         assert [request["loaded_tokens"] for request in recent] == [cached]
+        assert [loaded[name] for name in ("reason", "start", "end")] == ["loaded", 0, cached]
+        assert loaded["text"].startswith(f"loaded from disk: {cached:,} tokens, ")
+        assert 0 < recent[0]["load_seconds"] < recent[0]["ttft"]
 
 
 def change_one_weight(model: Path) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""What the stores of KV pages below a pool have in common: they count, and time their reads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.tier import Medium, StoredPage
+
+
+class Rate:
+    """Amounts a second, the latest counting most."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        """So much took so long."""
+        self._amount, self._seconds = 0.8 * self._amount + amount, 0.8 * self._seconds + seconds
+
+    def seconds(self, amount: float) -> float | None:
+        """How long an amount takes; None before anything was noted."""
+        return amount * self._seconds / self._amount if self._amount else None
+
+
+class Counters(NamedTuple):
+    """What a store has done."""
+
+    stored_pages: int = 0
+    loaded_pages: int = 0
+    dropped_pages: int = 0
+    """Not kept, because the store was too slow."""
+    failed_pages: int = 0
+    """Not written, or not as they were when they were read."""
+
+
+class Store(ABC):
+    """The slots of a tier; a `PageStore` that is read, too.
+
+    Attributes:
+        most_bytes: that are read for a request at a time, and copied into the pool in one step.
+        most_loading: requests whose pages are read at the same time.
+        in_stream: steps wait for what is read; else threads read.
+        place: where it is, for people.
+    """
+
+    medium: ClassVar[Medium]
+    most_bytes: ClassVar[int]
+    most_loading: ClassVar[int]
+    in_stream: ClassVar[bool]
+    place: str
+
+    def __init__(self, pool: KVPool, num_slots: int) -> None:
+        self._pool, self.num_slots, self.page_bytes = pool, num_slots, pool.page_bytes
+        self.counters, self.reading = Counters(), Rate()
+        self._lock = Lock()
+
+    def stored(self) -> list[StoredPage]:
+        """What is there from before, least recently used first."""
+        return []
+
+    @abstractmethod
+    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+        """See `PageStore`."""
+
+    @abstractmethod
+    def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
+        """[n, page_bytes] uint8: the bytes of the first n pages that are what they were."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """See `PageStore`."""
+
+    @abstractmethod
+    def close(self, in_order: Iterable[StoredPage]) -> None:
+        """End it; `in_order` are the pages, the next to be evicted first."""
+
+    def read_seconds(self, size: int) -> float | None:
+        """How long it takes to read so many bytes, as measured; None before anything was."""
+        return self.reading.seconds(size)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            now = self.counters._asdict()
+            self.counters = Counters(**{n: count + more.get(n, 0) for n, count in now.items()})
