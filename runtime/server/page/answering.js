@@ -51,6 +51,7 @@ export async function receive(messages, answer, signal, draw) {
   const tokens = reply.usage.completion_tokens;
   if (first) reply.ttft ??= (first - start) / 1000; // else the server's own
   if (reply.accepted) reply.perStep = tokens / (tokens - reply.accepted);
-  if (chunks > 1 && latest > first) reply.rate = (1000 * tokens * (1 - 1 / chunks)) / (latest - first);
+  const later = reply.accepted ? tokens * (1 - 1 / chunks) : tokens - 1; // than the first that came
+  if (later > 0 && latest > first) reply.rate = (1000 * later) / (latest - first);
   return reply;
 }
