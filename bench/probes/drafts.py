@@ -149,9 +149,11 @@ def recorded(rows: dict[str, list[Recorded]], seed: int) -> Iterator[Row]:
             ScriptedEngine(model, pool, parse_scheme("radix-16"), serving)
             for pool, serving in zip(pools, servings, strict=True)
         ]
+        again = Row(f"{name}, again")
         for record in records:
-            in_turns(row, [partial(replay, engine, record) for engine in engines])
-        yield row
+            for kind in (row, again):
+                in_turns(kind, [partial(replay, engine, record) for engine in engines])
+        yield from (row, again)
 
 
 def replay(engine: ScriptedEngine, record: Recorded) -> Run:
