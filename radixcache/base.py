@@ -297,6 +297,10 @@ class PrefixCache(ABC):
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages that no lease uses; returns how many became free."""
 
+    def would_evict(self, num_pages: int) -> bool:
+        """Whether something cached must go for so many new pages. O(num_pages)."""
+        return num_pages > self.pool.num_free
+
     @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
         """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`.

@@ -206,7 +206,8 @@ class Scheduler:
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
         missing = -(-(end - lease.capacity) // self.cache.page_size)
-        if 0 < missing < self.cache.pool.num_free:  # one more, for a page that may be copied
+        # One page more, for one that may be copied.
+        if missing > 0 and not self.cache.would_evict(missing + 1):
             self.cache.reserve(lease, end)
         return min(count, lease.capacity - sequence.num_computed)
 

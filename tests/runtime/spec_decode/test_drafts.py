@@ -15,6 +15,7 @@ from radixcache.kernels.native.library import problem
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
 from tests.cover import covering
 from tests.drafts import RandomProposer, speculate
@@ -116,6 +117,29 @@ def ask_like(rng: random.Random) -> Any:
     return ask
 
 
+def hold_to_what_is_left(scheduler: Scheduler) -> None:
+    """Drafts stay within the step's budget, and for none of them is anything evicted or put back."""
+    schedule, reserve = scheduler.schedule, scheduler._reserve_draft
+
+    def checked() -> list[Chunk]:
+        chunks = schedule()
+        if any(len(chunk.draft) for chunk in chunks):
+            cost = sum(chunk.cost + len(chunk.draft) for chunk in chunks)
+            rows = sum(1 + len(chunk.draft) for chunk in chunks if chunk.is_last)
+            assert cost <= scheduler.max_num_batched_tokens and rows <= scheduler.max_rows
+        return chunks
+
+    def reserve_draft(sequence: Sequence, count: int) -> int:
+        before = scheduler.cache.stats.evicted_pages, scheduler.num_preemptions
+        room = reserve(sequence, count)
+        assert (scheduler.cache.stats.evicted_pages, scheduler.num_preemptions) == before
+        assert sequence.num_computed + room <= sequence.max_length
+        return room
+
+    scheduler.schedule = checked  # type: ignore[method-assign]
+    scheduler._reserve_draft = reserve_draft  # type: ignore[method-assign]
+
+
 def play_with_drafts(engine: Engine, seed: int, kind: str, num_requests: int) -> Counter[str]:
     rng, reference = random.Random(seed), Reference()
     if kind == "real":
@@ -124,6 +148,8 @@ def play_with_drafts(engine: Engine, seed: int, kind: str, num_requests: int) ->
         drafts = random.Random(seed)
         proposer = RandomProposer(drafts, reference.answer, VOCAB, engine.model.eos_token_ids)
         engine.scheduler.proposer = proposer
+
+    hold_to_what_is_left(engine.scheduler)
 
     def verify(request: Request) -> None:
         assert told(request) == reference(request), f"seed {seed}: {request.params}"
