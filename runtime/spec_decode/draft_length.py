@@ -29,7 +29,7 @@ _DECAY = 0.99  # of a step's weight, with each step after it
 _FIT_EVERY = 16  # steps
 _GUESS = (0.95, 0.0, 0.05)  # F, J and r before steps have told them, over the time of a step
 _GUESSED = 0.5  # steps that the guess counts for
-_CAUTION = 1.25  # times the cost: what chances promise, drafts do not keep in full
+CAUTION = 1.25  # times the cost: what chances promise, drafts do not keep in full
 _OUTLIER = 4.0  # times the mean: something else has run
 
 _CHANCES: dict[Source, tuple[float, ...]] = {
@@ -114,4 +114,4 @@ class DraftLength:
         fixed, jump, row = self._fit
         alone = num_sequences == 1
         token = (fixed + (0 if alone else jump)) / num_sequences + row
-        return _CAUTION * row / token, _CAUTION * jump / token if alone else 0.0
+        return CAUTION * row / token, CAUTION * jump / token if alone else 0.0

@@ -118,7 +118,7 @@ def ask_like(rng: random.Random) -> Any:
 
 
 def hold_to_what_is_left(scheduler: Scheduler) -> None:
-    """Drafts stay within the step's budget, and for none of them is anything evicted or put back."""
+    """Drafts stay within the step's budget; for none of them is anything evicted or put back."""
     schedule, reserve = scheduler.schedule, scheduler._reserve_draft
 
     def checked() -> list[Chunk]:
