@@ -116,7 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
-    engine("--speculate", action="store_true", help="draft tokens from earlier texts")
+    engine("--speculate", action="store_true", help="draft tokens from earlier texts (no drafts)")
     engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
     add("--seed", type=int, default=0, metavar="N")
     add("--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})")
@@ -221,6 +221,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest(f"--states must be from 2 to {_MOST_STATES}, not {args.states}")
     if args.states is not None and (args.level != "index" or args.replicas):
         raise InvalidRequest("--states are simulated, of one replica: --level index alone")
+    if args.speculate and args.level == "index":
+        raise InvalidRequest("--speculate needs a model: --level engine or both")
     if args.seed < 0:
         raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
     if (args.file is None) != (args.format is None):
@@ -325,6 +327,8 @@ def _settings(
         "bytes a token": token_bytes,
         "machine": conditions(),
     }
+    if args.speculate:
+        settings["drafts"] = "at engine level"
     if args.replicas is not None:
         del settings["schedule"], settings["tokens a step"]
         settings |= {

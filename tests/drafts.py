@@ -7,13 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
-import numpy as np
-
-from radixcache.runtime.engine.build import before_publish
+from radixcache.runtime.engine.build import _before_publish
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Sequence
-from radixcache.runtime.spec_decode.draft_length import DraftLength, Source
+from radixcache.runtime.spec_decode.draft_length import DraftLength, Kind
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 
 
@@ -25,7 +23,7 @@ class Always(DraftLength):
     def note_step(self, rows: int, seconds: float) -> None:
         pass
 
-    def chances(self, source: Source, match: int, count: int, least: float) -> list[float]:
+    def chances(self, kind: Kind, match: int, count: int, least: float) -> list[float]:
         return [1.0] * count
 
 
@@ -39,7 +37,7 @@ class RandomProposer(DraftProposer):
         vocab_size: int,
         end_tokens: list[int],
     ) -> None:
-        super().__init__(lambda *_: np.empty(0, np.int32), end_tokens)
+        super().__init__(lambda *_: [], end_tokens)
         self.length = Always()
         self._rng, self._answer, self._vocab_size = rng, answer, vocab_size
 
@@ -59,8 +57,8 @@ class RandomProposer(DraftProposer):
 def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
     """Let an engine draft as an `LLM` does, however much it costs."""
     explainer = Explainer(engine.cache, num_tokens)
-    proposer = DraftProposer(explainer.continuation, engine.model.eos_token_ids)
+    proposer = DraftProposer(explainer.continuations, engine.model.eos_token_ids)
     proposer.length = Always()
     engine.scheduler.proposer = proposer
-    engine.scheduler.on_publish = partial(before_publish, explainer, proposer)
+    engine.scheduler.on_publish = partial(_before_publish, explainer, proposer)
     return proposer

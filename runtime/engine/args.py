@@ -22,6 +22,11 @@ def _is_memory(amount: Any) -> bool:
         return False
 
 
+def _auto_or_off(value: Any) -> Any:
+    """YAML reads `off` as False."""
+    return {"False": "off", "True": "auto"}[str(value)] if isinstance(value, bool) else value
+
+
 _COUNT = Rule(lambda n: isinstance(n, int | np.integer) and bool(n >= 1), "must be at least 1")
 _MEMORY = Rule(_is_memory, "must be an amount like 2GB or 512MiB, or bytes")
 
@@ -86,7 +91,9 @@ class EngineArgs:
     max_num_seqs: int = setting(64, "running sequences", metavar="N", rule=_COUNT)
     schedule_policy: Literal["lpm", "fcfs"] = setting("lpm", "order of admission")
     speculate: Literal["auto", "off"] = setting(
-        "auto", "draft no tokens from what was said before (they are where that is faster)"
+        "auto",
+        "no drafts: else what was said before is tried several tokens a step, where that pays",
+        parse=_auto_or_off,
     )
     seed: int = setting(0, "of the sampling noise", flag=False)
     kv_events_config: Mapping[str, Any] | str | KVEventsConfig | None = setting(

@@ -116,7 +116,7 @@ def build_engine(args: EngineArgs) -> Built:
         )
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         if args.speculate == "auto" and states is None:
-            scheduler.proposer = DraftProposer(explainer.continuation, model.eos_token_ids)
+            scheduler.proposer = DraftProposer(explainer.continuations, model.eos_token_ids)
         engine = Engine(
             model,
             pool,
@@ -128,7 +128,7 @@ def build_engine(args: EngineArgs) -> Built:
             grammars,
         )
         engine.capture_graphs()
-        scheduler.on_publish = partial(before_publish, explainer, scheduler.proposer)
+        scheduler.on_publish = partial(_before_publish, explainer, scheduler.proposer)
         params = _default_params(model.generation_config)
         offload = open_offload(args, model_path(args), model, cache, pool)
         if offload is not None:
@@ -229,7 +229,7 @@ def load(args: EngineArgs) -> PagedModel:
     return future.result()
 
 
-def before_publish(
+def _before_publish(
     explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
 ) -> None:
     """Explain a request when it is admitted, and remember what is computed of it."""

@@ -353,10 +353,10 @@ class Engine:
             if self.scheduler.loads is not None:
                 self.scheduler.loads.wait()
             return None
-        hits = [chunk for chunk in chunks if not chunk.num_new]
-        chunks = [chunk for chunk in chunks if chunk.num_new]
+        hits = [chunk for chunk in chunks if not chunk.num_tokens]
+        chunks = [chunk for chunk in chunks if chunk.num_tokens]
         if chunks:
-            self._num_prefilled = sum(max(0, chunk.num_tokens - 1) for chunk in chunks)
+            self._num_prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
             if not self._num_prefilled:
                 self._num_rows = sum(chunk.num_new for chunk in chunks)
             chunks, batch = self._batch(chunks)
@@ -367,11 +367,11 @@ class Engine:
         if self.scheduler.states is not None:
             self.scheduler.states.index.commit()
         logits = self._score(chunks + hits, logits)
-        ends = [chunk for chunk in chunks + hits if chunk.is_last]
-        logits = self._with_cached_logits(ends, logits)
+        ends = [chunk for chunk in chunks if chunk.is_last]
+        logits = self._with_cached_logits(ends, hits, logits)
         rows = [
             Row(chunk.sequence, chunk.draft[:count])
-            for chunk in ends
+            for chunk in ends + hits
             for count in range(1 + len(chunk.draft))
         ]
         return self.sampler.sample(rows, logits)
@@ -457,7 +457,7 @@ class Engine:
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         ends = np.cumsum([chunk.num_new for chunk in chunks])
         wanted = [
-            np.arange(end - min(chunk.num_new, 1 + len(chunk.draft)), end)
+            np.arange(end - 1 - len(chunk.draft), end)
             for chunk, end in zip(chunks, ends, strict=True)
             if chunk.is_last
         ]
@@ -510,24 +510,20 @@ class Engine:
                 sequence.scoring = None
         return sampled
 
-    def _with_cached_logits(self, ends: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
-        """`logits`, those of `ends` that were computed, and before each hit the row kept for it.
+    def _with_cached_logits(
+        self, ends: list[Chunk], hits: list[Chunk], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """`logits`, those of `ends` and their drafts, and after them the rows kept for `hits`.
 
         Of `logits`, those at the ends of prompts are kept from now on.
         """
         kept = self.scheduler.kept
         if kept is None:
             return logits
-        rows, new, start = [], [], 0
+        rows = [kept.use(chunk.sequence.request.prompt_key)[None] for chunk in hits]
+        start = 0
         for chunk in ends:
-            key, is_hit = chunk.sequence.request.prompt_key, not chunk.num_tokens
-            end = start + len(chunk.draft) + (not is_hit)
-            if is_hit:
-                rows.append(kept.use(key)[None])
-            elif chunk.ends_prompt:
-                new.append((key, logits[start]))
-            rows.append(logits[start:end])
-            start = end
-        for key, row in new:  # after all hits, whose rows may go for these
-            kept.keep(key, row)
-        return torch.cat(rows) if any(not chunk.num_tokens for chunk in ends) else logits
+            if chunk.ends_prompt:
+                kept.keep(chunk.sequence.request.prompt_key, logits[start])
+            start += 1 + len(chunk.draft)
+        return torch.cat([logits, *rows]) if rows else logits

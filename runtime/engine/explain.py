@@ -312,10 +312,11 @@ class Explainer:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
         self._known.remember(tokens, namespace)
 
-    def continuation(self, tokens: Tokens, namespace: Hashable, count: int) -> Tokens:
-        """Up to `count` tokens that came after all of `tokens`, the last time. O(len(tokens))."""
-        known, after = self._known.follow(tokens, namespace, count)
-        return after[0] if after and known == len(tokens) else tokens[:0]
+    def continuations(self, tokens: Tokens, namespace: Hashable, count: int) -> list[Tokens]:
+        """Up to `count` tokens that came after all of `tokens`, the newest of at most `BRANCHES`
+        texts first. O(len(tokens))."""
+        known, texts = self._known.follow(tokens, namespace, count, BRANCHES)
+        return texts if known == len(tokens) else []
 
     def check(self) -> None:
         """Verify the invariants of the ghost index. O(everything)."""

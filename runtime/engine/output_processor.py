@@ -57,8 +57,7 @@ class OutputProcessor:
             sequence.num_first = sequence.num_first or len(sequence.generated)
             if draft:
                 assert self._scheduler.proposer is not None
-                refused = not goes_on and accepted < len(draft)
-                self._scheduler.proposer.learn(sequence, len(draft), accepted, refused)
+                self._scheduler.proposer.learn(sequence, len(draft), accepted)
 
     def _can_go_on(self, sequence: Sequence, highest: float) -> bool:
         """Whether a token may be appended that was drawn where this is the highest logit; the

@@ -192,7 +192,8 @@ class Scheduler:
     def _with_drafts(
         self, proposer: DraftProposer, chunks: list[Chunk], budget: int
     ) -> list[Chunk]:
-        ends = [chunk.sequence for chunk in chunks if chunk.is_last]
+        # A prompt that is cached in full has its first token at once, and nothing to wait for.
+        ends = [chunk.sequence for chunk in chunks if chunk.is_last and chunk.num_tokens]
         drafts = proposer.propose(ends, min(budget, self.max_rows - len(ends))) if ends else {}
         with_drafts = []
         for chunk in chunks:

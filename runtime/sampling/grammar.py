@@ -140,13 +140,12 @@ class Grammar:
         matcher, width = self.follow(said), 4 * bits.shape[1]
         if matcher is None:
             return False
-        state, self._state = self._state, None  # if this is cut off, the tokens are read anew
+        if len(draft):  # rolling back over an end breaks a matcher
+            matcher = matcher.deep_copy()
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, width)
         for place, token in enumerate(draft.tolist(), start=1):
             matcher.consume_token(token)
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data + place * width, width)
-        matcher.rollback(len(draft))
-        self._state = state
         return True
 
     def forced(self, said: Tokens) -> list[int]:

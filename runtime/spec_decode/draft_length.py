@@ -22,9 +22,12 @@ Source = Literal["tree", "suffix"]
 
 SOURCES: tuple[Source, ...] = get_args(Source)
 
+Kind = tuple[Source, bool]
+"""A source, and whether tokens are sampled at a temperature above 0."""
+
 _POSITIONS = 3  # the first token of a draft, the second, and any other
 _MEMORY = 200  # observations of a chance; then they count half
-_PRIOR = 8  # observations that a chance before any is worth
+_PRIOR = 4  # observations that a chance before any is worth
 _DECAY = 0.99  # of a step's weight, with each step after it
 _FIT_EVERY = 16  # steps
 _GUESS = (0.95, 0.0, 0.05)  # F, J and r before steps have told them, over the time of a step
@@ -43,24 +46,25 @@ class DraftLength:
     """Learns chances and step times, and from them how long drafts should be."""
 
     def __init__(self) -> None:
-        self._tried: dict[Source, list[list[float]]] = {}
-        self._accepted: dict[Source, list[list[float]]] = {}
+        self._tried: dict[Kind, list[list[float]]] = {}
+        self._accepted: dict[Kind, list[list[float]]] = {}
         for source, chances in _CHANCES.items():
-            self._tried[source] = [[float(_PRIOR)] * _POSITIONS for _ in chances]
-            self._accepted[source] = [
-                [_PRIOR * (1 - (1 - chance) / (1 + at)) for at in range(_POSITIONS)]
-                for chance in chances
-            ]
+            for kind in ((source, False), (source, True)):
+                self._tried[kind] = [[float(_PRIOR)] * _POSITIONS for _ in chances]
+                self._accepted[kind] = [
+                    [_PRIOR * (1 - (1 - chance) / (1 + at)) for at in range(_POSITIONS)]
+                    for chance in chances
+                ]
         self._sums = [0.0] * 8
         self._num_steps = 0
         self._fit = [*_GUESS]
         """F, J and r, in seconds; before any step in any unit."""
 
-    def chances(self, source: Source, match: int, count: int, least: float) -> list[float]:
+    def chances(self, kind: Kind, match: int, count: int, least: float) -> list[float]:
         """That a draft of `count` tokens is right up to each of them, behind a match of that
         length; as far as they are greater than `least`."""
-        accepted = self._row(self._accepted, source, match)
-        tried = self._row(self._tried, source, match)
+        accepted = self._row(self._accepted, kind, match)
+        tried = self._row(self._tried, kind, match)
         chance, found = 1.0, []
         for place in range(count):
             at = min(place, _POSITIONS - 1)
@@ -70,13 +74,11 @@ class DraftLength:
             found.append(chance)
         return found
 
-    def learn(self, source: Source, match: int, accepted: int, refused: bool) -> None:
-        """A draft's first tokens were accepted, and then one refused, or nothing was seen."""
+    def learn(self, kind: Kind, match: int, accepted: int, refused: bool) -> None:
+        """A draft's first tokens were accepted, and then one refused, or none was left."""
         for place in range(accepted + refused):
             at = min(place, _POSITIONS - 1)
-            right, tried = (
-                self._row(sums, source, match) for sums in (self._accepted, self._tried)
-            )
+            right, tried = (self._row(sums, kind, match) for sums in (self._accepted, self._tried))
             tried[at] += 1
             right[at] += place < accepted
             if tried[at] > _MEMORY:
@@ -84,8 +86,8 @@ class DraftLength:
                 right[at] /= 2
 
     @staticmethod
-    def _row(sums: dict[Source, list[list[float]]], source: Source, match: int) -> list[float]:
-        return sums[source][min(match, MAX_MATCH).bit_length() - 1 if match else 0]
+    def _row(sums: dict[Kind, list[list[float]]], kind: Kind, match: int) -> list[float]:
+        return sums[kind][min(match, MAX_MATCH).bit_length() - 1 if match else 0]
 
     def note_step(self, rows: int, seconds: float) -> None:
         """A step without prefill has computed so many tokens in so many seconds."""

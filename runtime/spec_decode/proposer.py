@@ -42,21 +42,21 @@ LOOK_UP_SHARE = 0.01
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
-Continue = Callable[[Tokens, Hashable, int], Tokens]
-"""Up to so many tokens that came after all of a text in a namespace."""
+Continue = Callable[[Tokens, Hashable, int], list[Tokens]]
+"""Up to so many tokens that came after all of a text in a namespace, once or several times."""
 
 
 class DraftState:
     """What is known of one sequence; whatever is cut off, it is at worst a worse draft."""
 
-    __slots__ = ("is_idle", "match", "num_indexed", "path", "path_start", "segment", "source")
+    __slots__ = ("is_idle", "match", "num_indexed", "path_start", "paths", "segment", "source")
 
     def __init__(self) -> None:
         self.num_indexed: int | None = None
         """Leading tokens that the suffix index has; None before any is computed."""
         self.segment: Segment | None = None
-        self.path: Tokens | None = None
-        """What came after the first `path_start` tokens; empty once another token has come."""
+        self.paths: list[Tokens] | None = None
+        """What came after the first `path_start` tokens, as far as the sequence is on it."""
         self.path_start = 0
         self.source: Source = "suffix"
         """Of the last draft, as is the length of the `match` behind it."""
@@ -73,12 +73,13 @@ class DraftProposer:
         end_tokens: the model's own, behind which nothing is drafted.
 
     Attributes:
-        num_draft_tokens, num_accepted_tokens: since the engine was made, by source.
+        num_drafts, num_draft_tokens, num_accepted_tokens: since the engine was made, by source.
     """
 
     def __init__(self, continue_text: Continue, end_tokens: list[int]) -> None:
         self._continue, self._end_tokens = continue_text, frozenset(end_tokens)
         self.length = DraftLength()
+        self.num_drafts: Counter[Source] = Counter()
         self.num_draft_tokens: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
         self.num_accepted_tokens: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
         self._unprobed = self._turn = 0
@@ -132,7 +133,7 @@ class DraftProposer:
         for at, sequence in enumerate(sequences):
             found.append(draft := self._look_up(sequence, MAX_DRAFT))
             state = sequence.draft_state
-            chances = self.length.chances(state.source, state.match, len(draft), threshold)
+            chances = self._chances(sequence, len(draft), threshold)
             state.is_idle = sum(chances) - threshold * len(chances) <= least_gain
             if not state.is_idle:
                 offers += [(chance, at) for chance in chances]
@@ -164,8 +165,8 @@ class DraftProposer:
         """Those that are looked up in this step: for which something was found the last time, and
         of the others as many as there is time for, in turns."""
         for sequence in sequences:
-            if sequence.draft_state.path is None:
-                self._find_path(sequence)
+            if sequence.draft_state.paths is None:
+                self._find_paths(sequence)
         number = max(1, int(LOOK_UP_SHARE * min(self.length.step_seconds / self._cost, 1e9)))
         if number >= len(sequences):
             return sequences
@@ -183,16 +184,20 @@ class DraftProposer:
         gain = -fixed
         for sequence in sequences:
             draft = self._look_up(sequence, MAX_DRAFT)[1:]  # its first token is under way
-            state = sequence.draft_state
-            chances = self.length.chances(state.source, state.match, len(draft), threshold)
+            chances = self._chances(sequence, len(draft), threshold)
             gain += sum(chances) - threshold * len(chances)
         return gain > len(sequences) / 2
 
-    def _find_path(self, sequence: Sequence) -> None:
+    def _chances(self, sequence: Sequence, count: int, least: float) -> list[float]:
+        state = sequence.draft_state
+        kind = state.source, sequence.request.params.temperature > 0
+        return self.length.chances(kind, state.match, count, least)
+
+    def _find_paths(self, sequence: Sequence) -> None:
         state, room = sequence.draft_state, sequence.max_tokens - len(sequence.generated)
-        state.path = self._continue(sequence.tokens, sequence.request.namespace, room)
+        state.paths = self._continue(sequence.tokens, sequence.request.namespace, room)
         state.path_start = len(sequence)
-        state.is_idle = not len(state.path)
+        state.is_idle = not state.paths
 
     def _look_up(self, sequence: Sequence, count: int) -> list[int]:
         """What may come next, and never more than the sequence may say before its last token."""
@@ -200,15 +205,14 @@ class DraftProposer:
         count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
         if count < 1 or sequence.scoring is not None:
             return []
-        if state.path is None:
-            self._find_path(sequence)
-        assert state.path is not None
+        if state.paths is None:
+            self._find_paths(sequence)
+        assert state.paths is not None
         draft, known = list[int](), length - state.path_start
-        if len(state.path):
-            if np.array_equal(state.path[:known], sequence.tokens[state.path_start :]):
-                draft = state.path[known : known + count].tolist()
-            else:
-                state.path = NO_TOKENS
+        if state.paths:
+            said = sequence.tokens[state.path_start :]
+            state.paths = [path for path in state.paths if np.array_equal(path[:known], said)]
+            draft = state.paths[0][known : known + count].tolist() if state.paths else []
         state.source, state.match = "tree", known
         if not draft:
             self.remember(sequence, length)
@@ -227,11 +231,12 @@ class DraftProposer:
             return draft
         return draft[: next(place for place, token in enumerate(draft) if token in ends)]
 
-    def learn(self, sequence: Sequence, drafted: int, accepted: int, refused: bool) -> None:
-        """Of a sequence's last draft, so many tokens were computed, and so many accepted; the next
-        was refused, or nobody has looked at it."""
-        state = sequence.draft_state
-        self.length.learn(state.source, state.match, accepted, refused)
+    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Of a sequence's last draft, so many tokens were computed, and so many accepted."""
+        state, params = sequence.draft_state, sequence.request.params
+        kind = state.source, params.temperature > 0
+        self.length.learn(kind, state.match, accepted, accepted < drafted)
+        self.num_drafts[state.source] += 1
         self.num_draft_tokens[state.source] += drafted
         self.num_accepted_tokens[state.source] += accepted
         sequence.num_drafted[state.source] += drafted

@@ -33,6 +33,7 @@ VLLM = {
     "vllm:e2e_request_latency_seconds": "radixcache_request_latency_seconds",
     "vllm:time_to_first_token_seconds": "radixcache_time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds": "radixcache_inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds": "radixcache_time_per_output_token_seconds",
     "vllm:request_queue_time_seconds": "radixcache_queue_time_seconds",
     "vllm:request_prefill_time_seconds": "radixcache_prefill_time_seconds",
     "vllm:request_decode_time_seconds": "radixcache_decode_time_seconds",
@@ -44,6 +45,7 @@ VLLM = {
     "vllm:generation_tokens": "radixcache_generation_tokens",
     "vllm:prefix_cache_queries": "radixcache_query_tokens",
     "vllm:prefix_cache_hits": "radixcache_hit_tokens",
+    "vllm:spec_decode_num_drafts": "radixcache_spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens": "radixcache_spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens": "radixcache_spec_decode_num_accepted_tokens",
     "vllm:num_preemptions": "radixcache_preemptions",
@@ -56,7 +58,8 @@ VLLM = {
 
 _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS),
-    ("inter_token_latency_seconds", "Between the tokens of a request.", _SECONDS),
+    ("inter_token_latency_seconds", "Between steps that gave a request tokens.", _SECONDS),
+    ("time_per_output_token_seconds", "Of a request, after its first token.", _SECONDS),
     ("request_latency_seconds", "From a request's arrival to its end.", _SECONDS),
     ("queue_time_seconds", "From a request's arrival until it began to run.", _SECONDS),
     ("prefill_time_seconds", "From where a request began to run to its first token.", _SECONDS),
@@ -126,6 +129,9 @@ class Metrics:
             if end is not None:
                 self._observe(f"{phase}_time_seconds", end - start)
         lengths = [len(sequence.generated) for sequence in request.sequences]
+        if request.ended is not None and request.first_token is not None and max(lengths) > 1:
+            seconds = (request.ended - request.first_token) / (max(lengths) - 1)
+            self._observe("time_per_output_token_seconds", seconds)
         self._observe("request_prompt_tokens", len(request.prompt_token_ids))
         for length in lengths:
             self._observe("request_generation_tokens", length)
@@ -239,6 +245,7 @@ _LOWER = {
     "failed_pages": "KV pages that could not be written, or were not what was written.",
 }
 _DRAFTS = {
+    "num_drafts": "Times that tokens were drafted for a sequence, by where they were taken from.",
     "num_draft_tokens": "Tokens computed before they were drawn, by where they were taken from.",
     "num_accepted_tokens": "Of these, those that were drawn: each saved its request a step.",
 }

@@ -52,6 +52,7 @@ export async function receive(messages, answer, signal, draw) {
   if (first) reply.ttft ??= (first - start) / 1000; // else the server's own
   if (reply.accepted) reply.perStep = tokens / (tokens - reply.accepted);
   const later = reply.accepted ? tokens * (1 - 1 / chunks) : tokens - 1; // than the first that came
-  if (later > 0 && latest > first) reply.rate = (1000 * later) / (latest - first);
+  if (chunks === 1 && tokens > 1) reply.rate = (1000 * tokens) / (latest - start); // all in one step
+  if (chunks > 1 && later > 0 && latest > first) reply.rate = (1000 * later) / (latest - first);
   return reply;
 }

@@ -44,16 +44,19 @@ def test_chances_become_the_shares_that_were_seen() -> None:
         accepted = 0
         while accepted < 8 and rng.random() < (0.9 if accepted else 0.5):
             accepted += 1
-        length.learn("suffix", 3, accepted, accepted < 8)
-    chances = length.chances("suffix", 3, 8, 0.0)
+        length.learn(("suffix", False), 3, accepted, accepted < 8)
+    chances = length.chances(("suffix", False), 3, 8, 0.0)
     assert chances == pytest.approx([0.5 * 0.9**place for place in range(8)], abs=0.1)
-    assert length.chances("suffix", 3, 8, 0.3) == [c for c in chances if c > 0.3]
+    assert length.chances(("suffix", False), 3, 8, 0.3) == [c for c in chances if c > 0.3]
     untouched = DraftLength()
-    assert length.chances("suffix", 40, 4, 0) == untouched.chances("suffix", 40, 4, 0)
-    assert length.chances("tree", 3, 4, 0) == untouched.chances("tree", 3, 4, 0)
+    assert length.chances(("suffix", False), 40, 4, 0) == untouched.chances(
+        ("suffix", False), 40, 4, 0
+    )
+    assert length.chances(("suffix", True), 3, 4, 0) == untouched.chances(("suffix", True), 3, 4, 0)
+    assert length.chances(("tree", False), 3, 4, 0) == untouched.chances(("tree", False), 3, 4, 0)
 
 
 def test_what_nobody_looked_at_is_no_observation() -> None:
     length, untouched = DraftLength(), DraftLength()
-    length.learn("tree", 5, 0, refused=False)
-    assert length.chances("tree", 5, 3, 0) == untouched.chances("tree", 5, 3, 0)
+    length.learn(("tree", True), 5, 0, refused=False)
+    assert length.chances(("tree", True), 5, 3, 0) == untouched.chances(("tree", True), 5, 3, 0)
