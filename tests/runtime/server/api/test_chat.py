@@ -249,3 +249,15 @@ def test_required_calls_are_valid(chat: Chat, seed: int):
         ((name, arguments),) = called(answer)
         jsonschema_rs.validate(tools[name], arguments)
         assert answer.end == "tools"
+
+
+def test_a_call_that_is_asked_for_again_is_drafted_to_its_end(server: LiveServer):
+    """A token that ends the grammar is among the drafted ones."""
+    where = {"type": "object", "properties": {"where": {"type": "string", "maxLength": 60}}}
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": where}}
+    body = {"messages": [user("How old is Mei Tanaka?")], "temperature": 0, "max_tokens": 60}
+    body |= {"tool_choice": "required", "tools": [tool]}
+    answers = [server.post(CHAT, body).json() for _ in range(3)]
+    told = [answer["choices"][0]["message"]["tool_calls"][0]["function"] for answer in answers]
+    assert told[0] == told[1] == told[2] and told[0]["name"] == "lookup"
+    assert answers[2]["radixcache"]["accepted_tokens"] > 5

@@ -97,7 +97,7 @@ def test_events_come_in_the_apis_order_and_with_lines_of_their_types(
     assert [event.sequence_number for event in events] == [*range(len(events))]
     types = [event.type.removeprefix("response.") for event in events]
     deltas = types.count("output_text.delta")
-    assert deltas > 1 and types == [
+    assert deltas and types == [
         *("created", "in_progress", "output_item.added", "content_part.added"),
         *["output_text.delta"] * deltas,
         *("output_text.done", "content_part.done", "output_item.done", "completed"),
