@@ -207,8 +207,9 @@ class Scheduler:
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
         missing = -(-(end - lease.capacity) // self.cache.page_size)
-        # One page more, for one that may be copied.
-        if missing > 0 and not self.cache.would_evict(missing + 1):
+        # One page more, for one that may be copied; and one for the next token of everybody, since
+        # a draft that is refused keeps its pages.
+        if missing > 0 and not self.cache.would_evict(missing + 1 + len(self.running)):
             self.cache.reserve(lease, end)
         return min(count, lease.capacity - sequence.num_computed)
 
