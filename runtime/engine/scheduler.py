@@ -194,7 +194,8 @@ class Scheduler:
     ) -> list[Chunk]:
         # A prompt that is cached in full has its first token at once, and nothing to wait for.
         ends = [chunk.sequence for chunk in chunks if chunk.is_last and chunk.num_tokens]
-        drafts = proposer.propose(ends, min(budget, self.max_rows - len(ends))) if ends else {}
+        room = min(budget, self.max_rows - sum(chunk.is_last for chunk in chunks))
+        drafts = proposer.propose(ends, room) if ends else {}
         with_drafts = []
         for chunk in chunks:
             draft = drafts.get(chunk.sequence, NO_TOKENS)

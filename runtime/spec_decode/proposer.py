@@ -40,6 +40,9 @@ PROBE_EVERY = 100
 LOOK_UP_SHARE = 0.01
 """Of a step's time, for look-ups: of a small model in a large batch they would take a tenth."""
 
+MOST_DELAY = 0.5
+"""Of a step, by which drafts of others may make it longer for a sequence that has none."""
+
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 Continue = Callable[[Tokens, Hashable, int], list[Tokens]]
@@ -49,7 +52,16 @@ Continue = Callable[[Tokens, Hashable, int], list[Tokens]]
 class DraftState:
     """What is known of one sequence; whatever is cut off, it is at worst a worse draft."""
 
-    __slots__ = ("is_idle", "match", "num_indexed", "path_start", "paths", "segment", "source")
+    __slots__ = (
+        "is_idle",
+        "match",
+        "num_followed",
+        "num_indexed",
+        "path_start",
+        "paths",
+        "segment",
+        "source",
+    )
 
     def __init__(self) -> None:
         self.num_indexed: int | None = None
@@ -57,7 +69,7 @@ class DraftState:
         self.segment: Segment | None = None
         self.paths: list[Tokens] | None = None
         """What came after the first `path_start` tokens, as far as the sequence is on it."""
-        self.path_start = 0
+        self.path_start = self.num_followed = 0
         self.source: Source = "suffix"
         """Of the last draft, as is the length of the `match` behind it."""
         self.match = 0
@@ -123,7 +135,7 @@ class DraftProposer:
         A token is drafted where it pays, the likeliest first; and a few more to learn from.
         Some 10 us a sequence, whatever its length, but for its first: O(tokens).
         """
-        began = time.perf_counter()
+        began, num_sequences = time.perf_counter(), len(sequences)
         threshold, fixed = self.length.costs(len(sequences))
         self._unprobed += len(sequences)
         least_gain = fixed + self._cost * len(sequences) / self.length.step_seconds  # in tokens
@@ -137,6 +149,8 @@ class DraftProposer:
             state.is_idle = sum(chances) - threshold * len(chances) <= least_gain
             if not state.is_idle:
                 offers += [(chance, at) for chance in chances]
+        if len({at for _, at in offers}) < num_sequences:  # a row takes threshold / num_sequences
+            room = min(room, int(MOST_DELAY * num_sequences / threshold))  # of a step
         if len(offers) > room:
             offers = sorted(offers, reverse=True)[:room]
         counts = [0] * len(found)
@@ -210,8 +224,9 @@ class DraftProposer:
         assert state.paths is not None
         draft, known = list[int](), length - state.path_start
         if state.paths:
-            said = sequence.tokens[state.path_start :]
-            state.paths = [path for path in state.paths if np.array_equal(path[:known], said)]
+            start, state.num_followed = state.num_followed, known
+            said = sequence.tokens[state.path_start + start :]
+            state.paths = [path for path in state.paths if np.array_equal(path[start:known], said)]
             draft = state.paths[0][known : known + count].tolist() if state.paths else []
         state.source, state.match = "tree", known
         if not draft:

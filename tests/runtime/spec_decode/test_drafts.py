@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from radixcache import LLM, SamplingParams
+from radixcache.base import as_tokens
 from radixcache.kernels.native.library import problem
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.spec_decode.proposer import DraftProposer
 from tests.cover import covering
 from tests.drafts import RandomProposer, speculate
 from tests.engines import Layers, finish, make_engine, prompts, run
@@ -286,3 +288,21 @@ def test_in_exact_mode_the_bits_are_the_same(
             answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert answers[0] == answers[1]
     assert sum(sum(o.metrics.accepted_tokens.values()) for o in outputs) > 100
+
+
+def test_who_has_no_draft_waits_half_a_step_longer_at_most() -> None:
+    """For the drafts of others; where all have some, they are as long as they pay."""
+    path = np.arange(100, 140, dtype=np.int32)
+    proposer = DraftProposer(lambda tokens, *_: [path] if tokens[0] == 1 else [], [])
+
+    def sequence(first: int) -> Sequence:
+        params = SamplingParams(temperature=0, max_tokens=60)
+        request = Request(0, None, as_tokens([first, *range(5)]), params)
+        request.add_sequences(60, None)
+        return request.sequences[0]
+
+    row = proposer.length.costs(4)[0] / 4  # of a step
+    mixed = proposer.propose([sequence(first) for first in (1, 1, 2, 3)], 96)
+    assert 0 < sum(map(len, mixed.values())) * row <= 0.5
+    alike = proposer.propose([sequence(1) for _ in range(4)], 96)
+    assert len(alike) == 4 and sum(map(len, alike.values())) * row > 0.5
