@@ -85,16 +85,14 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def questions(path: str, turns: int, seed: int) -> list[list[int]]:
-    from radixcache.bench.probes.people import FIELDS, make_table
+    from radixcache.bench.probes.people import ask_about, make_table
     from radixcache.runtime.tokens.tokenizer import Tokenizer
 
     tokenizer, rng = Tokenizer.load(path, 4096), random.Random(seed)
     assert tokenizer is not None
     found = []
     for _ in range(turns):
-        told, people = make_table(rng)
-        asked = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
-        chat = [{"role": "system", "content": f"{told}\n"}, {"role": "user", "content": asked}]
+        chat = ask_about(rng, *make_table(rng))
         found += [tokenizer.encode(tokenizer.render_chat(chat), special=False)] * 2
     return found
 

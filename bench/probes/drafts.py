@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 
 from radixcache import LLM, SamplingParams
-from radixcache.bench.probes.people import FIELDS, make_table
+from radixcache.bench.probes.people import ask_about, make_table
 from radixcache.bench.probes.random_llama import save_random_llama
 from radixcache.bench.replay.engine_level import ScriptedEngine
 from radixcache.bench.replay.index_level import Serving
@@ -100,10 +100,6 @@ def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
     llms = [off, LLM(model, kv_cache_memory_bytes="512MiB")]
     rng = random.Random(seed)
 
-    def chat_about(told: str, people: list[str]) -> Chat:
-        question = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
-        return [{"role": "system", "content": f"{told}\n"}, {"role": "user", "content": question}]
-
     def measure(row: Row, chats: list[Chat]) -> None:
         in_turns(row, [partial(ask, llm, chats) for llm in llms])
 
@@ -113,8 +109,8 @@ def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
     for pair in range(-2, pairs):
         told, people = make_table(rng)
         for llm in llms:
-            ask(llm, [chat_about(told, people)])
-        first, other = chat_about(told, people), chat_about(told, people)
+            ask(llm, [ask_about(rng, told, people)])
+        first, other = ask_about(rng, told, people), ask_about(rng, told, people)
         answer = {"role": "assistant", "content": "I do not know."}
         for row, chat in zip(rows, (first, first, [*other, answer, first[1]]), strict=True):
             measure(row, [chat])
@@ -124,7 +120,7 @@ def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
     for count in (1, 16, 64):
         row = Row(f"{count} at once, a fresh table each")
         for pair in range(-1, max(2, pairs // 4)):
-            measure(row, [chat_about(*make_table(rng)) for _ in range(count)])
+            measure(row, [ask_about(rng, *make_table(rng)) for _ in range(count)])
             if pair < 0:
                 row.pairs.clear()
         yield row

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from radixcache import LLM, SamplingParams
-from radixcache.bench.probes.people import FIELDS, make_table
+from radixcache.bench.probes.people import ask_about, make_table
 from radixcache.bench.probes.random_llama import save_random_llama
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.files import BUNDLED_MODEL
@@ -50,9 +50,7 @@ def table_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
     while len(prompts) < count:
         table, people = make_table(rng)
         for _ in range(GROUP):
-            asked = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
-            messages = [("system", f"{table}\n"), ("user", asked)]
-            text = tokenizer.render_chat([{"role": r, "content": c} for r, c in messages])
+            text = tokenizer.render_chat(ask_about(rng, table, people))
             prompts.append(tokenizer.encode(text, special=False))
     return prompts[:count]
 

@@ -19,3 +19,9 @@ def make_table(rng: random.Random) -> tuple[str, list[str]]:
     for number, person in enumerate(people, 1):
         rows.append([str(number), person, *(rng.choice(values) for values in FIELDS.values())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows), people
+
+
+def ask_about(rng: random.Random, told: str, people: list[str]) -> list[dict[str, str]]:
+    """A chat with one question about a table."""
+    question = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
+    return [{"role": "system", "content": f"{told}\n"}, {"role": "user", "content": question}]

@@ -24,7 +24,7 @@ def _is_memory(amount: Any) -> bool:
 
 def _auto_or_off(value: Any) -> Any:
     """YAML reads `off` as False."""
-    return {"False": "off", "True": "auto"}[str(value)] if isinstance(value, bool) else value
+    return ("off", "auto")[value] if isinstance(value, bool) else value
 
 
 _COUNT = Rule(lambda n: isinstance(n, int | np.integer) and bool(n >= 1), "must be at least 1")
