@@ -118,21 +118,13 @@ def add_flags(
         options: dict[str, Any] = {"metavar": one.metavar, "default": None}
         if one.type is bool:
             options = {"action": "store_true", "default": None}
-        elif one.choices == ("auto", "off"):
-            options = {"action": "store_const", "const": "off", "default": None, "dest": one.name}
         elif one.choices:
             options = {"choices": one.choices, "default": None}
         elif get_origin(one.type) is Sequence:
             options["nargs"] = "+"
         elif one.type in (int, float):
             options["type"] = one.type
-        parser.add_argument(_flag(one), help=_help(one), **options)
-
-
-def _flag(one: Setting) -> str:
-    """Of a setting that is "auto" or "off", what turns it off."""
-    prefix = "no-" if one.choices == ("auto", "off") else ""
-    return f"--{prefix}{one.name.replace('_', '-')}"
+        parser.add_argument(f"--{one.name.replace('_', '-')}", help=_help(one), **options)
 
 
 def _help(one: Setting) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
-from radixcache.runtime.engine.build import _before_publish
+from radixcache import LLM
+from radixcache.runtime.engine.build import before_publish
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Sequence
@@ -57,11 +58,20 @@ class RandomProposer(DraftProposer):
         return self._before_end(sequence, draft)
 
 
+def drafting_llm() -> LLM:
+    """The bundled model; it drafts whenever there is something to draft."""
+    llm = LLM(kv_cache_memory_bytes="32MiB", speculate="auto")
+    proposer = llm.engine.scheduler.proposer
+    assert proposer is not None
+    proposer.length = Always()
+    return llm
+
+
 def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
     """Let an engine draft as an `LLM` does, however much it costs."""
     explainer = Explainer(engine.cache, num_tokens)
     proposer = DraftProposer(explainer.continuations, engine.model.eos_token_ids)
     proposer.length = Always()
     engine.scheduler.proposer = proposer
-    engine.scheduler.on_publish = partial(_before_publish, explainer, proposer)
+    engine.scheduler.on_publish = partial(before_publish, explainer, proposer)
     return proposer

@@ -96,8 +96,7 @@ def ask(llm: LLM, chats: list[Chat]) -> Run:
 
 
 def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
-    off = LLM(model, speculate="off", kv_cache_memory_bytes="512MiB")
-    llms = [off, LLM(model, kv_cache_memory_bytes="512MiB")]
+    llms = [LLM(model, speculate=s, kv_cache_memory_bytes="512MiB") for s in ("off", "auto")]
     rng = random.Random(seed)
 
     def measure(row: Row, chats: list[Chat]) -> None:

@@ -18,9 +18,10 @@ from radixcache.bench.replay.play import Outcome, WallClock, play
 from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.engine.build import before_publish
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -73,7 +74,7 @@ class ScriptedEngine(Engine):
             explainer = Explainer(cache)
             proposer = DraftProposer(explainer.continuations, model.eos_token_ids)
             scheduler.proposer = proposer
-            scheduler.on_publish = partial(_remember, explainer, proposer)
+            scheduler.on_publish = partial(before_publish, explainer, proposer)
         self._answers: dict[Request, Tokens] = {}
         self.sampler = ScriptedSampler(model, self._answers)
         self._runs_ahead = False  # a script is read token by token
@@ -83,13 +84,6 @@ class ScriptedEngine(Engine):
         request = self.add_request(prompt, params)
         self._answers[request] = answer
         return request
-
-
-def _remember(
-    explainer: Explainer, proposer: DraftProposer, sequence: Sequence, num_tokens: int
-) -> None:
-    explainer.remember(sequence.tokens[:num_tokens])
-    proposer.remember(sequence, num_tokens)
 
 
 @dataclass

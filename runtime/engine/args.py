@@ -90,9 +90,9 @@ class EngineArgs:
     )
     max_num_seqs: int = setting(64, "running sequences", metavar="N", rule=_COUNT)
     schedule_policy: Literal["lpm", "fcfs"] = setting("lpm", "order of admission")
-    speculate: Literal["auto", "off"] = setting(
-        "auto",
-        "no drafts: else what was said before is tried several tokens a step, where that pays",
+    speculate: Literal["off", "auto"] = setting(
+        "off",
+        "auto: what was said before is drafted, several tokens a step, where that pays (off)",
         parse=_auto_or_off,
     )
     seed: int = setting(0, "of the sampling noise", flag=False)

@@ -128,7 +128,7 @@ def build_engine(args: EngineArgs) -> Built:
             grammars,
         )
         engine.capture_graphs()
-        scheduler.on_publish = partial(_before_publish, explainer, scheduler.proposer)
+        scheduler.on_publish = partial(before_publish, explainer, scheduler.proposer)
         params = _default_params(model.generation_config)
         offload = open_offload(args, model_path(args), model, cache, pool)
         if offload is not None:
@@ -229,7 +229,7 @@ def load(args: EngineArgs) -> PagedModel:
     return future.result()
 
 
-def _before_publish(
+def before_publish(
     explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
 ) -> None:
     """Explain a request when it is admitted, and remember what is computed of it."""

@@ -198,7 +198,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
     llm = LLM(
         folders[family], device="cuda", dtype="float32", kv_cache_memory_bytes="4MiB", page_size=4,
-        max_num_seqs=9, speculate="off",
+        max_num_seqs=9,
     )  # fmt: skip
     wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
     wanted = [key for key in wanted if family == "llama" or not key[1]] + [(2, False), (1, False)]
@@ -236,7 +236,6 @@ def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
     monkeypatch.setattr(build, "count_pages", count_pages)
     made = LLM(
         folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs,
-        speculate="off",
     )  # fmt: skip
     backend: Any = made.engine.model.attention
     wrappers = sum(size > 0 for _, _, size in backend._wrappers)

@@ -1,4 +1,4 @@
-"""One server of the bundled model and one of a scripted one; who needs another one starts it."""
+"""One server of the bundled model, which drafts, and one of a scripted one; others start theirs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from radixcache import LLM
+from tests.drafts import drafting_llm
 from tests.runtime.server.api.apis import Chat, script
 from tests.runtime.server.live import LiveServer, live
 from tests.scripted import scripted_llm
@@ -15,7 +16,7 @@ from tests.scripted import scripted_llm
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    with live(LLM(kv_cache_memory_bytes="32MiB")) as server:
+    with live(drafting_llm()) as server:
         yield server
 
 

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import LLM
 from radixcache.runtime.server.observe.metrics import VLLM
+from tests.drafts import drafting_llm
 from tests.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import streaming
@@ -40,7 +41,7 @@ vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:num_preemption
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
 def llm(request: pytest.FixtureRequest) -> LLM:
     memory = "32MiB"
-    return LLM(cache=request.param, kv_cache_memory_bytes=memory, max_num_seqs=2, speculate="off")
+    return LLM(cache=request.param, kv_cache_memory_bytes=memory, max_num_seqs=2)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ class Growth:
 
 def test_drafts_are_counted_by_where_they_come_from() -> None:
     body = {"prompt": LINE, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-    with live(LLM(kv_cache_memory_bytes="32MiB")) as server:
+    with live(drafting_llm()) as server:
         growth = Growth(server)
         answers = [server.post(COMPLETIONS, body).json() for _ in range(2)]
         growth.look()
