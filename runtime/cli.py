@@ -1,5 +1,5 @@
 """The command line: `radixcache demo`, `chat`, `generate`, `serve`, `explain`, `bench`,
-`cache`, `info`.
+`report`, `cache`, `info`.
 
 Help and bad input answer at once: what the commands do is in `commands.py`, which imports torch
 only where a model is needed.
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, RadixCacheError
-from radixcache.runtime.commands import cache, chat, demo, explain, generate, info, serve
+from radixcache.runtime.commands import cache, chat, demo, explain, generate, info, report, serve
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.flags import add_flags
 from radixcache.runtime.sampling.params import SamplingArgs
@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_explain(commands)
     _add_bench(commands)
+    _add_report(commands)
     _add_cache(commands)
     _add_command(commands, info, "what runs here: versions, threads, native kernels")
     return parser
@@ -183,6 +184,12 @@ def _add_cache(commands: Any) -> None:
     what = "tell what is there, compare the checksums of all pages, or remove them"
     parser.add_argument("ACTION", choices=("inspect", "verify", "clear"), help=what)
     parser.add_argument("DIR", help="the folder that was given as --kv-dir")
+
+
+def _add_report(commands: Any) -> None:
+    summary = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
+    parser = _add_command(commands, report, summary)
+    parser.add_argument("FILE", help="the JSON lines that RADIXCACHE_REPORT named")
 
 
 def _add_bench(commands: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+STAND_INS = ROOT / "bench" / "peers" / "stand_ins"
 
 
 def python_of(venv: str) -> Path:
@@ -42,6 +43,7 @@ class Worker:
         python = python_of(venv)
         if not python.exists():
             raise Failed(f"{venv} does not exist: `make {made_by}` makes it")
+        path = [ROOT, STAND_INS] if venv == ".venv-sglang" else [ROOT]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (the process outlives this call)
         self.process = subprocess.Popen(
             [python, "-W", "ignore", "-m", *command],
@@ -50,7 +52,7 @@ class Worker:
             stderr=self.log,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **environment},
         )
         try:
             self.version: str = self._read()["version"]

@@ -312,6 +312,10 @@ class Explainer:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
         self._known.remember(tokens, namespace)
 
+    def known(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        """How many of the first tokens are remembered, the last one left out. O(len(tokens))."""
+        return self._known.match(tokens, namespace)
+
     def continuations(self, tokens: Tokens, namespace: Hashable, count: int) -> list[Tokens]:
         """Up to `count` tokens that came after all of `tokens`, the newest of at most `BRANCHES`
         texts first. O(len(tokens))."""

@@ -8,69 +8,32 @@ SGLang. Tokens are `array("q")`, as SGLang 0.5.23 keeps them.
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-
-from bench.peers.index.base import Stopwatch, Tokens
-from bench.peers.index.trace_t import Request
-
-
-class _Empty(ModuleType):
-    """A module in which every name is an empty class."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class _NoTorchvision(MetaPathFinder, Loader):
-    """Stands in for torchvision, which SGLang imports for images and the index never calls."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] == "torchvision":
-            return ModuleSpec(fullname, self, is_package=True)
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Empty(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-import transformers.utils.import_utils  # noqa: E402, F401  (it must not see the stand-in)
-
-sys.meta_path.append(_NoTorchvision())
-
-from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
-from sglang.srt.mem_cache.allocation import (  # noqa: E402
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.allocation import (
     alloc_paged_token_slots_decode,
     alloc_paged_token_slots_extend,
     alloc_token_slots,
 )
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from bench.peers.index.base import Stopwatch, Tokens
+from bench.peers.index.trace_t import Request
 
 MAX_REQUESTS = 16
 MAX_LENGTH = 1 << 18

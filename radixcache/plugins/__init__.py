@@ -1,0 +1,28 @@
+# mypy: disable-error-code="import-not-found"
+"""For users of vLLM and SGLang: why was this prompt not cached? Neither needs another engine for it.
+
+Both functions here are entry points, which the engines call as they start (`pyproject.toml`). They
+give the engine a name for its own command line and change nothing else; see `docs/plugins.md`.
+"""
+
+from typing import Any
+
+
+def register_vllm() -> None:
+    """Let `--kv-transfer-config` name `RadixCacheConnector`."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    name = "RadixCacheConnector"
+    KVConnectorFactory.register_connector(name, "radixcache.plugins.vllm", name)
+
+
+def register_sglang() -> None:
+    """Let `--radix-cache-backend` name `radixcache`."""
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    def make_tree_cache(context: Any) -> Any:
+        from radixcache.plugins.sglang import make_tree_cache
+
+        return make_tree_cache(context)
+
+    register_radix_cache_backend("radixcache", make_tree_cache)

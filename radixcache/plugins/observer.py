@@ -1,0 +1,214 @@
+"""What another engine's prefix cache held of each prompt, why not the rest, and what would have.
+
+An engine says which prompt it admits with which hit, and what it computes. Of that, three ghosts of
+its cache remember token by token as much as its KV memory holds, twice and four times that: the
+first tells what token-exact reuse would hit in the same memory, the others what more memory would
+hit by the engine's own rule, which takes whole blocks. They evict what was used least recently
+(Mattson et al., 1970, on telling the hits of all sizes from one trace). Nobody's KV is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec
+
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.ghost import GhostIndex
+from radixcache.hash_block import HashBlockCache
+from radixcache.pages import PagePool
+from radixcache.radix import RadixCache
+from radixcache.runtime.engine.explain import Explainer, Miss
+
+FILE = "RADIXCACHE_REPORT"
+"""The variable that names the file of JSON lines, to which a process appends; without, none."""
+
+REASONS = ("first_seen", "diverged", "evicted", "block_size", "salt", "not_read")
+"""`radixcache.runtime.engine.explain` has the first three. `block_size`: computed before, but only
+whole blocks are cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
+request did not look, as with log-probabilities of the prompt."""
+
+BYTES_PER_TOKEN = 44
+"""Of a ghost at worst, with many short texts; some 20 with long ones."""
+
+_log = logging.getLogger("radixcache.plugins")
+_P = ParamSpec("_P")
+
+
+class Stretch(NamedTuple):
+    """Tokens [start, end) of a prompt that were not cached, and why."""
+
+    reason: str
+    start: int
+    end: int
+
+
+def looking(method: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
+    """Of a plugin, which has an `observer`, or None: the engine goes on, whatever happens here.
+
+    After an error nothing more is looked at.
+    """
+
+    @wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self.observer is None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.observer = None
+            _log.exception("radixcache stops looking at the prefix cache; the engine goes on")
+
+    return call
+
+
+class Observer:
+    """Looks at the prefix cache of one engine, from its scheduler's thread.
+
+    Args:
+        engine: name and version.
+        capacity: tokens whose KV the engine has room for.
+        block_size: it caches whole blocks of so many tokens.
+    """
+
+    def __init__(self, engine: str, capacity: int, block_size: int) -> None:
+        self.counts: Counter[str] = Counter()
+        """Since the last `take`: `requests`, `prompt_tokens`, `hit_tokens`, `exact_tokens`,
+        `twice_tokens`, `fourfold_tokens`, and `missed_tokens:` with a reason."""
+        self._block_size = block_size
+        # An empty cache with the rule of the engine's; its hits are told, not asked for.
+        empty: PrefixCache = RadixCache(PagePool(1, 1))
+        if block_size > 1:
+            empty = HashBlockCache(PagePool(2, block_size))
+        self._explainer = Explainer(empty, 4 * capacity)
+        self._exact, self._twice = GhostIndex(capacity), GhostIndex(2 * capacity)
+        self._capacity = capacity
+        self._salted: GhostIndex | None = None  # what has a salt, as if it had none
+        self._last_line = 0.0
+        self._file = None
+        if path := os.environ.get(FILE):
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        _log.info(
+            "radixcache looks at the prefix cache of %s: %s tokens in blocks of %d; it remembers %s "
+            "tokens at most, in %d MB at worst; %s",
+            engine, f"{capacity:,}", block_size, f"{11 * capacity:,}",
+            11 * capacity * BYTES_PER_TOKEN >> 20, f"appends to {path}" if path else f"no {FILE}",
+        )  # fmt: skip
+        self._write({"engine": engine, "capacity": capacity, "block_size": block_size})
+
+    def admit(
+        self,
+        request: str,
+        tokens: TokensLike,
+        hit: int,
+        namespace: Hashable = None,
+        read: bool = True,
+    ) -> None:
+        """A prompt is admitted, of which the engine has found `hit` tokens. O(len(tokens)).
+
+        Args:
+            namespace: what else must be the same for a hit, as a salt; None if there is nothing.
+            read: whether the engine looked into its cache at all.
+        """
+        tokens = as_tokens(tokens)
+        last = max(0, len(tokens) - 1)
+        misses = self._explain(tokens, hit, namespace) if read else [Stretch("not_read", 0, last)]
+        size = self._block_size
+        would = {
+            "exact": self._exact.match(tokens, namespace),
+            "twice": self._twice.match(tokens, namespace) // size * size,
+            "fourfold": self._explainer.known(tokens, namespace) // size * size,
+        }
+        self.counts.update(
+            {"requests": 1, "prompt_tokens": len(tokens), "hit_tokens": hit}
+            | {f"{name}_tokens": count for name, count in would.items()}
+        )
+        for reason, start, end in misses:
+            self.counts[f"missed_tokens:{reason}"] += end - start
+        line = {"time": round(time.time(), 3), "request": request, "tokens": len(tokens)}
+        self._write({**line, "hit": hit, **would, "misses": misses})
+
+    def compute(self, tokens: TokensLike, namespace: Hashable = None) -> None:
+        """KV of all these tokens, a text from its beginning on, is there now. O(len(tokens))."""
+        tokens = as_tokens(tokens)
+        if namespace is not None:
+            if self._salted is None:
+                self._salted = GhostIndex(4 * self._capacity)
+            self._salted.remember(tokens)
+        self._explainer.remember(tokens, namespace)
+        self._exact.remember(tokens, namespace)
+        self._twice.remember(tokens, namespace)
+
+    def take(self) -> dict[str, int]:
+        """The counts since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
+    def log(self, seconds: float = 10) -> dict[str, int]:
+        """Take the counts, and log them in a line, if the last time is so long ago; else none."""
+        if not self.counts or time.monotonic() - self._last_line < seconds:
+            return {}
+        self._last_line, counts = time.monotonic(), self.take()
+        _log.info("%s", ", ".join(f"{name} {share}" for name, share in summary(counts).items()))
+        return counts
+
+    def _explain(self, tokens: Tokens, hit: int, namespace: Hashable) -> list[Stretch]:
+        misses = [_stretch(miss) for miss in self._explainer.explain(tokens, hit, namespace)]
+        if (
+            self._salted is None
+            or not misses
+            or misses[-1].reason not in ("first_seen", "diverged")
+        ):
+            return misses
+        new = misses.pop()
+        elsewhere = max(new.start, self._salted.match(tokens), self._explainer.known(tokens))
+        both = [Stretch("salt", new.start, elsewhere), new._replace(start=elsewhere)]
+        return misses + [one for one in both if one.start < one.end]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._file = None
+            _log.error("no more lines for radixcache report: %s", error)
+
+
+def _stretch(miss: Miss) -> Stretch:
+    reason = "block_size" if miss.reason == "page_not_finished" else miss.reason
+    return Stretch(reason, miss.start, miss.end)
+
+
+def prometheus(
+    kind: type[Any], counters: dict[str, Any], counts: dict[str, int], labels: dict[str, Any]
+) -> None:
+    """Add counts to `radixcache_*_total`; `radixcache_missed_tokens_total` is by reason.
+
+    Args:
+        kind: prometheus_client's `Counter`, or what the engine has instead.
+        counters: those made so far, by name.
+        labels: what the engine tells of itself.
+    """
+    for key, count in counts.items():
+        name, _, reason = key.partition(":")
+        told = labels | ({"reason": reason} if reason else {})
+        if name not in counters:
+            text = f"{name.replace('_', ' ').capitalize()}, as radixcache's docs/plugins.md says."
+            counters[name] = kind(f"radixcache_{name}", text, [*told])
+        counters[name].labels(**told).inc(count)
+
+
+def summary(counts: dict[str, int]) -> dict[str, str]:
+    """Shares of the prompt tokens, for a line of the log."""
+    names = {"hit": "hit_tokens", "token-exact": "exact_tokens", "twice the memory": "twice_tokens"}
+    names |= {reason.replace("_", " "): f"missed_tokens:{reason}" for reason in REASONS}
+    total = max(1, counts.get("prompt_tokens", 0))
+    shares = {name: counts.get(key, 0) / total for name, key in names.items()}
+    told = {"prompt tokens": f"{counts.get('prompt_tokens', 0):,}"}
+    return told | {name: f"{share:.1%}" for name, share in shares.items() if share}

@@ -1,0 +1,101 @@
+# mypy: disable-error-code="import-not-found"
+"""Looks at SGLang's own radix cache and explains it, through the hooks that SGLang has for plugins.
+
+The tree is SGLang's, as it would be without. A request is explained when its first batch is run,
+and its tokens count as computed when the tree gets them, so that what the tree could not have found
+in time is not called evicted.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import sglang
+from sglang.srt.mem_cache.registry import default_radix_cache_factory
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from radixcache.plugins.observer import Observer, looking, prometheus
+
+TRIED = ("0.5.23",)
+"""Versions that it was tried with; the contract changes between them."""
+
+_log = logging.getLogger("radixcache.plugins")
+
+
+class Looker:
+    """What looks at one tree, as its attribute `radixcache`."""
+
+    def __init__(self, observer: Observer, metrics: bool) -> None:
+        self.observer: Any = observer
+        self._metrics, self._counters = metrics, dict[str, Any]()
+
+    @looking
+    def run_batch(self, batch: Any) -> None:
+        """A batch is about to run."""
+        if not batch.forward_mode.is_extend():
+            return
+        for req in batch.reqs:
+            if getattr(req, "explained", False) or req.positional_embed_overrides is not None:
+                continue
+            req.explained = True
+            tokens = np.asarray(req.origin_input_ids, np.int32)
+            limited = req.return_logprob and 0 <= req.logprob_start_len < len(tokens) - 1
+            self.observer.admit(req.rid, tokens, req.cached_tokens, _namespace(req), not limited)
+        counts = self.observer.log()
+        if counts and self._metrics:
+            from prometheus_client import Counter
+
+            prometheus(Counter, self._counters, counts, {})
+
+    @looking
+    def insert(self, req: Any, up_to: int) -> None:
+        """The tree gets the KV of so many tokens."""
+        tokens = np.asarray(req.full_untruncated_fill_ids[:up_to], np.int32)
+        self.observer.compute(tokens, _namespace(req))
+
+
+def make_tree_cache(context: Any) -> Any:
+    """SGLang's own choice of a tree, looked at if that is possible."""
+    cache, params = default_radix_cache_factory(context), context.params
+    if sglang.__version__ not in TRIED:
+        known = " and ".join(TRIED)
+        reason = f"it knows SGLang {known}, and this is {sglang.__version__}"
+    elif params.disable:
+        reason = "the radix cache is disabled"
+    elif type(cache) is not UnifiedRadixCache or len(cache.tree_components) != 1:
+        reason = f"{type(cache).__name__} keeps several kinds of KV, or is not SGLang's usual tree"
+    elif context.tp_rank:
+        return cache  # as that of rank 0
+    else:
+        size = params.token_to_kv_pool_allocator.size
+        observer = Observer(f"SGLang {sglang.__version__}", size, params.page_size)
+        cache.radixcache = Looker(observer, params.enable_metrics)
+        _hook("managers.scheduler.Scheduler.run_batch", _before_run_batch)
+        _hook(
+            "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", _before_insert
+        )
+        HookRegistry.apply_hooks()
+        return cache
+    _log.warning("radixcache does not look at this prefix cache: %s", reason)
+    return cache
+
+
+def _hook(target: str, function: Any) -> None:
+    HookRegistry.register(f"sglang.srt.{target}", function, HookType.BEFORE)
+
+
+def _before_run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    if (looker := getattr(scheduler.tree_cache, "radixcache", None)) is not None:
+        looker.run_batch(batch)
+
+
+def _before_insert(cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    if (looker := getattr(cache, "radixcache", None)) is not None:
+        looker.insert(req, up_to)
+
+
+def _namespace(req: Any) -> tuple[Any, Any] | None:
+    return (req.extra_key, req.cache_salt) if req.extra_key or req.cache_salt else None

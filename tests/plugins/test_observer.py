@@ -1,0 +1,138 @@
+"""The plugins' reasons against a brute force, over a cache of whole blocks as vLLM's is.
+
+`make plugins-check` does the same with the real engines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from bench.peers.plugins.__main__ import expected
+from bench.peers.plugins.chats import Chat, chats
+from radixcache import HashBlockCache, PagePool, RadixCache
+from radixcache.plugins.observer import Observer, looking, summary
+
+CAPACITY = 12_000
+
+
+def serve(observer: Observer, asked: list[Chat], block: int) -> list[tuple[list[int], int]]:
+    """An engine that answers one at a time: answers and hits."""
+    cache: HashBlockCache | RadixCache
+    if block == 1:
+        cache = RadixCache(PagePool(2000, 1))
+    else:
+        cache = HashBlockCache(PagePool(2000 // block, block))
+    told = []
+    for number, (tokens, salt) in enumerate(asked):
+        lease = cache.acquire(tokens, salt)
+        hit = lease.num_tokens
+        observer.admit(str(number), tokens, hit, salt)
+        answer = [number % 7, 3, 1]
+        text = [*tokens, *answer[:-1]]
+        cache.reserve(lease, len(text))
+        cache.publish(lease, text[hit:], written=True)
+        cache.release(lease)
+        observer.compute(text, salt)
+        told.append((answer, hit))
+    return told
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_reasons_are_those_of_a_brute_force(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.jsonl"
+    monkeypatch.setenv("RADIXCACHE_REPORT", str(path))
+    observer = Observer("a test", CAPACITY, block)
+    asked = chats(72, seed=5)
+    told = serve(observer, asked, block)
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    assert head == {"engine": "a test", "capacity": CAPACITY, "block_size": block}
+    wanted = expected(asked, told, block)
+    seen = set()
+    for line, (tokens, _), (_, hit), stretches in zip(lines, asked, told, wanted, strict=True):
+        seen |= {reason for reason, *_ in line["misses"]}
+        got = [("new" if r in ("first_seen", "diverged") else r, *at) for r, *at in line["misses"]]
+        assert (line["tokens"], line["hit"], got) == (len(tokens), hit, stretches)
+        assert hit + sum(end - start for _, start, end in line["misses"]) == max(
+            hit, len(tokens) - 1
+        )
+        # Nothing was forgotten: everybody's memory holds all of it.
+        known = hit + sum(e - s for r, s, e in line["misses"] if r in ("evicted", "block_size"))
+        assert (
+            line["exact"] == known and line["twice"] == line["fourfold"] == known // block * block
+        )
+    wanted_reasons = {"first_seen", "diverged", "evicted", "salt", "block_size"}
+    assert seen == (wanted_reasons if block > 1 else wanted_reasons - {"block_size"})
+    counts = observer.take()
+    assert counts["requests"] == 72 and counts["hit_tokens"] == sum(hit for _, hit in told)
+    missed = sum(count for name, count in counts.items() if name.startswith("missed_tokens:"))
+    assert counts["prompt_tokens"] == counts["hit_tokens"] + missed + 72 - sum(
+        hit == len(tokens) for (tokens, _), (_, hit) in zip(asked, told, strict=True)
+    )
+    assert not observer.take()
+    assert summary(counts)["hit"] == f"{counts['hit_tokens'] / counts['prompt_tokens']:.1%}"
+
+
+def test_what_a_memory_of_each_size_would_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RADIXCACHE_REPORT", raising=False)
+    observer = Observer("a test", 10, 2)
+    for start in (0, 10, 20, 30):  # ten tokens each: the first text is forgotten by and by
+        observer.compute(range(start, start + 10))
+        observer.take()
+        observer.admit("again", range(9), 0)
+        told = observer.take()
+        names = ("exact_tokens", "twice_tokens", "fourfold_tokens")
+        ages = {0: (8, 8, 8), 10: (0, 8, 8), 20: (0, 0, 8), 30: (0, 0, 8)}
+        assert tuple(told[name] for name in names) == ages[start]
+
+
+def test_who_did_not_look_missed_nothing_else() -> None:
+    observer = Observer("a test", 100, 1)
+    observer.compute(range(20))
+    observer.admit("log-probabilities", range(20), 0, read=False)
+    assert observer.take()["missed_tokens:not_read"] == 19
+
+
+def test_a_full_disk_ends_the_file_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RADIXCACHE_REPORT", "/dev/full")
+    observer = Observer("a test", 100, 1)
+    for _ in range(3):
+        observer.admit("one", range(20), 0)
+    assert observer.take()["requests"] == 3
+    assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
+
+
+def test_after_an_error_the_engine_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
+    class Plugin:
+        observer: Observer | None = Observer("a test", 100, 1)
+
+        @looking
+        def step(self, request: dict[str, list[int]]) -> None:
+            assert self.observer is not None
+            self.observer.admit("one", request["tokens"], 0)
+
+    plugin = Plugin()
+    plugin.step({"tokens": [1, 2, 3]})
+    assert plugin.observer is not None and plugin.observer.counts["requests"] == 1
+    for _ in range(3):
+        plugin.step({})
+    assert plugin.observer is None
+    assert [r.levelname for r in caplog.records if r.exc_info] == ["ERROR"]
+
+
+def test_the_engines_find_the_plugins_and_import_no_torch() -> None:
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        (point,) = entry_points(group=group, name="radixcache")
+        assert callable(point.load())
+    script = "import sys, radixcache.plugins.observer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,75 @@
+"""`radixcache report` over files that a plugin has written, and over others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from radixcache.errors import InvalidRequest
+from radixcache.plugins.report import report
+from radixcache.runtime.cli import main
+
+HEAD = {"engine": "vLLM 0.32.0", "capacity": 9600, "block_size": 32}
+
+
+def line(at: float, tokens: int, hit: int, misses: list[list[object]]) -> dict[str, object]:
+    would = {"exact": hit + 5, "twice": hit, "fourfold": tokens // 2}
+    return {"time": at, "request": "r", "tokens": tokens, "hit": hit, **would, "misses": misses}
+
+
+def written(path: Path, *lines: object) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_it_adds_up_and_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line(100 + i, 100, i % 2 * 50, [["evicted", i % 2 * 50, 99]]) for i in range(200)]
+    lines.append(line(400, 1000, 0, [["block_size", 0, 10], ["first_seen", 10, 999]]))
+    path = written(tmp_path / "r.jsonl", HEAD, *lines, {**HEAD, "engine": "SGLang 0.5.23"})
+    assert main(["report", path]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "vLLM 0.32.0: KV of 9,600 tokens, in blocks of 32\nSGLang 0.5.23" in text
+    assert "201 requests in 300 s: 21,000 prompt tokens" in text
+    rows = {row[2:35].strip(): row[35:].split()[:2] for row in text.splitlines() if "%" in row}
+    assert rows["as it is"] == ["5,000", "23.8%"]
+    assert rows["token-exact, in the same memory"] == ["6,005", "28.6%"]
+    assert rows["evicted"] == [f"{100 * 99 + 100 * 49:,}", "70.5%"]
+    assert rows["lost to the block size"] == ["10", "0.0%"]
+
+
+def test_the_curve_is_the_hit_rate(tmp_path: Path) -> None:
+    lines = [line(0, 10, 10 * (i >= 32), []) for i in range(64)]
+    text = report(written(tmp_path / "r.jsonl", HEAD, *lines))
+    (top,) = [row for row in text.splitlines() if row.startswith("100 %")]
+    assert top[6:] == " " * 32 + "█" * 32
+
+
+def test_a_line_that_was_cut_off_by_a_kill_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    written(path, HEAD, line(1, 10, 5, []))
+    with path.open("a") as file:
+        file.write('{"time":12,"tok')
+    assert "1 requests in" in report(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("", "no request yet"),
+        (json.dumps(HEAD) + "\n", "no request yet"),
+        ("hello\n", "no file of JSON lines"),
+        ("[1]\n", "line 1, is none of radixcache's plugins"),
+        ('{"time": 1}\n', "line 1, is none of radixcache's plugins"),
+        (b"\xff\xfe\n", "no file of JSON lines"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str | bytes | None, said: str) -> None:
+    path = tmp_path / "r.jsonl"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidRequest, match=said):
+        report(str(path))
