@@ -94,8 +94,8 @@ class Observer:
         if path := os.environ.get(FILE):
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         _log.info(
-            "radixcache looks at the prefix cache of %s: %s tokens in blocks of %d; it remembers %s "
-            "tokens at most, in %d MB at worst; %s",
+            "radixcache looks at the prefix cache of %s: %s tokens in blocks of %d; it remembers "
+            "%s tokens at most, in %d MB at worst; %s",
             engine, f"{capacity:,}", block_size, f"{11 * capacity:,}",
             11 * capacity * BYTES_PER_TOKEN >> 20, f"appends to {path}" if path else f"no {FILE}",
         )  # fmt: skip
