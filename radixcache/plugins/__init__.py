@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found"
-"""For users of vLLM and SGLang: why was this prompt not cached? Neither needs another engine for it.
+"""For users of vLLM and SGLang: why was this prompt not cached? They keep their engine.
 
 Both functions here are entry points, which the engines call as they start (`pyproject.toml`). They
 give the engine a name for its own command line and change nothing else; see `docs/plugins.md`.

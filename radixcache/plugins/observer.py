@@ -90,9 +90,12 @@ class Observer:
         self._capacity = capacity
         self._salted: GhostIndex | None = None  # what has a salt, as if it had none
         self._last_line = 0.0
-        self._file = None
-        if path := os.environ.get(FILE):
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._file, path = None, os.environ.get(FILE)
+        if path:
+            try:
+                self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                _log.error("no lines for radixcache report: %s", error)
         _log.info(
             "radixcache looks at the prefix cache of %s: %s tokens in blocks of %d; it remembers "
             "%s tokens at most, in %d MB at worst; %s",
