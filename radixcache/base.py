@@ -361,6 +361,16 @@ class PrefixCache(ABC):
         """Distinct pages that the pins of one namespace hold. O(pages of all its pins)."""
         return _count_pages(self._tables(as_namespace(namespace)))
 
+    def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        """Pinned pages that are not among those of a prompt. O(tokens), if there are pins."""
+        if not self._pins:
+            return 0
+        lease = self.acquire(tokens, namespace)
+        own = lease.page_table[: lease.cached_tokens // self.page_size]
+        beside = np.setdiff1d(np.concatenate(self._tables()), own)
+        self.release(lease)
+        return len(beside)
+
     def _tables(self, *namespaces: Hashable) -> list[Pages]:
         """The page tables of the pins, or of those in `namespaces`."""
         return [

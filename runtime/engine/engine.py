@@ -158,11 +158,6 @@ class Engine:
         """Whether a request is waiting or running, or has ended and no `step` has said so."""
         return bool(self.scheduler.open or self.output_processor.changed or self._cut_off)
 
-    @property
-    def num_generated(self) -> int:
-        """Tokens, since the engine was made."""
-        return self.output_processor.num_generated
-
     def _enter(self) -> None:
         thread = get_ident()
         if self._thread != thread:
@@ -323,7 +318,7 @@ class Engine:
         length, context = len(tokens), self.model.max_context
         wanted = context - length if asked is None else min(asked, context - length)
         # One page is spare: a branch in mid-page copies it while both copies are held.
-        pinned = self._pinned_beside(tokens, namespace)
+        pinned = self.cache.pinned_pages_beside(tokens, namespace)
         pages = self.kv_pool.num_pages - 1 - pinned
         room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
         if room < (1 if asked is None else max(1, wanted)):
@@ -334,17 +329,6 @@ class Engine:
                 f"{said} of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
             )
         return min(wanted, room)
-
-    def _pinned_beside(self, tokens: Tokens, namespace: Hashable) -> int:
-        """Pinned pages that are not the request's own first ones. O(tokens), if there are any."""
-        tables = [pin.page_table for pin in self.cache._pins.values()]
-        if not tables:
-            return 0
-        lease = self.cache.acquire(tokens, namespace)
-        own = lease.page_table[: lease.cached_tokens // self.kv_pool.page_size]
-        beside = np.setdiff1d(np.concatenate(tables), own)
-        self.cache.release(lease)
-        return len(beside)
 
     def _launch(self) -> PendingStep | None:
         """Schedule a step and enqueue it; None if there is nothing to do."""
@@ -368,7 +352,12 @@ class Engine:
             self.scheduler.states.index.commit()
         logits = self._score(chunks + hits, logits)
         ends = [chunk for chunk in chunks if chunk.is_last]
-        logits = self._with_cached_logits(ends, hits, logits)
+        if self.scheduler.kept is not None:
+            prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
+            used = [chunk.sequence.request.prompt_key for chunk in hits]
+            counts = [1 + len(chunk.draft) for chunk in ends]
+            kept = self.scheduler.kept.exchange(logits, prompts, counts, used)
+            logits = torch.cat([logits, *kept]) if kept else logits
         rows = [
             Row(chunk.sequence, chunk.draft[:count])
             for chunk in ends + hits
@@ -509,21 +498,3 @@ class Engine:
                 request.prompt_logprobs = scoring.report(request.params.prompt_logprobs or 0)
                 sequence.scoring = None
         return sampled
-
-    def _with_cached_logits(
-        self, ends: list[Chunk], hits: list[Chunk], logits: torch.Tensor
-    ) -> torch.Tensor:
-        """`logits`, those of `ends` and their drafts, and after them the rows kept for `hits`.
-
-        Of `logits`, those at the ends of prompts are kept from now on.
-        """
-        kept = self.scheduler.kept
-        if kept is None:
-            return logits
-        rows = [kept.use(chunk.sequence.request.prompt_key)[None] for chunk in hits]
-        start = 0
-        for chunk in ends:
-            if chunk.ends_prompt:
-                kept.keep(chunk.sequence.request.prompt_key, logits[start])
-            start += 1 + len(chunk.draft)
-        return torch.cat([logits, *rows]) if rows else logits

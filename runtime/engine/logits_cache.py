@@ -64,6 +64,32 @@ class PromptLogitsCache:
         self.num_used += 1
         return row
 
+    def exchange(
+        self,
+        logits: torch.Tensor,
+        prompts: list[PromptKey | None],
+        counts: list[int],
+        used: list[PromptKey],
+    ) -> list[torch.Tensor]:
+        """Keep rows of a step, and give the kept rows of others.
+
+        Args:
+            logits: [sum(counts), vocab_size], float32.
+            prompts: whose end the first of the next rows is; None keeps none.
+            counts: of rows for each of `prompts`.
+            used: prompts whose rows are there.
+
+        Returns:
+            The rows of `used`, [1, vocab_size] each.
+        """
+        rows = [self.use(prompt)[None] for prompt in used]
+        start = 0
+        for prompt, count in zip(prompts, counts, strict=True):
+            if prompt is not None:
+                self.keep(prompt, logits[start])
+            start += count
+        return rows
+
     def clear(self) -> None:
         """Forget all rows."""
         self._rows = {}

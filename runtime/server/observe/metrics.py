@@ -188,7 +188,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
             "Completions that computed no prompt token: all was cached, and the logits kept.",
             0 if kept is None else kept.num_used,
         ),
-        "generation_tokens": ("Generated tokens.", engine.num_generated),
+        "generation_tokens": ("Generated tokens.", engine.output_processor.num_generated),
         "preemptions": ("Times that a completion was put back.", scheduler.num_preemptions),
         "evicted_tokens": ("Tokens evicted.", stats.evicted_tokens),
         "evicted_pages": ("Pages evicted.", stats.evicted_pages),

@@ -133,7 +133,11 @@ def test_it_is_explained_as_the_request_is_when_it_comes(
 
     def state() -> object:
         llm = server.backend.llm
-        return repr(llm.cache.stats), dict(llm.explainer.missed_tokens), server.engine.num_generated
+        return (
+            repr(llm.cache.stats),
+            dict(llm.explainer.missed_tokens),
+            server.engine.output_processor.num_generated,
+        )
 
     seen = server.call(state)
     told = server.post(EXPLAIN, {**now, **more}).json()
