@@ -14,7 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
@@ -27,6 +29,7 @@ from radixcache.runtime.kv_offload.files import (
     lock_folder,
     write_all,
 )
+from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from tests.cover import seeds
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
@@ -388,3 +391,26 @@ def test_memory_that_lacks_for_a_save_is_not_counted_as_queued(
         engine.engine.cache.evict(40)
     assert engine.store._queued == 0 and engine.store.counters.failed_pages
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_hold_each_layers_page_and_bring_it_back(dtype: torch.dtype) -> None:
+    shapes, cpu = (
+        [LayerShape(2, 4, 3), LayerShape(2, 3, 3), LayerShape(1, 4, 4)],
+        torch.device("cpu"),
+    )
+    pool, other = (KVPool(shapes, 6, 5, dtype, cpu) for _ in range(2))
+    for tensor in (tensor for layer in pool.layers for tensor in layer):
+        tensor.copy_(torch.randn(tensor.shape))
+    pages = np.array([4, 0, 5])
+    rows = pool.read_pages(pages)
+    for page, row in zip(pages, rows, strict=True):
+        parts = [tensor[page].flatten() for layer in pool.layers for tensor in layer]
+        assert sorted(row.view(dtype).tolist()) == sorted(torch.cat(parts).tolist())
+    assert torch.equal(rows, pool.gather_pages(pages)), "as on a GPU"
+    targets = np.array([1, 2, 0])
+    other.write_pages(targets, rows)
+    for mine, theirs in zip(pool.layers, other.layers, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a[pages], b[targets]) and not b[3:].any()
+    assert len(pool.read_pages(pages[:0])) == 0
