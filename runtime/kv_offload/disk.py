@@ -31,6 +31,7 @@ from radixcache.runtime.kv_offload.files import (
     open_index,
     read_all,
     remove_others,
+    unlock,
     write_all,
 )
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
@@ -181,7 +182,10 @@ class DiskStore(Store):
     def notes(self) -> dict[str, str]:
         """The texts that were kept, and are what they were."""
         query = "select name, value, checksum from notes"
-        rows = self._on_thread(lambda: self._index.execute(query).fetchall())
+        try:
+            rows = self._on_thread(lambda: self._index.execute(query).fetchall())
+        except sqlite3.Error:  # which was counted, as any failure
+            return {}
         texts = [row for row in rows if isinstance(row[1], str)]
         return {n: text for n, text, c in texts if xxhash.xxh3_128(text.encode()).digest() == c}
 
@@ -196,7 +200,7 @@ class DiskStore(Store):
         self._index.close()
         os.close(self._file)
         if self._held is not None:
-            os.close(self._held)
+            unlock(self._held)
 
     def _on_thread(self, function: Callable[[], T]) -> T:
         """The result of `function`, run by the writer, whose alone the manifest is."""
@@ -236,7 +240,7 @@ class DiskStore(Store):
             if job is not None:
                 with self._index:
                     job()
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:  # this thread must go on: others wait for it
             self._failed(0, error)
 
     def _write(self, writes: Sequence[_Write]) -> None:
@@ -265,7 +269,7 @@ class DiskStore(Store):
             self._checksums.update((p.slot, c) for p, c in zip(pages, found, strict=True))
             self._count(stored_pages=len(pages))
             state = "stored"
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:
             self._failed(len(pages), error)
         finally:
             for page in pages:
@@ -274,14 +278,19 @@ class DiskStore(Store):
                 self._queued -= sum(write.rows.nbytes for write in writes)
 
     def _read(self, pages: list[StoredPage]) -> torch.Tensor:
-        began, rows = perf_counter(), torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
-        data, num_good = rows.numpy(), len(pages)
+        began, num_good = perf_counter(), len(pages)
+        try:
+            rows = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:  # for want of memory
+            self._failed(len(pages), error)
+            return torch.empty(0, self.page_bytes, dtype=torch.uint8)
+        data = rows.numpy()
         for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
-            error = OSError(f"slot {page.slot} does not hold what was written")
+            error: Exception = OSError(f"slot {page.slot} does not hold what was written")
             try:
                 good = read_all(self._file, data[at], page.slot * self.page_bytes)
                 good = good and checksum_of(page.key, data[at]) == self._checksums.get(page.slot)
-            except OSError as raised:
+            except Exception as raised:
                 good, error = False, raised
             if not good:
                 page.state, num_good = "lost", min(num_good, at)
@@ -296,11 +305,11 @@ class DiskStore(Store):
         again, though the manifest be locked."""
         self._checksums.clear()
         os.ftruncate(self._file, 0)
-        make_room(self._file, self.num_slots * self.page_bytes)
         self._index.execute("delete from pages")
         self._index.execute("delete from notes where name != ?", (ABOUT,))
         self._index.commit()
         self._index.execute("pragma wal_checkpoint(truncate)")
+        make_room(self._file, self.num_slots * self.page_bytes)
 
     def _failed(self, count: int, error: Exception) -> None:
         self._count(failed_pages=count)
@@ -343,7 +352,7 @@ def open_disk(
         remove_others(kv_dir, folder, about)
         return DiskStore(folder, pool, num_slots, about, lock)
     except BaseException as error:
-        os.close(lock)
+        unlock(lock)
         if isinstance(error, sqlite3.Error):
             raise _refusal(kv_dir, error) from None
         raise

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
 ABOUT = "about"
 """The note that says of what model the pages are."""
 
+_FINGERPRINT = re.compile("[0-9a-f]{32}")
+
 _SCHEMA = """
 create table if not exists pages (slot integer primary key, parent blob not null, key blob not null,
     tokens blob not null, checksum blob not null, last_use integer not null);
@@ -42,6 +45,9 @@ create table if not exists notes (name text primary key, value text not null, ch
 """
 
 _MOST_REPLICAS = 256
+
+_reserved: dict[Path, int] = {}
+"""Locks of folders that were chosen and are yet to be opened."""
 
 _log = logging.getLogger("radixcache")
 
@@ -52,6 +58,8 @@ def lock_folder(folder: Path) -> int:
     Raises:
         InvalidRequest: it cannot be used, holds other things, or another process uses it.
     """
+    if (reserved := _reserved.pop(folder, None)) is not None:
+        return reserved
     try:
         import fcntl
     except ImportError:
@@ -71,10 +79,18 @@ def lock_folder(folder: Path) -> int:
     return lock
 
 
+def unlock(lock: int) -> None:
+    """Also for the processes that were forked meanwhile, which have the same lock."""
+    import fcntl
+
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def is_locked(folder: Path) -> bool:
     """Whether a process uses it."""
     try:
-        os.close(lock_folder(folder))
+        unlock(lock_folder(folder))
     except InvalidRequest:
         return True
     return False
@@ -112,24 +128,26 @@ def open_index(path: Path) -> sqlite3.Connection:
 
 
 def free_folder(kv_dir: Path) -> Path:
-    """The first of `kv_dir`/0, /1 and so on that no process uses: that of one of many replicas.
+    """The first of `kv_dir`/0, /1 and so on that no process uses: that of one of many replicas. It
+    stays locked for the next `lock_folder` here, however long loading a model takes until then.
 
     Raises:
         InvalidRequest: there is none.
     """
     for number in range(_MOST_REPLICAS):
-        folder = kv_dir / str(number)
+        folder = kv_dir.expanduser() / str(number)
         with suppress(InvalidRequest):
-            os.close(lock_folder(folder))
-            return folder
+            if folder not in _reserved:
+                _reserved[folder] = lock_folder(folder)
+                return folder
     raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: no folder in it is free")
 
 
 def remove_others(kv_dir: Path, own: Path, about: str) -> None:
     """Remove the pages of other models than `about` from `kv_dir`, whose size is for one; what is
     no folder of a model is left alone."""
-    for folder in kv_dir.iterdir():
-        if folder != own and (folder / PAGES).exists():
+    for folder in _models(kv_dir):
+        if folder != own:
             with suppress(RadixCacheError):
                 found = _look(folder)
                 other = "other weights or another version of " if found.about == about else ""
@@ -204,7 +222,7 @@ class Contents:
 
 def contents(kv_dir: Path) -> list[Contents]:
     """What is in `kv_dir`; `InvalidRequest` for what is no such folder."""
-    return [_look(folder) for folder in _models(kv_dir)]
+    return [_look(folder) for folder in _models(kv_dir) if (folder / INDEX).is_file()]
 
 
 def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple[int, int]:
@@ -214,12 +232,12 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
         track: gives back the rows of a folder, one by one, and may show how many are done.
     """
     count = spoilt = 0
-    for folder in _models(kv_dir):
-        size = _look(folder).page_bytes
+    for found in contents(kv_dir):
+        size = found.page_bytes
         row = np.empty(size, np.uint8)
-        with sqlite3.connect(folder / INDEX) as index:
+        with sqlite3.connect(found.folder / INDEX) as index:
             rows = index.execute("select slot, key, checksum from pages").fetchall()
-        file = os.open(folder / PAGES, os.O_RDONLY)
+        file = os.open(found.folder / PAGES, os.O_RDONLY)
         for slot, key, checksum in track(rows):
             count += 1
             good = read_all(file, row, slot * size) and checksum_of(key, row) == checksum
@@ -234,18 +252,19 @@ def clear(kv_dir: Path) -> None:
     lock = lock_folder(kv_dir)
     for folder in models:
         shutil.rmtree(folder)
-    os.close(lock)
+    unlock(lock)
 
 
 _Row = tuple[int, bytes, bytes]
 
 
 def _models(kv_dir: Path) -> list[Path]:
+    """Known by their names: whoever made or removed one may have been killed half-way."""
     if not (kv_dir / LOCK).is_file():
         raise InvalidRequest(
             f"{kv_dir} is no folder of KV pages: nothing was run with it as kv_dir"
         )
-    return [folder for folder in sorted(kv_dir.iterdir()) if (folder / INDEX).is_file()]
+    return [folder for folder in sorted(kv_dir.iterdir()) if _FINGERPRINT.fullmatch(folder.name)]
 
 
 def _look(folder: Path) -> Contents:

@@ -27,6 +27,7 @@ from radixcache.runtime.kv_offload.files import (
     PAGES,
     free_folder,
     lock_folder,
+    unlock,
     write_all,
 )
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
@@ -173,19 +174,21 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "sync"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "EIO"), OSError(errno.ENOSPC, "ENOSPC"), MemoryError()], ids=repr
+)
 def test_a_disk_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
 ) -> None:
     """Now and then, in any call."""
-    rng, count = Random(code), 0
+    rng, count = Random(5), 0
     real = getattr(files if call == "sync" else os, call)
 
     def fails(*args: object) -> object:
         nonlocal count
         if rng.random() < 0.3:
             count += 1
-            raise OSError(code, os.strerror(code))
+            raise error
         return real(*args)
 
     monkeypatch.setattr(files if call == "sync" else os, call, fails)
@@ -223,11 +226,22 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         lock_folder(tmp_path / "file")
 
 
-def test_each_replica_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    assert free_folder(tmp_path) == free_folder(tmp_path) == tmp_path / "0"
-    held = lock_folder(tmp_path / "0")
+def test_each_replica_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From when it is chosen, for a model takes long to load; also if the shell left a `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(files, "_reserved", {})
+    assert free_folder(tmp_path) == tmp_path / "0"
+
+    def other() -> None:
+        files._reserved.clear()
+        assert free_folder(Path("~")) == tmp_path / "1"
+
+    assert in_a_process(other) == 0
+    unlock(lock_folder(tmp_path / "0"))
+    assert free_folder(tmp_path) == tmp_path / "0"
     assert free_folder(tmp_path) == tmp_path / "1"
-    os.close(held)
     with pytest.raises(InvalidRequest, match="no folder in it is free"):
         free_folder(tmp_path / "0" / "lock")
 
@@ -244,6 +258,34 @@ def test_a_link_or_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, name: 
     (tmp_path / "kv" / name).mkdir()
     with pytest.raises(InvalidRequest):
         Disk(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("left", [(PAGES,), (INDEX,), ()])
+@pytest.mark.parametrize("by", ["clear", "another model"])
+def test_what_a_kill_has_left_of_a_folder_is_removed(
+    tmp_path: Path, left: tuple[str, ...], by: str
+) -> None:
+    (folder := tmp_path / ("0a" * 16)).mkdir()
+    for name in left:
+        (folder / name).touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "lock").touch()
+    if INDEX not in left:
+        assert files.contents(tmp_path) == []
+    files.clear(tmp_path) if by == "clear" else files.remove_others(tmp_path, tmp_path / "1", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "other"}
+
+
+def test_a_lock_ends_with_its_owner_though_a_fork_lives_on(tmp_path: Path) -> None:
+    lock, (ends, end) = lock_folder(tmp_path / "kv"), os.pipe()
+    if not (child := os.fork()):
+        os.close(end)
+        os.read(ends, 1)
+        os._exit(0)
+    unlock(lock)
+    unlock(lock_folder(tmp_path / "kv"))
+    os.close(end)
+    os.waitpid(child, 0)
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
@@ -366,6 +408,43 @@ def test_a_reset_holds_though_the_manifest_is_locked(
     other.rollback()
     first.close()
     assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), 0)
+
+
+def test_a_reset_on_a_full_disk_leaves_no_text_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.engine.cache.evict(40)
+    first.store.note("texts", "a secret")
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "make_room", lambda *_: os.open("/dev/null/x", os.O_RDWR))
+        first.engine.reset_cache()
+        first.store.flush()
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert not left[PAGES] and not any(b"a secret" in data for data in left.values())
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        assert index.execute("select count(*) from pages").fetchall() == [(0,)]
+    assert first.answer(TEXT) == (greedy(TEXT, 4), 0)
+    first.close()
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+
+
+def test_threads_without_memory_and_notes_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Disk(tmp_path)
+    engine.answer(TEXT)
+    engine.engine.cache.evict(40)
+    engine.store.flush()
+    pages, _ = engine.tier.find(np.array(TEXT, np.int32), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda size, *_, **__: torch.zeros(size << 60))
+        assert len(engine.store.read(pages).result()) == 0
+    assert len(engine.store.read(pages).result()) == len(pages)
+    engine.store._on_thread(lambda: engine.store._index.execute("drop table notes"))
+    assert engine.store.notes() == {} and engine.store.counters.failed_pages == len(pages)
+    engine.close()
 
 
 @pytest.mark.parametrize("cell", ["pages set tokens", "notes set value"])

@@ -7,15 +7,17 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGINT, SIGTERM
+from signal import SIGINT, SIGTERM, alarm
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
+from radixcache.runtime.kv_offload import disk, session
 from radixcache.runtime.kv_offload.files import lock_folder
 from tests.models import tiny_model
+from tests.runtime.kv_offload.disk_engine import in_a_process
 from tests.runtime.server import http
 from tests.runtime.server.test_lifecycle import forked
 
@@ -216,6 +218,32 @@ def test_kv_of_anything_else_is_not_found(tmp_path: Path, other: str) -> None:
     with open_llm(folder, model, **settings) as llm:
         assert ask(llm, prompt) == (wanted, 0, 0)
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1, "the others' pages go"
+
+
+def test_a_fork_leaves_the_folder_to_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none of the threads that write: to wait for them would be for ever."""
+    monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 1)
+    with open_llm(tmp_path) as llm:
+        ask(llm, TABLE)
+        assert in_a_process(lambda: (alarm(60), llm.close())) == 0
+        with pytest.raises(InvalidRequest, match="in use by another process"):
+            open_llm(tmp_path)
+    with open_llm(tmp_path) as llm:
+        assert ask(llm, TABLE)[2] > 500
+
+
+def test_a_close_that_is_cut_off_gives_the_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(tmp_path)
+    ask(llm, TABLE)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.close()
+    open_llm(tmp_path).close()
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
