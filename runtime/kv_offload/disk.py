@@ -93,7 +93,7 @@ class DiskStore(Store):
         self.is_closing = False
         self._checksums: dict[int, bytes] = {}
         self._queued = 0
-        self._warned = False
+        self._warned = self._was_read = False
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             self._file = os.open(folder / PAGES, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -119,7 +119,8 @@ class DiskStore(Store):
             return self._on_thread(self._stored)
         except sqlite3.Error as error:
             self.close([])
-            raise _refusal(self._folder.parent, error) from None
+            reason = first_sentence(error)
+            raise InvalidRequest(f"kv_dir {self._folder.parent} cannot be used: {reason}") from None
 
     def _stored(self) -> list[StoredPage]:
         found: dict[bytes, StoredPage] = {}
@@ -134,9 +135,15 @@ class DiskStore(Store):
                     slot, parent, key, np.frombuffer(tokens, np.int32), "stored"
                 )
                 self._checksums[slot] = checksum
-        left = [(slot,) for slot, *_ in rows if slot not in self._checksums]
-        self._index.executemany("delete from pages where slot = ?", left)
+        self._delete_others()
+        self._was_read = True
         return [*found.values()]
+
+    def _delete_others(self) -> None:
+        """Rows that make no sense, or that a reset could not delete."""
+        rows = self._index.execute("select slot from pages").fetchall()
+        left = [(slot,) for (slot,) in rows if slot not in self._checksums]
+        self._index.executemany("delete from pages where slot = ?", left)
 
     def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
         some = max(1, _WRITTEN_BYTES // self.page_bytes)
@@ -194,6 +201,8 @@ class DiskStore(Store):
         slots = [(at, page.slot) for at, page in enumerate(in_order)]
         update = "update pages set last_use = ? where slot = ?"
         self._writes.put(lambda: self._index.executemany(update, slots))
+        if self._was_read:
+            self._writes.put(self._delete_others)
         self._writes.put(None)
         self._writer.join()
         self._readers.shutdown()
@@ -351,12 +360,6 @@ def open_disk(
         about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
         remove_others(kv_dir, folder, about)
         return DiskStore(folder, pool, num_slots, about, lock)
-    except BaseException as error:
+    except BaseException:
         unlock(lock)
-        if isinstance(error, sqlite3.Error):
-            raise _refusal(kv_dir, error) from None
         raise
-
-
-def _refusal(kv_dir: Path, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"kv_dir {kv_dir} cannot be used: {first_sentence(error)}")

@@ -118,6 +118,11 @@ def open_index(path: Path) -> sqlite3.Connection:
             return index
         except sqlite3.Error as error:
             index.close()
+            other_format = str(error).startswith("no such column")
+            if isinstance(error, sqlite3.OperationalError) and not other_format:
+                # Locked, or the disk is full: what is there may be right.
+                reason = first_sentence(error)
+                raise InvalidRequest(f"{path} cannot be used: {reason}") from None
             _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
             try:
                 for name in (path, *path.parent.glob(f"{path.name}-*")):
