@@ -240,7 +240,7 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
     for found in contents(kv_dir):
         size = found.page_bytes
         row = np.empty(size, np.uint8)
-        with sqlite3.connect(found.folder / INDEX) as index:
+        with _open(found.folder) as index:
             rows = index.execute("select slot, key, checksum from pages").fetchall()
         file = os.open(found.folder / PAGES, os.O_RDONLY)
         for slot, key, checksum in track(rows):
@@ -252,12 +252,17 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
 
 
 def clear(kv_dir: Path) -> None:
-    """Remove the pages of all models; `InvalidRequest` while a process uses them."""
+    """Remove the pages of all models; `InvalidRequest` while a process uses them, or if there is no
+    right to."""
     models = _models(kv_dir)
     lock = lock_folder(kv_dir)
-    for folder in models:
-        shutil.rmtree(folder)
-    unlock(lock)
+    try:
+        for folder in models:
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise InvalidRequest(f"{folder} cannot be removed: {error.strerror}") from None
+    finally:
+        unlock(lock)
 
 
 _Row = tuple[int, bytes, bytes]
@@ -272,9 +277,14 @@ def _models(kv_dir: Path) -> list[Path]:
     return [folder for folder in sorted(kv_dir.iterdir()) if _FINGERPRINT.fullmatch(folder.name)]
 
 
+def _open(folder: Path) -> sqlite3.Connection:
+    """Its manifest, to read it; what somebody has removed meanwhile is not made anew."""
+    return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=rw", uri=True)
+
+
 def _look(folder: Path) -> Contents:
     try:
-        with sqlite3.connect(folder / INDEX) as index:
+        with _open(folder) as index:
             ((pages, tokens),) = index.execute(
                 "select count(*), coalesce(sum(length(tokens)) / 4, 0) from pages"
             )

@@ -19,6 +19,7 @@ from radixcache.runtime.kv_offload.files import lock_folder
 from tests.models import tiny_model
 from tests.runtime.kv_offload.disk_engine import in_a_process
 from tests.runtime.server import http
+from tests.runtime.server.live import live
 from tests.runtime.server.test_lifecycle import forked
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
@@ -232,6 +233,20 @@ def test_a_fork_leaves_the_folder_to_its_owner(
             open_llm(tmp_path)
     with open_llm(tmp_path) as llm:
         assert ask(llm, TABLE)[2] > 500
+
+
+def test_responses_that_could_come_back_though_deleted_are_not_there(tmp_path: Path) -> None:
+    with open_llm(tmp_path) as llm, live(llm) as server:
+        body = {"input": "Who is 7?", "max_output_tokens": 4, "temperature": 0}
+        kept = "/v1/responses/" + server.post("/v1/responses", body).json()["id"]
+        assert server.get(kept).status_code == 200
+    for manifest, status in (("on", 404), ("off", 200)):
+        with open_llm(tmp_path) as llm:
+            assert llm.offload is not None and (disk := llm.offload.disk) is not None
+            pragma = f"pragma query_only = {manifest}"
+            disk._on_thread(lambda d=disk, p=pragma: d._index.execute(p))
+            with live(llm) as server:
+                assert server.get(kept).status_code == status
 
 
 def test_a_close_that_is_cut_off_gives_the_folder_back(
