@@ -152,7 +152,7 @@ class Loads:
         it."""
         begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
         end = min(load.end, (load.first + len(rows)) * size)
-        if end <= load.first * size:
+        if end <= load.first * size or not self.tier.holds(load.pages[0]):
             return 0, 0
         lease = self._cache.acquire(sequence.tokens[: end + 1])
         try:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM, alarm
 from typing import Any
@@ -242,9 +243,9 @@ def test_responses_that_could_come_back_though_deleted_are_not_there(tmp_path: P
         assert server.get(kept).status_code == 200
     for manifest, status in (("on", 404), ("off", 200)):
         with open_llm(tmp_path) as llm:
-            assert llm.offload is not None and (disk := llm.offload.disk) is not None
-            pragma = f"pragma query_only = {manifest}"
-            disk._on_thread(lambda d=disk, p=pragma: d._index.execute(p))
+            assert llm.offload is not None and llm.offload.disk is not None
+            index, pragma = llm.offload.disk._index, f"pragma query_only = {manifest}"
+            llm.offload.disk._on_thread(partial(index.execute, pragma))
             with live(llm) as server:
                 assert server.get(kept).status_code == status
 
