@@ -265,7 +265,7 @@ class DiskStore(Store):
             for page, row in zip(pages, rows, strict=True):
                 write_all(self._file, row, page.slot * self.page_bytes)
             files.sync(self._file)
-            found = [checksum_of(page.key, row) for page, row in zip(pages, rows, strict=True)]
+            found = [checksum_of(_about(page), row) for page, row in zip(pages, rows, strict=True)]
             with self._index:
                 last = "(select coalesce(max(last_use), 0) + 1 from pages)"
                 self._index.executemany(
@@ -293,12 +293,12 @@ class DiskStore(Store):
         except (RuntimeError, MemoryError) as error:  # for want of memory
             self._failed(len(pages), error)
             return torch.empty(0, self.page_bytes, dtype=torch.uint8)
-        data = rows.numpy()
+        data, checksums = rows.numpy(), self._checksums
         for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
             error: Exception = OSError(f"slot {page.slot} does not hold what was written")
             try:
                 good = read_all(self._file, data[at], page.slot * self.page_bytes)
-                good = good and checksum_of(page.key, data[at]) == self._checksums.get(page.slot)
+                good = good and checksum_of(_about(page), data[at]) == checksums.get(page.slot)
             except Exception as raised:
                 good, error = False, raised
             if not good:
@@ -326,6 +326,10 @@ class DiskStore(Store):
             self._warned = True
             what = first_sentence(error)
             _log.warning("KV pages in %s are lost, and computed again: %s", self._folder, what)
+
+
+def _about(page: StoredPage) -> bytes:
+    return page.parent + page.key + page.tokens.tobytes()
 
 
 def open_disk(

@@ -5,7 +5,8 @@
     DIR/<fingerprint>/index.sqlite  a row for each slot in use
 
 What makes KV differ has another fingerprint, and so another folder. Each page has a checksum of its
-bytes and of its key, which stands for all tokens up to its end; it is compared at each load. So
+bytes and of its row: of its key, which stands for all tokens up to its end, its tokens, and what it
+follows; it is compared at each load. So
 whatever happened to the files (a crash, a full disk, a changed bit, swapped slots), the worst is
 that a page is computed again; what is synced to the disk only decides how much survives. A row is
 deleted before its slot is written again, and written once the bytes are.
@@ -178,8 +179,9 @@ def make_room(file: int, size: int) -> None:
 sync = getattr(os, "fdatasync", os.fsync)
 
 
-def checksum_of(key: bytes, row: np.ndarray) -> bytes:
-    digest = xxhash.xxh3_128(key)
+def checksum_of(about: bytes, row: np.ndarray) -> bytes:
+    """Of a page's parent, key and tokens, in one, and of its bytes."""
+    digest = xxhash.xxh3_128(about)
     digest.update(row.data)
     return digest.digest()
 
@@ -241,12 +243,12 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
         size = found.page_bytes
         row = np.empty(size, np.uint8)
         with _open(found.folder) as index:
-            rows = index.execute("select slot, key, checksum from pages").fetchall()
+            rows = index.execute("select slot, parent, key, tokens, checksum from pages").fetchall()
         file = os.open(found.folder / PAGES, os.O_RDONLY)
-        for slot, key, checksum in track(rows):
+        for slot, *about, checksum in track(rows):
             count += 1
-            good = read_all(file, row, slot * size) and checksum_of(key, row) == checksum
-            spoilt += not good
+            good = read_all(file, row, slot * size) and {*map(type, about)} == {bytes}
+            spoilt += not (good and checksum_of(b"".join(about), row) == checksum)
         os.close(file)
     return count, spoilt
 
@@ -265,7 +267,7 @@ def clear(kv_dir: Path) -> None:
         unlock(lock)
 
 
-_Row = tuple[int, bytes, bytes]
+_Row = tuple[int, bytes, bytes, bytes, bytes]
 
 
 def _models(kv_dir: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -144,6 +145,29 @@ def test_a_restart_loads_what_was_cached_to_the_token(tmp_path: Path) -> None:
     again = [*TEXT[:18], 3, 3, 3]
     assert second.answer(again) == (greedy(again, 4), 0), "in the pool by now"
     second.close()
+
+
+def test_rows_that_say_that_other_tokens_are_there_are_not_believed(tmp_path: Path) -> None:
+    """Nor where only the beginning of a page is asked for, which no key stands for."""
+    first, texts = Disk(tmp_path), ([27, *TEXT], TEXT)
+    for text in texts:
+        first.answer(text)
+    first.close()
+    before, after = (np.array(tokens, np.int32).tobytes() for tokens in (TEXT[:4], [1, 2, 3, 27]))
+    others = blake2b(np.array([27, 1, 2, 3], np.int32).tobytes(), digest_size=16).digest()
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        changes = [
+            index.execute("update pages set tokens = ? where tokens = ?", (after, before)),
+            index.execute(
+                "update pages set parent = ? where tokens = ?",
+                (others, np.array(TEXT[4:8], np.int32).tobytes()),
+            ),
+        ]
+        assert [change.rowcount for change in changes] == [1, 1]
+    for text, right in (([1, 2, 3, 27, 5], 0), ([27, 1, 2, 3, 5, 6, 7, 9], 4)):
+        engine = Disk(tmp_path)
+        assert engine.answer(text) == (greedy(text, 4), right)
+        engine.close()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
