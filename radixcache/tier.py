@@ -127,8 +127,8 @@ class LowerTier:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all pages. O(pages)."""
-        return sum(len(page.tokens) for page in self._pages.values())
+        """Tokens of all pages, for any thread. O(pages)."""
+        return sum(len(page.tokens) for page in [*self._pages.values()])
 
     def find(self, tokens: Tokens, start: int) -> tuple[list[StoredPage], int]:
         """The pages by which the tier goes on from the prefix of `start` tokens, and its length

@@ -212,7 +212,10 @@ class DiskStore(Store):
             unlock(self._held)
 
     def _on_thread(self, function: Callable[[], T]) -> T:
-        """The result of `function`, run by the writer, whose alone the manifest is."""
+        """The result of `function`, run by the writer, whose alone the manifest is; `sqlite3.Error`
+        if the store is closed, or of a process that this one was forked from."""
+        if not self._writer.is_alive():
+            raise sqlite3.ProgrammingError("the store is closed")
         future: Future[T] = Future()
 
         def work() -> None:
@@ -290,8 +293,8 @@ class DiskStore(Store):
         began, num_good = perf_counter(), len(pages)
         try:
             rows = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
-        except (RuntimeError, MemoryError) as error:  # for want of memory
-            self._failed(len(pages), error)
+        except (RuntimeError, MemoryError) as lack:  # of memory
+            self._failed(len(pages), lack)
             return torch.empty(0, self.page_bytes, dtype=torch.uint8)
         data, checksums = rows.numpy(), self._checksums
         for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known

@@ -320,10 +320,13 @@ def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
     assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
 
 
-def test_a_store_without_threads_left_is_closed_once(tmp_path: Path) -> None:
+def test_nobody_waits_for_a_store_that_is_closed(tmp_path: Path) -> None:
     engine = Disk(tmp_path)
     store: DiskStore = engine.store
     engine.close()
+    assert store.notes() == {}
+    with pytest.raises(sqlite3.Error, match="closed"):
+        store.flush()
     assert store.counters.failed_pages == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,7 @@ def test_a_manifest_that_is_locked_is_kept(tmp_path: Path, monkeypatch: pytest.M
     other.execute("pragma locking_mode = exclusive")
     other.execute("begin exclusive")
     with monkeypatch.context() as patched:
-        connect = sqlite3.connect
-        patched.setattr(sqlite3, "connect", lambda *args, **how: connect(*args, timeout=0, **how))
+        patched.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0))
         with pytest.raises(InvalidRequest, match="cannot be used: database is locked"):
             Disk(tmp_path)
     other.close()

@@ -229,7 +229,12 @@ def test_a_fork_leaves_the_folder_to_its_owner(
     monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 1)
     with open_llm(tmp_path) as llm:
         ask(llm, TABLE)
-        assert in_a_process(lambda: (alarm(60), llm.close())) == 0
+
+        def close() -> None:
+            alarm(60)
+            llm.close()
+
+        assert in_a_process(close) == 0
         with pytest.raises(InvalidRequest, match="in use by another process"):
             open_llm(tmp_path)
     with open_llm(tmp_path) as llm:
