@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -269,13 +269,13 @@ class DiskStore(Store):
                 write_all(self._file, row, page.slot * self.page_bytes)
             files.sync(self._file)
             found = [checksum_of(_about(page), row) for page, row in zip(pages, rows, strict=True)]
+            now = time_ns()  # later than what the last process has left
             with self._index:
-                last = "(select coalesce(max(last_use), 0) + 1 from pages)"
                 self._index.executemany(
-                    f"insert or replace into pages values (?, ?, ?, ?, ?, {last})",
+                    "insert or replace into pages values (?, ?, ?, ?, ?, ?)",
                     [
-                        (page.slot, page.parent, page.key, page.tokens.tobytes(), checksum)
-                        for page, checksum in zip(pages, found, strict=True)
+                        (page.slot, page.parent, page.key, page.tokens.tobytes(), checksum, use)
+                        for use, (page, checksum) in enumerate(zip(pages, found, strict=True), now)
                     ],
                 )
             self._checksums.update((p.slot, c) for p, c in zip(pages, found, strict=True))

@@ -248,7 +248,10 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
         for slot, *about, checksum in track(rows):
             count += 1
             good = read_all(file, row, slot * size) and {*map(type, about)} == {bytes}
-            spoilt += not (good and checksum_of(b"".join(about), row) == checksum)
+            if not (good and checksum_of(b"".join(about), row) == checksum):
+                # Unless a process has written another page there meanwhile.
+                now = index.execute("select checksum from pages where slot = ?", (slot,)).fetchone()
+                spoilt += now == (checksum,)
         os.close(file)
     return count, spoilt
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -318,6 +319,30 @@ def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
         rng.random()
         assert in_a_process(work) in (0, -signal.SIGKILL)
     assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
+
+
+def test_writing_takes_no_longer_where_much_is_kept(tmp_path: Path) -> None:
+    steps = {}
+    for kept in (0, 4000):
+        engine = Disk(tmp_path / str(kept), slots=5000)
+        index = engine.store._index
+        blobs = [(slot, *[bytes(16)] * 4, 0) for slot in range(1000, 1000 + kept)]
+        insert = "insert into pages values (?, ?, ?, ?, ?, ?)"
+        engine.store._on_thread(partial(index.executemany, insert, blobs))
+        seen = steps[kept] = Counter[str]()
+        engine.store._on_thread(
+            partial(index.set_progress_handler, partial(seen.update, ["steps"]), 1)
+        )
+        for start in range(5):
+            engine.answer([start, *TEXT])
+        engine.engine.cache.evict(40)
+        engine.store.flush()
+        engine.store._on_thread(partial(index.set_progress_handler, None, 0))
+        query = "select slot from pages where slot < 1000 order by last_use"
+        order = engine.store._on_thread(index.execute(query).fetchall)
+        assert [slot for (slot,) in order] == [page.slot for page in engine.tier.in_order()]
+        engine.close()
+    assert 0 < steps[4000]["steps"] < 1.2 * steps[0]["steps"]
 
 
 def test_nobody_waits_for_a_store_that_is_closed(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,3 +139,24 @@ def test_who_looks_makes_nothing_and_who_may_not_remove_is_told(
         with pytest.raises(InvalidRequest, match="cannot be removed: Not a directory"):
             files.clear(tmp_path)
     files.clear(tmp_path)
+
+
+def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(tmp_path: Path) -> None:
+    unlock(lock_folder(tmp_path))
+    engine = Disk(folder := tmp_path / ("0c" * 16), slots=7)
+    engine.store.note("about", json.dumps({"model": "", "page_bytes": engine.store.page_bytes}))
+
+    def fill(start: int) -> None:
+        engine.answer([start, *TEXT])
+        engine.engine.cache.evict(40)
+        engine.store.flush()
+
+    def later(rows: list[Any]) -> Iterator[Any]:
+        fill(5)
+        return iter(rows)
+
+    fill(3)
+    assert files.verify(tmp_path, iter) == (7, 0) == files.verify(tmp_path, later)
+    (folder / PAGES).write_bytes(bytes(7 * engine.store.page_bytes))
+    assert files.verify(tmp_path, iter) == (7, 7)
+    engine.close()
