@@ -10,7 +10,6 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache import InvalidRequest, SamplingParams
+from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.files import (
@@ -32,7 +31,6 @@ from radixcache.runtime.kv_offload.files import (
 )
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from tests.cover import seeds
-from tests.engines import generated
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
 from tests.traffic import play
@@ -390,29 +388,6 @@ def test_a_reset_on_a_full_disk_leaves_no_text_behind(
     assert first.answer(TEXT) == (greedy(TEXT, 4), 0)
     first.close()
     assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
-
-
-def test_what_was_being_read_when_the_cache_was_reset_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(tmp_path)
-    disk.answer(TEXT)
-    disk.engine.cache.evict(40)
-    disk.store.flush()
-    read, late = disk.store.read, Future[torch.Tensor]()
-    monkeypatch.setattr(disk.store, "read", lambda _: late)
-    pages, _ = disk.tier.find(np.array(TEXT, np.int32), 0)
-    request = disk.engine.add_request(TEXT, SamplingParams(temperature=0, max_tokens=4))
-    disk.engine.step()
-    rows = read(pages).result()
-    assert len(rows) == len(pages) and not request.finished
-    disk.engine.reset_cache()
-    late.set_result(rows)
-    while not request.finished:
-        disk.engine.step()
-    assert generated([request]) == [[greedy(TEXT, 4)]]
-    assert request.output().num_cached_tokens == 0
-    disk.close()
 
 
 def test_what_a_reset_could_not_delete_goes_at_the_end(tmp_path: Path) -> None:
