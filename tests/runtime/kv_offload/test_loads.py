@@ -59,7 +59,12 @@ def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
         return late[-1][1]
 
     monkeypatch.setattr(disk.store, "read", slowly)
-    monkeypatch.setattr(disk.tier, "find", lambda *what: (looks.append(1), find(*what))[1])
+
+    def counted(*what: Any) -> Any:
+        looks.append(1)
+        return find(*what)
+
+    monkeypatch.setattr(disk.tier, "find", counted)
     params = SamplingParams(temperature=0, max_tokens=4)
     requests = [disk.engine.add_request(text, params) for text in texts]
     for _ in range(5):
