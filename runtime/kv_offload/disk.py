@@ -25,6 +25,7 @@ from radixcache.runtime.kv_offload.files import (
     ABOUT,
     INDEX,
     PAGES,
+    ROWS,
     checksum_of,
     lock_folder,
     make_room,
@@ -124,8 +125,7 @@ class DiskStore(Store):
 
     def _stored(self) -> list[StoredPage]:
         found: dict[bytes, StoredPage] = {}
-        columns = "slot, parent, key, tokens, checksum"
-        rows = self._index.execute(f"select {columns} from pages order by last_use").fetchall()
+        rows = self._index.execute(f"{ROWS} order by last_use").fetchall()
         for slot, parent, key, tokens, checksum in rows:
             blobs, size = (parent, key, checksum, tokens), 4 * self._pool.page_size
             lengths = [len(blob) if isinstance(blob, bytes) else 0 for blob in blobs]

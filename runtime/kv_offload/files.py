@@ -37,6 +37,8 @@ PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
 ABOUT = "about"
 """The note that says of what model the pages are."""
 
+ROWS = "select slot, parent, key, tokens, checksum from pages"
+
 _FINGERPRINT = re.compile("[0-9a-f]{32}")
 
 _SCHEMA = """
@@ -242,17 +244,19 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
     for found in contents(kv_dir):
         size = found.page_bytes
         row = np.empty(size, np.uint8)
-        with _open(found.folder) as index:
-            rows = index.execute("select slot, parent, key, tokens, checksum from pages").fetchall()
-        file = os.open(found.folder / PAGES, os.O_RDONLY)
-        for slot, *about, checksum in track(rows):
-            count += 1
-            good = read_all(file, row, slot * size) and {*map(type, about)} == {bytes}
-            if not (good and checksum_of(b"".join(about), row) == checksum):
-                # Unless a process has written another page there meanwhile.
-                now = index.execute("select checksum from pages where slot = ?", (slot,)).fetchone()
-                spoilt += now == (checksum,)
-        os.close(file)
+        try:
+            with _open(found.folder) as index, (found.folder / PAGES).open("rb") as file:
+                for slot, *about, checksum in track(index.execute(ROWS).fetchall()):
+                    count += 1
+                    good = read_all(file.fileno(), row, slot * size)
+                    good = good and {*map(type, about)} == {bytes}
+                    if not (good and checksum_of(b"".join(about), row) == checksum):
+                        # Unless a process has written another page there meanwhile.
+                        now = index.execute(f"{ROWS} where slot = ?", (slot,)).fetchone()
+                        spoilt += now == (slot, *about, checksum)
+        except (OSError, sqlite3.Error) as error:  # removed meanwhile, for another model
+            reason = first_sentence(error)
+            raise InvalidRequest(f"{found.folder} cannot be read: {reason}") from None
     return count, spoilt
 
 

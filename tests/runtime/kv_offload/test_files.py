@@ -141,7 +141,9 @@ def test_who_looks_makes_nothing_and_who_may_not_remove_is_told(
     files.clear(tmp_path)
 
 
-def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(tmp_path: Path) -> None:
+def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unlock(lock_folder(tmp_path))
     engine = Disk(folder := tmp_path / ("0c" * 16), slots=7)
     engine.store.note("about", json.dumps({"model": "", "page_bytes": engine.store.page_bytes}))
@@ -160,3 +162,8 @@ def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(tmp_
     (folder / PAGES).write_bytes(bytes(7 * engine.store.page_bytes))
     assert files.verify(tmp_path, iter) == (7, 7)
     engine.close()
+    found = files.contents(tmp_path)
+    (folder / PAGES).unlink()
+    monkeypatch.setattr(files, "contents", lambda _: found)
+    with pytest.raises(InvalidRequest, match=r"0c cannot be read: .* No such file"):
+        files.verify(tmp_path, iter)
