@@ -47,6 +47,9 @@ create table if not exists pages (slot integer primary key, parent blob not null
 create table if not exists notes (name text primary key, value text not null, checksum blob);
 """
 
+_PASSING = ("locked", "full", "I/O", "unable to open")
+"""In what SQLite says of a manifest that may be right."""
+
 _MOST_REPLICAS = 256
 
 _reserved: dict[Path, int] = {}
@@ -121,9 +124,7 @@ def open_index(path: Path) -> sqlite3.Connection:
             return index
         except sqlite3.Error as error:
             index.close()
-            other_format = str(error).startswith("no such column")
-            if isinstance(error, sqlite3.OperationalError) and not other_format:
-                # Locked, or the disk is full: what is there may be right.
+            if any(word in str(error) for word in _PASSING):
                 reason = first_sentence(error)
                 raise InvalidRequest(f"{path} cannot be used: {reason}") from None
             _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
