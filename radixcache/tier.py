@@ -127,8 +127,8 @@ class LowerTier:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all pages. O(pages)."""
-        return sum(len(page.tokens) for page in self._pages.values())
+        """Tokens of all pages, for any thread. O(pages)."""
+        return sum(len(page.tokens) for page in [*self._pages.values()])
 
     def find(self, tokens: Tokens, start: int) -> tuple[list[StoredPage], int]:
         """The pages by which the tier goes on from the prefix of `start` tokens, and its length
@@ -178,6 +178,10 @@ class LowerTier:
                     break
         return best, length
 
+    def holds(self, page: StoredPage) -> bool:
+        """Whether it is still there: what is read stays, but for a `clear`."""
+        return self._pages.get(page.key) is page
+
     def begin_load(self, pages: Iterable[StoredPage]) -> None:
         """These are being read: their slots stay until `end_load`."""
         for page in pages:
@@ -187,7 +191,7 @@ class LowerTier:
         """The reading has ended; if they were `loaded`, the pool holds these pages as well."""
         for page in reversed([*pages]):  # so that what follows goes before what it follows
             page.readers -= 1
-            if self._pages.get(page.key) is not page:
+            if not self.holds(page):
                 continue
             if page.state == "lost":
                 self._drop(page)
@@ -228,7 +232,7 @@ class LowerTier:
                     self.listener.added(page, tokens[:end])
                 if there is not None and length == len(there.tokens):
                     self._supersede(there)
-        new = [(number, page) for number, page in new if self._pages.get(page.key) is page]
+        new = [(number, page) for number, page in new if self.holds(page)]
         if new:
             numbers, stored = zip(*new, strict=True)
             self.store.save(numbers, stored)
@@ -292,7 +296,7 @@ class LowerTier:
 
     def _supersede(self, page: StoredPage) -> None:
         """All of it is in a longer one now."""
-        if self._pages.get(page.key) is page and not page.readers:
+        if self.holds(page) and not page.readers:
             self._drop(page)
 
     def _insert(self, page: StoredPage) -> None:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -25,12 +25,14 @@ from radixcache.runtime.kv_offload.files import (
     ABOUT,
     INDEX,
     PAGES,
+    ROWS,
     checksum_of,
     lock_folder,
     make_room,
     open_index,
     read_all,
     remove_others,
+    unlock,
     write_all,
 )
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
@@ -92,7 +94,7 @@ class DiskStore(Store):
         self.is_closing = False
         self._checksums: dict[int, bytes] = {}
         self._queued = 0
-        self._warned = False
+        self._warned = self._was_read = False
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             self._file = os.open(folder / PAGES, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -118,12 +120,12 @@ class DiskStore(Store):
             return self._on_thread(self._stored)
         except sqlite3.Error as error:
             self.close([])
-            raise _refusal(self._folder.parent, error) from None
+            reason = first_sentence(error)
+            raise InvalidRequest(f"kv_dir {self._folder.parent} cannot be used: {reason}") from None
 
     def _stored(self) -> list[StoredPage]:
         found: dict[bytes, StoredPage] = {}
-        columns = "slot, parent, key, tokens, checksum"
-        rows = self._index.execute(f"select {columns} from pages order by last_use").fetchall()
+        rows = self._index.execute(f"{ROWS} order by last_use").fetchall()
         for slot, parent, key, tokens, checksum in rows:
             blobs, size = (parent, key, checksum, tokens), 4 * self._pool.page_size
             lengths = [len(blob) if isinstance(blob, bytes) else 0 for blob in blobs]
@@ -133,9 +135,15 @@ class DiskStore(Store):
                     slot, parent, key, np.frombuffer(tokens, np.int32), "stored"
                 )
                 self._checksums[slot] = checksum
-        left = [(slot,) for slot, *_ in rows if slot not in self._checksums]
-        self._index.executemany("delete from pages where slot = ?", left)
+        self._delete_others()
+        self._was_read = True
         return [*found.values()]
+
+    def _delete_others(self) -> None:
+        """Rows that make no sense, or that a reset could not delete."""
+        rows = self._index.execute("select slot from pages").fetchall()
+        left = [(slot,) for (slot,) in rows if slot not in self._checksums]
+        self._index.executemany("delete from pages where slot = ?", left)
 
     def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
         some = max(1, _WRITTEN_BYTES // self.page_bytes)
@@ -181,7 +189,10 @@ class DiskStore(Store):
     def notes(self) -> dict[str, str]:
         """The texts that were kept, and are what they were."""
         query = "select name, value, checksum from notes"
-        rows = self._on_thread(lambda: self._index.execute(query).fetchall())
+        try:
+            rows = self._on_thread(lambda: self._index.execute(query).fetchall())
+        except sqlite3.Error:  # which was counted, as any failure
+            return {}
         texts = [row for row in rows if isinstance(row[1], str)]
         return {n: text for n, text, c in texts if xxhash.xxh3_128(text.encode()).digest() == c}
 
@@ -190,16 +201,21 @@ class DiskStore(Store):
         slots = [(at, page.slot) for at, page in enumerate(in_order)]
         update = "update pages set last_use = ? where slot = ?"
         self._writes.put(lambda: self._index.executemany(update, slots))
+        if self._was_read:
+            self._writes.put(self._delete_others)
         self._writes.put(None)
         self._writer.join()
         self._readers.shutdown()
         self._index.close()
         os.close(self._file)
         if self._held is not None:
-            os.close(self._held)
+            unlock(self._held)
 
     def _on_thread(self, function: Callable[[], T]) -> T:
-        """The result of `function`, run by the writer, whose alone the manifest is."""
+        """The result of `function`, run by the writer, whose alone the manifest is; `sqlite3.Error`
+        if the store is closed, or of a process that this one was forked from."""
+        if not self._writer.is_alive():
+            raise sqlite3.ProgrammingError("the store is closed")
         future: Future[T] = Future()
 
         def work() -> None:
@@ -236,7 +252,7 @@ class DiskStore(Store):
             if job is not None:
                 with self._index:
                     job()
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:  # this thread must go on: others wait for it
             self._failed(0, error)
 
     def _write(self, writes: Sequence[_Write]) -> None:
@@ -252,20 +268,20 @@ class DiskStore(Store):
             for page, row in zip(pages, rows, strict=True):
                 write_all(self._file, row, page.slot * self.page_bytes)
             files.sync(self._file)
-            found = [checksum_of(page.key, row) for page, row in zip(pages, rows, strict=True)]
+            found = [checksum_of(_about(page), row) for page, row in zip(pages, rows, strict=True)]
+            now = time_ns()  # later than what the last process has left
             with self._index:
-                last = "(select coalesce(max(last_use), 0) + 1 from pages)"
                 self._index.executemany(
-                    f"insert or replace into pages values (?, ?, ?, ?, ?, {last})",
+                    "insert or replace into pages values (?, ?, ?, ?, ?, ?)",
                     [
-                        (page.slot, page.parent, page.key, page.tokens.tobytes(), checksum)
-                        for page, checksum in zip(pages, found, strict=True)
+                        (page.slot, page.parent, page.key, page.tokens.tobytes(), checksum, use)
+                        for use, (page, checksum) in enumerate(zip(pages, found, strict=True), now)
                     ],
                 )
             self._checksums.update((p.slot, c) for p, c in zip(pages, found, strict=True))
             self._count(stored_pages=len(pages))
             state = "stored"
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:
             self._failed(len(pages), error)
         finally:
             for page in pages:
@@ -274,14 +290,19 @@ class DiskStore(Store):
                 self._queued -= sum(write.rows.nbytes for write in writes)
 
     def _read(self, pages: list[StoredPage]) -> torch.Tensor:
-        began, rows = perf_counter(), torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
-        data, num_good = rows.numpy(), len(pages)
+        began, num_good = perf_counter(), len(pages)
+        try:
+            rows = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as lack:  # of memory
+            self._failed(len(pages), lack)
+            return torch.empty(0, self.page_bytes, dtype=torch.uint8)
+        data, checksums = rows.numpy(), self._checksums
         for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
-            error = OSError(f"slot {page.slot} does not hold what was written")
+            error: Exception = OSError(f"slot {page.slot} does not hold what was written")
             try:
                 good = read_all(self._file, data[at], page.slot * self.page_bytes)
-                good = good and checksum_of(page.key, data[at]) == self._checksums.get(page.slot)
-            except OSError as raised:
+                good = good and checksum_of(_about(page), data[at]) == checksums.get(page.slot)
+            except Exception as raised:
                 good, error = False, raised
             if not good:
                 page.state, num_good = "lost", min(num_good, at)
@@ -296,11 +317,11 @@ class DiskStore(Store):
         again, though the manifest be locked."""
         self._checksums.clear()
         os.ftruncate(self._file, 0)
-        make_room(self._file, self.num_slots * self.page_bytes)
         self._index.execute("delete from pages")
         self._index.execute("delete from notes where name != ?", (ABOUT,))
         self._index.commit()
         self._index.execute("pragma wal_checkpoint(truncate)")
+        make_room(self._file, self.num_slots * self.page_bytes)
 
     def _failed(self, count: int, error: Exception) -> None:
         self._count(failed_pages=count)
@@ -308,6 +329,10 @@ class DiskStore(Store):
             self._warned = True
             what = first_sentence(error)
             _log.warning("KV pages in %s are lost, and computed again: %s", self._folder, what)
+
+
+def _about(page: StoredPage) -> bytes:
+    return page.parent + page.key + page.tokens.tobytes()
 
 
 def open_disk(
@@ -342,12 +367,6 @@ def open_disk(
         about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
         remove_others(kv_dir, folder, about)
         return DiskStore(folder, pool, num_slots, about, lock)
-    except BaseException as error:
-        os.close(lock)
-        if isinstance(error, sqlite3.Error):
-            raise _refusal(kv_dir, error) from None
+    except BaseException:
+        unlock(lock)
         raise
-
-
-def _refusal(kv_dir: Path, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"kv_dir {kv_dir} cannot be used: {first_sentence(error)}")

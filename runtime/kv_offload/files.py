@@ -5,7 +5,8 @@
     DIR/<fingerprint>/index.sqlite  a row for each slot in use
 
 What makes KV differ has another fingerprint, and so another folder. Each page has a checksum of its
-bytes and of its key, which stands for all tokens up to its end; it is compared at each load. So
+bytes and of its row: of its key, which stands for all tokens up to its end, its tokens, and what it
+follows; it is compared at each load. So
 whatever happened to the files (a crash, a full disk, a changed bit, swapped slots), the worst is
 that a page is computed again; what is synced to the disk only decides how much survives. A row is
 deleted before its slot is written again, and written once the bytes are.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -35,13 +37,23 @@ PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
 ABOUT = "about"
 """The note that says of what model the pages are."""
 
+ROWS = "select slot, parent, key, tokens, checksum from pages"
+
+_FINGERPRINT = re.compile("[0-9a-f]{32}")
+
 _SCHEMA = """
 create table if not exists pages (slot integer primary key, parent blob not null, key blob not null,
     tokens blob not null, checksum blob not null, last_use integer not null);
 create table if not exists notes (name text primary key, value text not null, checksum blob);
 """
 
+_PASSING = ("locked", "full", "I/O", "unable to open")
+"""In what SQLite says of a manifest that may be right."""
+
 _MOST_REPLICAS = 256
+
+_reserved: dict[Path, int] = {}
+"""Locks of folders that were chosen and are yet to be opened."""
 
 _log = logging.getLogger("radixcache")
 
@@ -52,6 +64,8 @@ def lock_folder(folder: Path) -> int:
     Raises:
         InvalidRequest: it cannot be used, holds other things, or another process uses it.
     """
+    if (reserved := _reserved.pop(folder, None)) is not None:
+        return reserved
     try:
         import fcntl
     except ImportError:
@@ -71,10 +85,18 @@ def lock_folder(folder: Path) -> int:
     return lock
 
 
+def unlock(lock: int) -> None:
+    """Also for the processes that were forked meanwhile, which have the same lock."""
+    import fcntl
+
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def is_locked(folder: Path) -> bool:
     """Whether a process uses it."""
     try:
-        os.close(lock_folder(folder))
+        unlock(lock_folder(folder))
     except InvalidRequest:
         return True
     return False
@@ -102,6 +124,9 @@ def open_index(path: Path) -> sqlite3.Connection:
             return index
         except sqlite3.Error as error:
             index.close()
+            if any(word in str(error) for word in _PASSING):
+                reason = first_sentence(error)
+                raise InvalidRequest(f"{path} cannot be used: {reason}") from None
             _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
             try:
                 for name in (path, *path.parent.glob(f"{path.name}-*")):
@@ -112,24 +137,26 @@ def open_index(path: Path) -> sqlite3.Connection:
 
 
 def free_folder(kv_dir: Path) -> Path:
-    """The first of `kv_dir`/0, /1 and so on that no process uses: that of one of many replicas.
+    """The first of `kv_dir`/0, /1 and so on that no process uses: that of one of many replicas. It
+    stays locked for the next `lock_folder` here, however long loading a model takes until then.
 
     Raises:
         InvalidRequest: there is none.
     """
     for number in range(_MOST_REPLICAS):
-        folder = kv_dir / str(number)
+        folder = kv_dir.expanduser() / str(number)
         with suppress(InvalidRequest):
-            os.close(lock_folder(folder))
-            return folder
+            if folder not in _reserved:
+                _reserved[folder] = lock_folder(folder)
+                return folder
     raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: no folder in it is free")
 
 
 def remove_others(kv_dir: Path, own: Path, about: str) -> None:
     """Remove the pages of other models than `about` from `kv_dir`, whose size is for one; what is
     no folder of a model is left alone."""
-    for folder in kv_dir.iterdir():
-        if folder != own and (folder / PAGES).exists():
+    for folder in _models(kv_dir):
+        if folder != own:
             with suppress(RadixCacheError):
                 found = _look(folder)
                 other = "other weights or another version of " if found.about == about else ""
@@ -155,8 +182,9 @@ def make_room(file: int, size: int) -> None:
 sync = getattr(os, "fdatasync", os.fsync)
 
 
-def checksum_of(key: bytes, row: np.ndarray) -> bytes:
-    digest = xxhash.xxh3_128(key)
+def checksum_of(about: bytes, row: np.ndarray) -> bytes:
+    """Of a page's parent, key and tokens, in one, and of its bytes."""
+    digest = xxhash.xxh3_128(about)
     digest.update(row.data)
     return digest.digest()
 
@@ -204,7 +232,7 @@ class Contents:
 
 def contents(kv_dir: Path) -> list[Contents]:
     """What is in `kv_dir`; `InvalidRequest` for what is no such folder."""
-    return [_look(folder) for folder in _models(kv_dir)]
+    return [_look(folder) for folder in _models(kv_dir) if (folder / INDEX).is_file()]
 
 
 def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple[int, int]:
@@ -214,43 +242,59 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
         track: gives back the rows of a folder, one by one, and may show how many are done.
     """
     count = spoilt = 0
-    for folder in _models(kv_dir):
-        size = _look(folder).page_bytes
+    for found in contents(kv_dir):
+        size = found.page_bytes
         row = np.empty(size, np.uint8)
-        with sqlite3.connect(folder / INDEX) as index:
-            rows = index.execute("select slot, key, checksum from pages").fetchall()
-        file = os.open(folder / PAGES, os.O_RDONLY)
-        for slot, key, checksum in track(rows):
-            count += 1
-            good = read_all(file, row, slot * size) and checksum_of(key, row) == checksum
-            spoilt += not good
-        os.close(file)
+        try:
+            with _open(found.folder) as index, (found.folder / PAGES).open("rb") as file:
+                for slot, *about, checksum in track(index.execute(ROWS).fetchall()):
+                    count += 1
+                    good = read_all(file.fileno(), row, slot * size)
+                    good = good and {*map(type, about)} == {bytes}
+                    if not (good and checksum_of(b"".join(about), row) == checksum):
+                        # Unless a process has written another page there meanwhile.
+                        now = index.execute(f"{ROWS} where slot = ?", (slot,)).fetchone()
+                        spoilt += now == (slot, *about, checksum)
+        except (OSError, sqlite3.Error) as error:  # removed meanwhile, for another model
+            reason = first_sentence(error)
+            raise InvalidRequest(f"{found.folder} cannot be read: {reason}") from None
     return count, spoilt
 
 
 def clear(kv_dir: Path) -> None:
-    """Remove the pages of all models; `InvalidRequest` while a process uses them."""
+    """Remove the pages of all models; `InvalidRequest` while a process uses them, or if there is no
+    right to."""
     models = _models(kv_dir)
     lock = lock_folder(kv_dir)
-    for folder in models:
-        shutil.rmtree(folder)
-    os.close(lock)
+    try:
+        for folder in models:
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise InvalidRequest(f"{folder} cannot be removed: {error.strerror}") from None
+    finally:
+        unlock(lock)
 
 
-_Row = tuple[int, bytes, bytes]
+_Row = tuple[int, bytes, bytes, bytes, bytes]
 
 
 def _models(kv_dir: Path) -> list[Path]:
+    """Known by their names: whoever made or removed one may have been killed half-way."""
     if not (kv_dir / LOCK).is_file():
         raise InvalidRequest(
             f"{kv_dir} is no folder of KV pages: nothing was run with it as kv_dir"
         )
-    return [folder for folder in sorted(kv_dir.iterdir()) if (folder / INDEX).is_file()]
+    return [folder for folder in sorted(kv_dir.iterdir()) if _FINGERPRINT.fullmatch(folder.name)]
+
+
+def _open(folder: Path) -> sqlite3.Connection:
+    """Its manifest, to read it; what somebody has removed meanwhile is not made anew."""
+    return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=rw", uri=True)
 
 
 def _look(folder: Path) -> Contents:
     try:
-        with sqlite3.connect(folder / INDEX) as index:
+        with _open(folder) as index:
             ((pages, tokens),) = index.execute(
                 "select count(*), coalesce(sum(length(tokens)) / 4, 0) from pages"
             )

@@ -73,7 +73,9 @@ class Loads:
         self._tries: dict[Sequence, int] = {}
         self._left: list[_Load] = []
         """Whose sequences have gone; their slots are still being read."""
-        self._num_refused = 0
+        self._looked: dict[Sequence, int] = {}
+        """Who waits for the end of others' loads; how many had ended when the tier was searched."""
+        self._num_refused = self._num_ended = 0
         self._step_is_full = False
         self._seconds = self._uncharged = 0.0
         """For which the step waits for loads; those that nobody has paid for."""
@@ -84,16 +86,18 @@ class Loads:
         for load in [load for load in self._left if load.rows.done()]:
             self._left.remove(load)
             self.tier.end_load(load.pages, loaded=False)
+            self._num_ended += 1
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence's pages are on their way; publishes those that have come."""
         load = self._loads.get(sequence)
         if load is None:
-            return False
+            return self._looked.get(sequence) == self._num_ended
         if not load.rows.done() or self._step_is_full:
             return True
         start, loaded = self._publish(sequence, load)
         self.tier.end_load(self._loads.pop(sequence).pages, loaded=loaded > 0)
+        self._num_ended += 1
         if loaded:
             self._tries.pop(sequence, None)
             seconds = perf_counter() - load.began
@@ -126,6 +130,8 @@ class Loads:
             self._loads[sequence] = _Load(pages, first, end, self.store.read(pages), perf_counter())
             self._tries[sequence] = self._tries.get(sequence, 0) + 1
             self.tier.begin_load(pages)
+        else:
+            self._looked[sequence] = self._num_ended
         return True
 
     def cost(self, num_pages: int, num_tokens: int) -> LoadCost:
@@ -152,7 +158,7 @@ class Loads:
         it."""
         begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
         end = min(load.end, (load.first + len(rows)) * size)
-        if end <= load.first * size:
+        if end <= load.first * size or not self.tier.holds(load.pages[0]):
             return 0, 0
         lease = self._cache.acquire(sequence.tokens[: end + 1])
         try:
@@ -178,8 +184,10 @@ class Loads:
     def forget(self, sequence: Sequence) -> None:
         """A sequence was admitted, or has ended."""
         self._tries.pop(sequence, None)
+        self._looked.pop(sequence, None)
         if sequence in self._loads:
             self._left.append(self._loads.pop(sequence))
+            self._num_ended += 1
 
     def recover(self) -> None:
         """Anything was cut off."""
@@ -196,7 +204,7 @@ class Loads:
 
     def check(self, waiting: set[Sequence]) -> None:
         """Verify between two steps that each load is somebody's."""
-        assert self._loads.keys() | self._tries.keys() <= waiting, "loads of nobody"
+        assert {*self._loads, *self._tries, *self._looked} <= waiting, "loads of nobody"
         readers = sum(page.readers for page in self.tier.in_order())
         loads = [*self._loads.values(), *self._left]
         assert readers <= sum(len(load.pages) for load in loads), "pages are read by nobody"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ class Offload:
         self, cache: RadixCache, pool: KVPool, store: Store, disk: DiskStore | None = None
     ) -> None:
         self._cache, self.store, self.disk = cache, store, disk
+        self._process = os.getpid()
         self.tier = LowerTier(store.num_slots, pool.page_size, store, store.medium)
         self.tier.restore(store.stored())
         cache.lower = self.tier
@@ -57,20 +59,24 @@ class Offload:
         self, turns: Conversations | None = None, prefixes: Iterable[session.Prefix] = ()
     ) -> None:
         """End it; nothing changes the cache any more. To a disk, all that is cached is written for
-        the next process.
+        the next process. A fork of this process, which has none of its threads, leaves it alone.
 
         Args:
             turns: how its conversations were tokenised.
             prefixes: what is pinned without a salt.
         """
-        if self.disk is not None:
-            self.disk.is_closing = True
-            session.save(self.disk, turns, prefixes)
-            self._cache.recover()
-            for namespace, name in self._cache.pins:
-                self._cache.unpin(name, namespace)
-            self._cache.evict(self._cache.pool.num_pages)
-        self.store.close(self.tier.in_order())
+        if os.getpid() != self._process:
+            return
+        try:
+            if self.disk is not None:
+                self.disk.is_closing = True
+                session.save(self.disk, turns, prefixes)
+                self._cache.recover()
+                for namespace, name in self._cache.pins:
+                    self._cache.unpin(name, namespace)
+                self._cache.evict(self._cache.pool.num_pages)
+        finally:
+            self.store.close(self.tier.in_order())
 
 
 def open_offload(

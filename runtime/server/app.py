@@ -49,8 +49,10 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if disk is not None:
-            stored.load(disk.notes().get("responses", "{}"))
+            kept = disk.notes().get("responses", "{}")
             disk.note("responses", "{}")  # what is deleted from now on is not found again
+            if disk.notes().get("responses") == "{}":
+                stored.load(kept)
         backend.jobs.start()
         yield
         await backend.close()

@@ -10,11 +10,15 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
@@ -23,10 +27,9 @@ from radixcache.runtime.kv_offload.files import (
     ABOUT,
     INDEX,
     PAGES,
-    free_folder,
-    lock_folder,
     write_all,
 )
+from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from tests.cover import seeds
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
@@ -143,6 +146,29 @@ def test_a_restart_loads_what_was_cached_to_the_token(tmp_path: Path) -> None:
     second.close()
 
 
+def test_rows_that_say_that_other_tokens_are_there_are_not_believed(tmp_path: Path) -> None:
+    """Nor where only the beginning of a page is asked for, which no key stands for."""
+    first, texts = Disk(tmp_path), ([27, *TEXT], TEXT)
+    for text in texts:
+        first.answer(text)
+    first.close()
+    before, after = (np.array(tokens, np.int32).tobytes() for tokens in (TEXT[:4], [1, 2, 3, 27]))
+    others = blake2b(np.array([27, 1, 2, 3], np.int32).tobytes(), digest_size=16).digest()
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        changes = [
+            index.execute("update pages set tokens = ? where tokens = ?", (after, before)),
+            index.execute(
+                "update pages set parent = ? where tokens = ?",
+                (others, np.array(TEXT[4:8], np.int32).tobytes()),
+            ),
+        ]
+        assert [change.rowcount for change in changes] == [1, 1]
+    for text, right in (([1, 2, 3, 27, 5], 0), ([27, 1, 2, 3, 5, 6, 7, 9], 4)):
+        engine = Disk(tmp_path)
+        assert engine.answer(text) == (greedy(text, 4), right)
+        engine.close()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_spoiled_files_cost_no_more_than_computing(
     tmp_path: Path, fault: Callable[[Path], None]
@@ -170,19 +196,21 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "sync"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "EIO"), OSError(errno.ENOSPC, "ENOSPC"), MemoryError()], ids=repr
+)
 def test_a_disk_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
 ) -> None:
     """Now and then, in any call."""
-    rng, count = Random(code), 0
+    rng, count = Random(5), 0
     real = getattr(files if call == "sync" else os, call)
 
     def fails(*args: object) -> object:
         nonlocal count
         if rng.random() < 0.3:
             count += 1
-            raise OSError(code, os.strerror(code))
+            raise error
         return real(*args)
 
     monkeypatch.setattr(files if call == "sync" else os, call, fails)
@@ -203,56 +231,6 @@ def test_a_full_disk_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(InvalidRequest, match=r"cannot hold .* No space left on device"):
         Disk(tmp_path)
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    held = lock_folder(tmp_path / "kv")
-
-    def second() -> None:
-        with pytest.raises(InvalidRequest, match="in use by another process"):
-            lock_folder(tmp_path / "kv")
-
-    assert in_a_process(second) == 0
-    os.close(held)
-    os.close(lock_folder(tmp_path / "kv"))
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidRequest, match="cannot be used"):
-        lock_folder(tmp_path / "file")
-
-
-def test_each_replica_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    assert free_folder(tmp_path) == free_folder(tmp_path) == tmp_path / "0"
-    held = lock_folder(tmp_path / "0")
-    assert free_folder(tmp_path) == tmp_path / "1"
-    os.close(held)
-    with pytest.raises(InvalidRequest, match="no folder in it is free"):
-        free_folder(tmp_path / "0" / "lock")
-
-
-@pytest.mark.parametrize("name", [PAGES, INDEX])
-def test_a_link_or_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "other").write_text("of somebody else")
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / name).symlink_to(tmp_path / "other")
-    with pytest.raises(InvalidRequest):
-        Disk(tmp_path / "kv")
-    assert (tmp_path / "other").read_text() == "of somebody else"
-    (tmp_path / "kv" / name).unlink()
-    (tmp_path / "kv" / name).mkdir()
-    with pytest.raises(InvalidRequest):
-        Disk(tmp_path / "kv")
-
-
-def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    os.close(lock_folder(tmp_path / "kv"))
-    engine = Disk(tmp_path / "kv" / "model")
-    engine.answer(TEXT)
-    engine.store.flush()
-    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*")}
-    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
-    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
-    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
-    engine.close()
 
 
 def test_a_smaller_file_keeps_the_pages_of_its_slots(tmp_path: Path) -> None:
@@ -341,10 +319,37 @@ def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
     assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
 
 
-def test_a_store_without_threads_left_is_closed_once(tmp_path: Path) -> None:
+def test_writing_takes_no_longer_where_much_is_kept(tmp_path: Path) -> None:
+    steps = {}
+    for kept in (0, 4000):
+        engine = Disk(tmp_path / str(kept), slots=5000)
+        index = engine.store._index
+        blobs = [(slot, *[bytes(16)] * 4, 0) for slot in range(1000, 1000 + kept)]
+        insert = "insert into pages values (?, ?, ?, ?, ?, ?)"
+        engine.store._on_thread(partial(index.executemany, insert, blobs))
+        seen = steps[kept] = Counter[str]()
+        engine.store._on_thread(
+            partial(index.set_progress_handler, partial(seen.update, ["steps"]), 1)
+        )
+        for start in range(5):
+            engine.answer([start, *TEXT])
+        engine.engine.cache.evict(40)
+        engine.store.flush()
+        engine.store._on_thread(partial(index.set_progress_handler, None, 0))
+        query = "select slot from pages where slot < 1000 order by last_use"
+        order = engine.store._on_thread(index.execute(query).fetchall)
+        assert [slot for (slot,) in order] == [page.slot for page in engine.tier.in_order()]
+        engine.close()
+    assert 0 < steps[4000]["steps"] < 1.2 * steps[0]["steps"]
+
+
+def test_nobody_waits_for_a_store_that_is_closed(tmp_path: Path) -> None:
     engine = Disk(tmp_path)
     store: DiskStore = engine.store
     engine.close()
+    assert store.notes() == {}
+    with pytest.raises(sqlite3.Error, match="closed"):
+        store.flush()
     assert store.counters.failed_pages == 0
 
 
@@ -363,6 +368,57 @@ def test_a_reset_holds_though_the_manifest_is_locked(
     other.rollback()
     first.close()
     assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), 0)
+
+
+def test_a_reset_on_a_full_disk_leaves_no_text_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.engine.cache.evict(40)
+    first.store.note("texts", "a secret")
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "make_room", lambda *_: os.open("/dev/null/x", os.O_RDWR))
+        first.engine.reset_cache()
+        first.store.flush()
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert not left[PAGES] and not any(b"a secret" in data for data in left.values())
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        assert index.execute("select count(*) from pages").fetchall() == [(0,)]
+    assert first.answer(TEXT) == (greedy(TEXT, 4), 0)
+    first.close()
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+
+
+def test_what_a_reset_could_not_delete_goes_at_the_end(tmp_path: Path) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.engine.cache.evict(40)
+    first.store.flush()
+    first.store._on_thread(lambda: first.store._index.execute("pragma query_only = on"))
+    first.engine.reset_cache()
+    first.store.flush()
+    first.store._on_thread(lambda: first.store._index.execute("pragma query_only = off"))
+    first.close()
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        assert index.execute("select count(*) from pages").fetchall() == [(0,)]
+
+
+def test_threads_without_memory_and_notes_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Disk(tmp_path)
+    engine.answer(TEXT)
+    engine.engine.cache.evict(40)
+    engine.store.flush()
+    pages, _ = engine.tier.find(np.array(TEXT, np.int32), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda size, *_, **__: torch.zeros(size << 60))
+        assert len(engine.store.read(pages).result()) == 0
+    assert len(engine.store.read(pages).result()) == len(pages)
+    engine.store._on_thread(lambda: engine.store._index.execute("drop table notes"))
+    assert engine.store.notes() == {} and engine.store.counters.failed_pages == len(pages)
+    engine.close()
 
 
 @pytest.mark.parametrize("cell", ["pages set tokens", "notes set value"])
@@ -388,3 +444,26 @@ def test_memory_that_lacks_for_a_save_is_not_counted_as_queued(
         engine.engine.cache.evict(40)
     assert engine.store._queued == 0 and engine.store.counters.failed_pages
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_hold_each_layers_page_and_bring_it_back(dtype: torch.dtype) -> None:
+    shapes, cpu = (
+        [LayerShape(2, 4, 3), LayerShape(2, 3, 3), LayerShape(1, 4, 4)],
+        torch.device("cpu"),
+    )
+    pool, other = (KVPool(shapes, 6, 5, dtype, cpu) for _ in range(2))
+    for tensor in (tensor for layer in pool.layers for tensor in layer):
+        tensor.copy_(torch.randn(tensor.shape))
+    pages = np.array([4, 0, 5])
+    rows = pool.read_pages(pages)
+    for page, row in zip(pages, rows, strict=True):
+        parts = [tensor[page].flatten() for layer in pool.layers for tensor in layer]
+        assert sorted(row.view(dtype).tolist()) == sorted(torch.cat(parts).tolist())
+    assert torch.equal(rows, pool.gather_pages(pages)), "as on a GPU"
+    targets = np.array([1, 2, 0])
+    other.write_pages(targets, rows)
+    for mine, theirs in zip(pool.layers, other.layers, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a[pages], b[targets]) and not b[3:].any()
+    assert len(pool.read_pages(pages[:0])) == 0

@@ -6,17 +6,21 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGTERM
+from signal import SIGINT, SIGTERM, alarm
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
+from radixcache.runtime.kv_offload import disk, session
 from radixcache.runtime.kv_offload.files import lock_folder
 from tests.models import tiny_model
+from tests.runtime.kv_offload.disk_engine import in_a_process
 from tests.runtime.server import http
+from tests.runtime.server.live import live
 from tests.runtime.server.test_lifecycle import forked
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
@@ -216,6 +220,51 @@ def test_kv_of_anything_else_is_not_found(tmp_path: Path, other: str) -> None:
     with open_llm(folder, model, **settings) as llm:
         assert ask(llm, prompt) == (wanted, 0, 0)
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1, "the others' pages go"
+
+
+def test_a_fork_leaves_the_folder_to_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none of the threads that write: to wait for them would be for ever."""
+    monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 1)
+    with open_llm(tmp_path) as llm:
+        ask(llm, TABLE)
+
+        def close() -> None:
+            alarm(60)
+            llm.close()
+
+        assert in_a_process(close) == 0
+        with pytest.raises(InvalidRequest, match="in use by another process"):
+            open_llm(tmp_path)
+    with open_llm(tmp_path) as llm:
+        assert ask(llm, TABLE)[2] > 500
+
+
+def test_responses_that_could_come_back_though_deleted_are_not_there(tmp_path: Path) -> None:
+    with open_llm(tmp_path) as llm, live(llm) as server:
+        body = {"input": "Who is 7?", "max_output_tokens": 4, "temperature": 0}
+        kept = "/v1/responses/" + server.post("/v1/responses", body).json()["id"]
+        assert server.get(kept).status_code == 200
+    for manifest, status in (("on", 404), ("off", 200)):
+        with open_llm(tmp_path) as llm:
+            assert llm.offload is not None and llm.offload.disk is not None
+            index, pragma = llm.offload.disk._index, f"pragma query_only = {manifest}"
+            llm.offload.disk._on_thread(partial(index.execute, pragma))
+            with live(llm) as server:
+                assert server.get(kept).status_code == status
+
+
+def test_a_close_that_is_cut_off_gives_the_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(tmp_path)
+    ask(llm, TABLE)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.close()
+    open_llm(tmp_path).close()
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:

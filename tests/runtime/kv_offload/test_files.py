@@ -1,0 +1,169 @@
+"""The folder of pages on disk: whose it is, who may read it, and what is left in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixcache import InvalidRequest
+from radixcache.runtime.kv_offload import files
+from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder, unlock
+from tests.hash_model import greedy
+from tests.runtime.kv_offload.disk_engine import Disk, in_a_process
+
+TEXT = [*range(1, 26)]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    held = lock_folder(tmp_path / "kv")
+
+    def second() -> None:
+        with pytest.raises(InvalidRequest, match="in use by another process"):
+            lock_folder(tmp_path / "kv")
+
+    assert in_a_process(second) == 0
+    os.close(held)
+    os.close(lock_folder(tmp_path / "kv"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        lock_folder(tmp_path / "file")
+
+
+def test_each_replica_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From when it is chosen, for a model takes long to load; also if the shell left a `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(files, "_reserved", {})
+    assert free_folder(tmp_path) == tmp_path / "0"
+
+    def other() -> None:
+        files._reserved.clear()
+        assert free_folder(Path("~")) == tmp_path / "1"
+
+    assert in_a_process(other) == 0
+    unlock(lock_folder(tmp_path / "0"))
+    assert free_folder(tmp_path) == tmp_path / "0"
+    assert free_folder(tmp_path) == tmp_path / "1"
+    with pytest.raises(InvalidRequest, match="no folder in it is free"):
+        free_folder(tmp_path / "0" / "lock")
+
+
+@pytest.mark.parametrize("name", [PAGES, INDEX])
+def test_a_link_or_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / name).symlink_to(tmp_path / "other")
+    with pytest.raises(InvalidRequest):
+        Disk(tmp_path / "kv")
+    assert (tmp_path / "other").read_text() == "of somebody else"
+    (tmp_path / "kv" / name).unlink()
+    (tmp_path / "kv" / name).mkdir()
+    with pytest.raises(InvalidRequest):
+        Disk(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("left", [(PAGES,), (INDEX,), ()])
+@pytest.mark.parametrize("by", ["clear", "another model"])
+def test_what_a_kill_has_left_of_a_folder_is_removed(
+    tmp_path: Path, left: tuple[str, ...], by: str
+) -> None:
+    (folder := tmp_path / ("0a" * 16)).mkdir()
+    for name in left:
+        (folder / name).touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "lock").touch()
+    if INDEX not in left:
+        assert files.contents(tmp_path) == []
+    files.clear(tmp_path) if by == "clear" else files.remove_others(tmp_path, tmp_path / "1", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "other"}
+
+
+def test_a_lock_ends_with_its_owner_though_a_fork_lives_on(tmp_path: Path) -> None:
+    lock, (ends, end) = lock_folder(tmp_path / "kv"), os.pipe()
+    if not (child := os.fork()):
+        os.close(end)
+        os.read(ends, 1)
+        os._exit(0)
+    unlock(lock)
+    unlock(lock_folder(tmp_path / "kv"))
+    os.close(end)
+    os.waitpid(child, 0)
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    os.close(lock_folder(tmp_path / "kv"))
+    engine = Disk(tmp_path / "kv" / "model")
+    engine.answer(TEXT)
+    engine.store.flush()
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*")}
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+    engine.close()
+
+
+def test_a_manifest_that_is_locked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a backup, for example; or the disk is full."""
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.close()
+    other = sqlite3.connect(tmp_path / INDEX)
+    other.execute("pragma locking_mode = exclusive")
+    other.execute("begin exclusive")
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0))
+        with pytest.raises(InvalidRequest, match="cannot be used: database is locked"):
+            Disk(tmp_path)
+    other.close()
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+
+
+def test_who_looks_makes_nothing_and_who_may_not_remove_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlock(lock_folder(tmp_path))
+    (folder := tmp_path / ("0b" * 16)).mkdir()
+    with pytest.raises(InvalidRequest, match="cannot be read: unable to open"):
+        files._look(folder)  # as if it had just been cleared
+    assert not [*folder.iterdir()]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", lambda *_, **__: os.open("/dev/null/x", os.O_RDWR))
+        with pytest.raises(InvalidRequest, match="cannot be removed: Not a directory"):
+            files.clear(tmp_path)
+    files.clear(tmp_path)
+
+
+def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlock(lock_folder(tmp_path))
+    engine = Disk(folder := tmp_path / ("0c" * 16), slots=7)
+    engine.store.note("about", json.dumps({"model": "", "page_bytes": engine.store.page_bytes}))
+
+    def fill(start: int) -> None:
+        engine.answer([start, *TEXT])
+        engine.engine.cache.evict(40)
+        engine.store.flush()
+
+    def later(rows: list[Any]) -> Iterator[Any]:
+        fill(5)
+        return iter(rows)
+
+    fill(3)
+    assert files.verify(tmp_path, iter) == (7, 0) == files.verify(tmp_path, later)
+    (folder / PAGES).write_bytes(bytes(7 * engine.store.page_bytes))
+    assert files.verify(tmp_path, iter) == (7, 7)
+    engine.close()
+    found = files.contents(tmp_path)
+    (folder / PAGES).unlink()
+    monkeypatch.setattr(files, "contents", lambda _: found)
+    with pytest.raises(InvalidRequest, match=r"0c cannot be read: .* No such file"):
+        files.verify(tmp_path, iter)

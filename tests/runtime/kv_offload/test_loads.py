@@ -1,0 +1,83 @@
+"""Loads that take their time, while others run or something else happens."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache import SamplingParams
+from radixcache.tier import StoredPage
+from tests.engines import generated
+from tests.hash_model import greedy
+from tests.runtime.kv_offload.disk_engine import Disk
+
+TEXT = [*range(1, 26)]
+
+
+def test_what_was_being_read_when_the_cache_was_reset_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path)
+    disk.answer(TEXT)
+    disk.engine.cache.evict(40)
+    disk.store.flush()
+    read, late = disk.store.read, Future[torch.Tensor]()
+    monkeypatch.setattr(disk.store, "read", lambda _: late)
+    pages, _ = disk.tier.find(np.array(TEXT, np.int32), 0)
+    request = disk.engine.add_request(TEXT, SamplingParams(temperature=0, max_tokens=4))
+    disk.engine.step()
+    rows = read(pages).result()
+    assert len(rows) == len(pages) and not request.finished
+    disk.engine.reset_cache()
+    late.set_result(rows)
+    while not request.finished:
+        disk.engine.step()
+    assert generated([request]) == [[greedy(TEXT, 4)]]
+    assert request.output().num_cached_tokens == 0
+    disk.close()
+
+
+def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in each step, which would hold up those that run."""
+    disk, looks, late = Disk(tmp_path, num_pages=100), list[int](), list[Any]()
+    texts = [[start, *TEXT] for start in range(7)]
+    for text in texts:
+        disk.answer(text)
+    disk.engine.cache.evict(100)
+    disk.store.flush()
+    find, read = disk.tier.find, disk.store.read
+
+    def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
+        late.append((pages, Future()))
+        return late[-1][1]
+
+    monkeypatch.setattr(disk.store, "read", slowly)
+
+    def counted(*what: Any) -> Any:
+        looks.append(1)
+        return find(*what)
+
+    monkeypatch.setattr(disk.tier, "find", counted)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    requests = [disk.engine.add_request(text, params) for text in texts]
+    for _ in range(5):
+        disk.engine.step()
+        disk.engine.check()
+    assert len(looks) == len(texts) and len(late) == disk.store.most_loading
+    for _ in range(len(texts)):
+        pages, rows = late.pop(0)
+        rows.set_result(read(pages).result())
+        disk.engine.step()
+        disk.engine.check()
+    while not all(request.finished for request in requests):
+        disk.engine.step()
+    assert [request.output().num_cached_tokens for request in requests] == [len(TEXT)] * 7
+    assert generated(requests) == [[greedy(text, 4)] for text in texts]
+    disk.close()
