@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, RadixCacheError
-from radixcache.runtime.commands import cache, chat, demo, explain, generate, info, report, serve
+from radixcache.runtime.commands import cache, chat, demo, explain, generate, info, serve
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.flags import add_flags
 from radixcache.runtime.sampling.params import SamplingArgs
@@ -187,8 +187,8 @@ def _add_cache(commands: Any) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    summary = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
-    parser = _add_command(commands, report, summary)
+    report = import_module("radixcache.plugins.report")  # the plugins stand above, too
+    parser = _add_command(commands, report.report, report.SUMMARY)
     parser.add_argument("FILE", help="the JSON lines that RADIXCACHE_REPORT named")
 
 

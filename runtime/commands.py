@@ -237,13 +237,6 @@ def _note_use(folder: Path) -> None:
         print("in use by a process, which writes the rest of what it has cached when it ends")
 
 
-def report(args: argparse.Namespace) -> int:
-    from radixcache.plugins.report import report as drawn
-
-    print(drawn(args.FILE))
-    return 0
-
-
 def info(_: argparse.Namespace) -> int:
     """What runs here, and why what does not."""
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from array import array
 from collections import Counter
@@ -29,7 +30,16 @@ _REASONS = {
 _COLUMNS = 64
 
 
-def report(path: str) -> str:
+SUMMARY = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
+
+
+def report(args: argparse.Namespace) -> int:
+    """The command."""
+    print(draw(args.FILE))
+    return 0
+
+
+def draw(path: str) -> str:
     """The report on a file that `RADIXCACHE_REPORT` named. O(lines), 16 bytes each.
 
     Raises:

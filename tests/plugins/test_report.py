@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixcache.errors import InvalidRequest
-from radixcache.plugins.report import report
+from radixcache.plugins.report import draw
 from radixcache.runtime.cli import main
 
 HEAD = {"engine": "vLLM 0.32.0", "capacity": 9600, "block_size": 32}
@@ -42,7 +42,7 @@ def test_it_adds_up_and_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_curve_is_the_hit_rate(tmp_path: Path) -> None:
     lines = [line(0, 10, 10 * (i >= 32), []) for i in range(64)]
-    text = report(written(tmp_path / "r.jsonl", HEAD, *lines))
+    text = draw(written(tmp_path / "r.jsonl", HEAD, *lines))
     (top,) = [row for row in text.splitlines() if row.startswith("100 %")]
     assert top[6:] == " " * 32 + "█" * 32
 
@@ -52,7 +52,7 @@ def test_a_line_that_was_cut_off_by_a_kill_does_not_count(tmp_path: Path) -> Non
     written(path, HEAD, line(1, 10, 5, []))
     with path.open("a") as file:
         file.write('{"time":12,"tok')
-    assert "1 requests in" in report(str(path))
+    assert "1 requests in" in draw(str(path))
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_other_files_are_refused(tmp_path: Path, text: str | bytes | None, said:
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidRequest, match=said):
-        report(str(path))
+        draw(str(path))
