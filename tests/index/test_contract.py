@@ -259,3 +259,15 @@ def test_what_a_lease_finds_is_held_though_held_pages_were_counted_before() -> N
         cache.reserve(cache.acquire([3, 3]), 4)
     cache.acquire([1, 2, 9])
     cache.check()
+
+
+def test_several_pages_of_a_hash_block_lease_that_only_looks_are_passed_over() -> None:
+    """Another that the few examples may not draw."""
+    cache = HashBlockCache(PagePool(num_pages=6, page_size=1))
+    put(cache, [1, 2])
+    put(cache, [3, 4])
+    looking = cache.acquire([1, 2, 9])
+    lease = cache.acquire([5, 6, 7])
+    cache.reserve(lease, 3)
+    assert not {*lease.page_table.tolist()} & {*looking.page_table.tolist()}
+    cache.check()
