@@ -12,7 +12,6 @@ from selenium.webdriver.common.keys import Keys
 from radixcache import LLM
 from tests.runtime.server import http
 from tests.runtime.server.live import ask, live
-from tests.runtime.server.page import test_page
 from tests.runtime.server.page.browser import Page
 from tests.runtime.server.page.test_page import (
     ANSWER,
@@ -23,7 +22,6 @@ from tests.runtime.server.page.test_page import (
     numbers,
 )
 
-url, window, page = test_page.url, test_page.window, test_page.page
 STORE = "localStorage['radixcache.conversations.2']"
 
 LISTEN = """
