@@ -23,26 +23,25 @@ LINE = {"prompt": "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3, "max_tokens": 1
 TWO = ("How old is Nora Holm?", "How old is Nora Lund?")
 
 
-@pytest.fixture(scope="module")
-def llms() -> dict[str, LLM]:
-    kinds = ("radix", "hash-block", "none")
-    return {cache: LLM(cache=cache, kv_cache_memory_bytes="32MiB") for cache in kinds}
-
-
-@pytest.fixture(params=["radix", "hash-block"])
-def fresh(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[LiveServer]:
-    """A server whose cache is empty."""
-    llm = llms[request.param]
-    llm.reset_prefix_cache()
-    with live(llm) as server:
+@pytest.fixture(scope="module", params=["radix", "hash-block"])
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    with live(LLM(cache=request.param, kv_cache_memory_bytes="32MiB")) as server:
         yield server
-        server.assert_idle()
 
-        def unpin_all() -> None:
-            for prefix in llm.prefixes.list():
-                llm.prefixes.unpin(prefix.name, prefix.cache_salt)
 
-        server.call(unpin_all)
+@pytest.fixture
+def fresh(server: LiveServer) -> Iterator[LiveServer]:
+    """A server whose cache is empty."""
+    llm = server.backend.llm
+
+    def clear() -> None:
+        for prefix in llm.prefixes.list():
+            llm.prefixes.unpin(prefix.name, prefix.cache_salt)
+        llm.reset_prefix_cache()
+
+    server.call(clear)
+    yield server
+    server.assert_idle()
 
 
 def cached(response: Any) -> int:
@@ -261,8 +260,8 @@ def test_requests_of_others_go_on_while_a_prefix_is_pinned(fresh: LiveServer):
         assert other.result().json()["usage"]["completion_tokens"] == 200
 
 
-def test_without_a_cache_there_is_no_tree_and_nothing_to_pin(llms: dict[str, LLM]):
-    with live(llms["none"]) as server:
+def test_without_a_cache_there_is_no_tree_and_nothing_to_pin():
+    with live(LLM(cache="none", kv_cache_memory_bytes="32MiB")) as server:
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
         view = server.get("/v1/cache").json()
         assert view["namespaces"] == [] and view["stats"]["requests"] == 1
