@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,11 @@ from radixcache import SamplingParams
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
 from radixcache.runtime.sampling import sampler
 from radixcache.runtime.sampling.sampler import sample
-from tests.kernels.gpu import Gpu, pretend_gpu
 
 SEED = 20_261_125
 GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(top_k=9, top_p=0.9, min_p=0.01)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with pretend_gpu() as gpu:
-        yield gpu
 
 
 def probabilities(
