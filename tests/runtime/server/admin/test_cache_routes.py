@@ -240,12 +240,12 @@ def test_a_chat_goes_on_from_messages_by_name(fresh: LiveServer):
 
 def test_a_prefix_ends_with_its_lifetime(fresh: LiveServer):
     """Also where nothing has woken the engine's thread since."""
-    short = {"name": "short", "prompt": "x " * 40, "lifetime": 0.2}
-    assert 0 < fresh.post(PREFIXES, short).json()["expires_in"] <= 0.2
-    time.sleep(0.25)
+    short = {"name": "short", "prompt": "x " * 40, "lifetime": 0.1}
+    assert 0 < fresh.post(PREFIXES, short).json()["expires_in"] <= 0.1
+    time.sleep(0.12)
     assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
     fresh.post(PREFIXES, short)
-    time.sleep(0.25)
+    time.sleep(0.12)
     assert_error(fresh.get(f"{PREFIXES}/short"), 404, "no prefix named 'short'")
     assert fresh.get(PREFIXES).json()["pinned_pages"] == 0
 
