@@ -1,9 +1,17 @@
 """Settings of the whole test run, and of the processes that tests start."""
 
+from __future__ import annotations
+
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kernels.gpu import Gpu
 
 # Two test processes share two cores, and threads that share a busy core wait for each other more
 # than they work. Both are read when torch is first imported.
@@ -35,3 +43,19 @@ def pytest_sessionfinish():
     from tests.forks import close_nursery
 
     close_nursery()
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose tokens are bytes."""
+    from tests.models import tiny_model
+
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    from tests.kernels.gpu import pretend_gpu
+
+    with pretend_gpu() as gpu:
+        yield gpu

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
 from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
 from radixcache.kernels.upload import Upload
-from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.kernels.reference import Step, make_batch, make_step, naive_attention
 from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.test_cpu_backends import SHAPES
@@ -18,11 +15,7 @@ from tests.pretend_cuda import CUDA
 
 HEADS = {"mha": (4, 4), "gqa 2": (4, 2), "gqa 4": (8, 2), "gqa 8": (8, 1)}
 
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[Gpu]:
-    with pretend_gpu() as gpu:
-        yield gpu
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def kind_of(step: Step, scale: float, window: int | None = None, softcap: float | None = None):

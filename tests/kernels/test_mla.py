@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +12,12 @@ import torch
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.kernels.reference import Step, make_step, naive_attention
 from tests.kernels.test_cpu_backends import SHAPES
 from tests.pretend_cuda import CPU, CUDA
 
 LATENT, ROTATED = 512, 64  # of which FlashInfer has kernels
 SCALE = 0.04
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with pretend_gpu() as gpu:
-        yield gpu
 
 
 def mla_step(seed: int, lens: list[tuple[int, int]], heads: int, dim: int, **options: Any) -> Step:

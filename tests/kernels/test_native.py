@@ -4,6 +4,7 @@ what would read wild memory, and absent without a word where nothing compiles th
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from radixcache.kernels.native import build as native_build
 from radixcache.kernels.native.activations import gated
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import num_threads, problem, quiet_torch
+from tests.forks import Forked
 from tests.kernels.reference import Step, error, make_batch, make_step, run
 from tests.sources import ROOT
 
@@ -261,24 +263,20 @@ def test_threads_that_call_at_once_get_their_own_results() -> None:
                 assert torch.equal(got, wanted)
 
 
+def compute_in_a_child() -> int:
+    torch.set_num_threads(3)
+    x = torch.ones(1000, 1536)
+    expected = gated(x, x, "silu").numpy()
+    child = os.fork()
+    if not child:
+        os._exit(0 if (gated(x, x, "silu").numpy() == expected).all() else 1)
+    return os.waitpid(child, 0)[1]
+
+
 @needs_kernels
-def test_a_forked_child_computes_too() -> None:
+def test_a_forked_child_computes_too(tmp_path) -> None:
     """It has none of its parent's threads; torch's own operations may hang there."""
-    code = """if True:
-        import os, torch
-        from radixcache.kernels.native.activations import gated
-        torch.set_num_threads(3)
-        x = torch.ones(3000, 1536)
-        expected = gated(x, x, "silu").numpy()
-        child = os.fork()
-        if not child:
-            os._exit(0 if (gated(x, x, "silu").numpy() == expected).all() else 1)
-        print(os.waitpid(child, 0)[1])
-    """
-    done = subprocess.run(
-        (sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "0\n", done.stderr
+    assert Forked(tmp_path, compute_in_a_child).wait(60) == 0
 
 
 # Where nothing compiles them.
@@ -328,25 +326,22 @@ def test_a_library_that_lost_bytes_is_compiled_anew(bare) -> None:
         assert native_build.build() == library and library.read_bytes() == b"library"
 
 
+def want_memory() -> int:
+    backend, pages = NativeBackend(), torch.zeros(1, 40_000, 1, 16)
+    query, new = torch.zeros(512, 128, 16), torch.zeros(512, 1, 16)
+    backend.plan(make_batch([[0]] * 512, [1] * 512, [40_000] * 512, 40_000))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))
+    with pytest.raises(MemoryError, match=r"^no memory for what a step computes$"):
+        backend.run(query, new, new, pages, pages, scale=1.0)
+    return 0
+
+
 @needs_kernels
-def test_want_of_memory_is_an_exception() -> None:
+def test_want_of_memory_is_an_exception(tmp_path) -> None:
     """512 queries of 40,000 keys each keep 2 GB of sums, which the process may not have."""
-    code = """if True:
-        import resource, torch
-        from radixcache.kernels.native.attention import NativeBackend
-        from tests.kernels.reference import make_batch
-        backend, pages = NativeBackend(), torch.zeros(1, 40_000, 1, 16)
-        query, new = torch.zeros(512, 128, 16), torch.zeros(512, 1, 16)
-        backend.plan(make_batch([[0]] * 512, [1] * 512, [40_000] * 512, 40_000))
-        used = int(open("/proc/self/statm").read().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))
-        try:
-            backend.run(query, new, new, pages, pages, scale=1.0)
-        except MemoryError as error:
-            print(error)
-    """
-    done = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "no memory for what a step computes\n", done.stderr
+    process = Forked(tmp_path, want_memory)
+    assert process.wait(60) == 0, process.err.read_text()
 
 
 def test_what_was_compiled_is_used_again_by_the_same_processor_only(bare, monkeypatch) -> None:

@@ -54,11 +54,12 @@ def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
 )
 def test_any_number_of_rows_gives_the_product(outer, inner, kind, dtype) -> None:
     weight, rng = make(kind, outer, inner), torch.Generator().manual_seed(outer)
+    transposed = dense(weight).T
     for bias in (None, torch.randn(outer, generator=rng)):
         product = PackedLinear(weight, bias)
         for rows in (0, 1, *COUNTS):
             x = torch.randn(rows, inner, generator=rng).to(dtype)
-            expected = x.double() @ dense(weight).T + (0 if bias is None else bias.double())
+            expected = x.double() @ transposed + (0 if bias is None else bias.double())
             got = product(x)
             assert got.shape == (rows, outer) and got.dtype == dtype
             if rows:

@@ -13,15 +13,10 @@ from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.engine import named_prefixes as prefixes
 from radixcache.runtime.engine.named_prefixes import NamedPrefixes
 from tests.engines import finish, make_engine
-from tests.models import BYTES_PER_TOKEN, tiny_model
+from tests.models import BYTES_PER_TOKEN
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SYSTEM = "You are a very careful assistant who thinks twice. "
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

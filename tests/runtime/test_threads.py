@@ -22,16 +22,10 @@ from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams, Wron
 from radixcache.errors import EngineFailed, EngineStopped
 from radixcache.runtime.engine.input_processor import EngineInput
 from radixcache.runtime.engine.worker import Job
-from tests.models import tiny_model
 
 SEED = 20_261_122
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("llama"), seed=SEED)
 
 
 @pytest.fixture

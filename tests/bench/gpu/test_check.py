@@ -172,7 +172,7 @@ def fakes(tmp_path, monkeypatch):
 
     def run(*options: str, **sections: str) -> tuple[int, list[tuple[str, str, str]]]:
         started = {"environment": "row('FlashInfer runs', 'ok')", **sections}
-        monkeypatch.setattr(check, "SECTIONS", {n: check.Section(1, 4) for n in started})
+        monkeypatch.setattr(check, "SECTIONS", {n: check.Section(1, 2) for n in started})
         monkeypatch.setattr(check, "_GRACE", 0.2)
 
         def command(name: str, options: list[str]) -> list[str]:
@@ -218,7 +218,7 @@ def test_no_section_ends_the_others_and_each_is_reported(fakes, tmp_path) -> Non
         ("goes_on", "ok"),
     ]
     assert [text for _, status, text in rows if status == "FAIL"] == [
-        "took longer than its 4 s",
+        "took longer than its 2 s",
         "killed by signal 11",
         "exit status 1",
         "killed by signal 6",

@@ -26,7 +26,7 @@ def random_workload(seed: int) -> Workload:
     workload = Workload("random", f"seed {seed}")
     stems = [say(40) for _ in range(3)]
     chats: list[tuple[list[np.ndarray], int | None]] = []
-    for _ in range(60):
+    for _ in range(40):
         kind = rng.random()
         if chats and kind < 0.5:
             at = rng.randrange(len(chats))

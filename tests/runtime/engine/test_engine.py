@@ -64,6 +64,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 @covering(
     family=["tabletalk", "llama", "qwen2", "qwen3", "mistral", "gemma3_text", "deepseek_v3"],
     layers=LAYERS,
+    mode=["radix", "hash-block", "none"],
     page_size=[1, 4, 16],
     chunk=[8, 64, 2048],
     concurrent=[True, False],
@@ -74,6 +75,7 @@ def test_greedy_tokens_equal_plain_transformers_cold_and_warm_with_any_cache_and
     folder: Path,
     family: str,
     layers: Layers,
+    mode: str,
     page_size: int,
     chunk: int,
     concurrent: bool,
@@ -85,23 +87,21 @@ def test_greedy_tokens_equal_plain_transformers_cold_and_warm_with_any_cache_and
     asked = prompts(min(plain_model(path).config.vocab_size, 250))
     longest = max(map(len, asked)) + NEW_TOKENS
     num_pages = -(-longest // page_size) + 3 if tight else 512
-    preempted = 0
-    for mode in ("radix", "hash-block", "none"):
-        engine = make_engine(path, mode, page_size, num_pages, chunk, layers=layers)
-        engine._runs_ahead = ahead
-        by_transformers = layers == "stock" or family in ("gemma3_text", "deepseek_v3")
-        assert isinstance(engine.model, Decoder) is not by_transformers
-        for _ in range(2):
-            requests = run(engine, asked, GREEDY, concurrent)
-            assert [tokens for (tokens,) in generated(requests)] == expected(path), mode
-        hits = sum(request.output().num_cached_tokens for request in requests)
-        assert hits > 0 if mode != "none" else hits == 0
-        if mode == "radix" and not tight:
-            assert not any(request.prefilled_tokens for request in requests)
-        preempted += engine.scheduler.num_preemptions
-        assert_no_page_is_lost(engine)
+    engine = make_engine(path, mode, page_size, num_pages, chunk, layers=layers)
+    engine._runs_ahead = ahead
+    by_transformers = layers == "stock" or family in ("gemma3_text", "deepseek_v3")
+    assert isinstance(engine.model, Decoder) is not by_transformers
+    for _ in range(2):
+        requests = run(engine, asked, GREEDY, concurrent)
+        assert [tokens for (tokens,) in generated(requests)] == expected(path)
+    hits = sum(request.output().num_cached_tokens for request in requests)
+    assert hits > 0 if mode != "none" else hits == 0
+    if mode == "radix" and not tight:
+        assert not any(request.prefilled_tokens for request in requests)
+    assert_no_page_is_lost(engine)
+    preempted = engine.scheduler.num_preemptions
     assert not preempted or (tight and concurrent)
-    if tight and concurrent and chunk > 8:  # prompts in small chunks may come one by one
+    if tight and concurrent and mode == "radix" and page_size < 16:  # for two may be no room
         assert preempted
 
 
@@ -190,8 +190,8 @@ def test_a_request_fits_a_pool_of_one_spare_page_whatever_is_cached(folder: Path
         ("llama", "radix", True),
         ("llama", "hash-block", True),
         ("deepseek_v2", "radix", True),  # over latents
-        ("deepseek_v3", "hash-block", True),
-        ("glm4_moe_lite", "radix", False),
+        pytest.param("deepseek_v3", "hash-block", True, marks=pytest.mark.exhaustive),
+        pytest.param("glm4_moe_lite", "radix", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_random_arrivals_aborts_and_failures_lose_nothing(

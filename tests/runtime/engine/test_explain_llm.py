@@ -212,12 +212,6 @@ def tabletalk() -> LLM:
     return LLM(kv_cache_memory_bytes="32MiB")
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose tokens are bytes."""
-    return tiny_model("llama", tmp_path_factory.mktemp("llama"), seed=SEED)
-
-
 def pages(count: int, page_size: int = 4) -> int:
     """Bytes for `count` KV pages of the random Llama."""
     return count * page_size * BYTES_PER_TOKEN

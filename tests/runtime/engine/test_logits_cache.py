@@ -25,7 +25,6 @@ from radixcache.runtime.engine.request import Request
 from tests.cover import seeds
 from tests.engines import assert_no_page_is_lost, finish, generated, run
 from tests.hash_model import VOCAB, greedy, hash_engine
-from tests.models import tiny_model
 from tests.traffic import Asked, play
 
 SEED = 20_261_123
@@ -300,11 +299,6 @@ def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
     assert kept_by(engine).num_used > 10
     assert not engine.model.unwritten  # type: ignore[attr-defined]
     assert len(kept_by(engine)) <= 6
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=SEED)
 
 
 def test_an_llm_says_that_nothing_is_computed(path: Path) -> None:

@@ -26,16 +26,11 @@ from tests import engines
 from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
 from tests.kernels.gpu import pretend_gpu
-from tests.models import EOS, VOCAB_SIZE, tiny_model
+from tests.models import EOS, VOCAB_SIZE
 from tests.traffic import Asked, play
 
 SEED = 20_261_125
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
 def encode(text: str) -> list[int]:

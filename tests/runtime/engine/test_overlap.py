@@ -15,12 +15,6 @@ from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from tests import engines
 from tests.engines import assert_no_page_is_lost, finish
-from tests.models import tiny_model
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:

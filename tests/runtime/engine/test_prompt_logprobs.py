@@ -43,11 +43,6 @@ def scoring(count: int = 3, **options: Any) -> SamplingParams:
 ONLY_SCORE = scoring(max_tokens=0)
 
 
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=SEED)
-
-
 def text(length: int, rng: random.Random) -> list[int]:
     return [rng.randrange(250) for _ in range(length)]
 

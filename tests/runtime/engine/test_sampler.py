@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,11 @@ from radixcache import SamplingParams
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
 from radixcache.runtime.sampling import sampler
 from radixcache.runtime.sampling.sampler import sample
-from tests.kernels.gpu import Gpu, pretend_gpu
 
 SEED = 20_261_125
 GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(top_k=9, top_p=0.9, min_p=0.01)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with pretend_gpu() as gpu:
-        yield gpu
 
 
 def probabilities(
@@ -130,7 +122,7 @@ def test_frequencies_in_a_large_vocabulary() -> None:
     logits = 2 * torch.randn(vocab, generator=generator)
     params = [SamplingParams()] * rows
     tokens = torch.cat(
-        [sample(logits.expand(rows, -1), params, [generator] * rows)[0] for _ in range(8)]
+        [sample(logits.expand(rows, -1), params, [generator] * rows)[0] for _ in range(4)]
     )
     seen = np.bincount(tokens.numpy() // (vocab // 8), minlength=8)
     expected = logits.double().softmax(0).view(8, -1).sum(1).numpy() * len(tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,12 +11,6 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.load import load_model
 from tests.engines import generated, plain_greedy, run
 from tests.kernels.gpu import pretend_gpu
-from tests.models import tiny_model
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
 def test_an_engine_runs_on_it_and_leaves_the_current_device_alone(path) -> None:

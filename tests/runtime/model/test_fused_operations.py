@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.models import tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
@@ -30,6 +28,8 @@ from tests.runtime.model.test_paged_model import (
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BIASED = {"attention_bias": True, "mlp_bias": True}
+
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,6 @@ def folders(tmp_path_factory) -> dict[tuple[str, int], Path]:
         for family in FAMILIES
         for count in (2, 3)
     }
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[Gpu]:
-    with pretend_gpu() as gpu:
-        yield gpu
 
 
 def load(folder: Path) -> PagedModel:

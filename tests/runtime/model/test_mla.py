@@ -58,7 +58,7 @@ def test_logits_of_any_chunks_are_those_of_one_forward_and_a_wrong_page_shows(
     assert model.shapes == [LayerShape(1, 32, rotated)] * len(model.shapes)
     assert model.bytes_per_token == len(model.shapes) * (32 + rotated) * 4
     plain = plain_logits(folder, sequences)
-    for page_size in (1, 16):
+    for page_size in (16,) if options else (1, 16):
         for steps in STEPS:
             assert relative_error(run_steps(model, sequences, steps, page_size), plain) < 1e-5
         damaged = run_steps(model, sequences, STEPS[2], page_size, damage=True)
@@ -66,9 +66,9 @@ def test_logits_of_any_chunks_are_those_of_one_forward_and_a_wrong_page_shows(
 
 
 def test_a_token_of_deepseek_v3_is_71_times_smaller(tmp_path: Path) -> None:
-    """What the guide says, of the sizes in its config and 61 layers."""
+    """What the guide says, of the sizes in its config, 61 layers and 32 times as many heads."""
     folder = tiny_model(
-        "deepseek_v3", tmp_path, num_attention_heads=128, num_key_value_heads=128, head_dim=64,
+        "deepseek_v3", tmp_path, num_attention_heads=4, num_key_value_heads=4, head_dim=64,
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         num_hidden_layers=1,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_token_of_deepseek_v3_is_71_times_smaller(tmp_path: Path) -> None:
     latent = load_stock(folder, dtype, CPU)
     expanded = load_stock(folder, dtype, CPU, latents=False)
     assert 61 * latent.bytes_per_token == 70_272
-    assert 61 * expanded.bytes_per_token == 4_997_120
+    assert 61 * 32 * expanded.bytes_per_token == 4_997_120
 
 
 def test_latents_that_give_wrong_logits_are_not_kept(tmp_path, monkeypatch, caplog) -> None:

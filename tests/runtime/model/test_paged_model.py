@@ -49,11 +49,6 @@ STEPS = (
 )
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
-
-
 def stock_model(folder: Path) -> TransformersModel:
     """With transformers' own layers."""
     model = load.load_stock(folder, torch.float32, torch.device("cpu"))
@@ -241,8 +236,8 @@ def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> 
     assert set(FAMILIES) == load.VERIFIED
 
 
-def test_the_gate_refuses_logits_that_differ(llama, monkeypatch) -> None:
-    model = stock_model(llama)
+def test_the_gate_refuses_logits_that_differ(path, monkeypatch) -> None:
+    model = stock_model(path)
     load.check_logits(model)
     run = model.attention.run
     for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
@@ -321,7 +316,7 @@ def test_longrope_lets_no_sequence_be_longer_than_the_config_does(allowed, tmp_p
         load_model(folder, device="cpu", max_model_len=allowed)
 
 
-def test_what_cannot_be_loaded_is_said_in_one_sentence(llama, tmp_path) -> None:
+def test_what_cannot_be_loaded_is_said_in_one_sentence(path, tmp_path) -> None:
     def refusal(path: Path | str) -> str:
         with pytest.raises(ModelError) as refused:
             load_model(path, device="cpu")
@@ -333,10 +328,10 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(llama, tmp_path) -> None:
     assert "no such folder" in refusal(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     assert "the folder has no config.json" in refusal(tmp_path / "empty")
-    config = json.loads((llama / "config.json").read_text())
+    config = json.loads((path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "does not load" in refusal(tmp_path)  # no weights
-    weights = load_file(llama / "model.safetensors")
+    weights = load_file(path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "lacks 1 of its weights, model.norm.weight" in refusal(tmp_path)
@@ -374,17 +369,17 @@ def test_a_driver_that_torch_cannot_use_is_a_warning(monkeypatch, caplog) -> Non
     assert "the CPU is taken" in record.getMessage() and "470.1" in record.getMessage()
 
 
-def test_dtypes_and_devices(llama) -> None:
-    assert load_model(llama, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
-    assert load_model(llama, device="cpu", dtype=torch.float16).dtype == torch.float16
+def test_dtypes_and_devices(path) -> None:
+    assert load_model(path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(path, device="cpu", dtype=torch.float16).dtype == torch.float16
     wrong: list[dict[str, Any]] = [{"dtype": "int8"}, {"dtype": torch.int64}, {"device": "gpu"}]
     for options in wrong:
         with pytest.raises(InvalidRequest, match="unknown"):
-            load_model(llama, **{"device": "cpu", **options})
+            load_model(path, **{"device": "cpu", **options})
     if not torch.cuda.is_available():
-        assert load_model(llama).device.type == "cpu"
+        assert load_model(path).device.type == "cpu"
         with pytest.raises(InvalidRequest, match="no CUDA"):
-            load_model(llama, device="cuda")
+            load_model(path, device="cuda")
 
 
 @pytest.mark.parametrize("layers", ["stock", *OPERATIONS])
@@ -400,8 +395,8 @@ def test_bfloat16_follows_float32(family, layers, tmp_path) -> None:
     assert difference < 0.04 * torch.cat(plain).abs().mean()
 
 
-def test_facts_of_a_model(llama) -> None:
-    model = load_model(llama, device="cpu")
+def test_facts_of_a_model(path) -> None:
+    model = load_model(path, device="cpu")
     assert model.eos_token_ids == [EOS]
     assert model.max_context == 512
     shape = NUM_KV_HEADS, HEAD_DIM, HEAD_DIM

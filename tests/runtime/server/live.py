@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,11 +84,19 @@ class LiveServer:
         assert not self.backend.metrics._last_token
 
 
+class Server(uvicorn.Server):
+    """Looks often whether it should exit; uvicorn does every 100 ms."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.02)
+
+
 @contextmanager
 def live(llm: LLM, **options: Any) -> Iterator[LiveServer]:
     """A server of `llm` with these `ServerArgs`."""
     app = create_app(llm, ServerArgs(**options))
-    uvicorn_server = uvicorn.Server(configure(app, "critical"))
+    uvicorn_server = Server(configure(app, "critical"))
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         thread = threading.Thread(target=uvicorn_server.run, args=([listener],))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from typing import Any
 
 import httpx2 as httpx
@@ -16,7 +17,7 @@ from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import access, serve
 from radixcache.runtime.server.http.access import Access
 from radixcache.runtime.server.http.listener import listen
-from tests.runtime.server.live import assert_error, live
+from tests.runtime.server.live import LiveServer, assert_error, live
 
 COMPLETIONS = "/v1/completions"
 ADMIN_ROUTES = {
@@ -241,3 +242,15 @@ def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
     lines = capsys.readouterr().err.splitlines()
     warnings = [line.startswith("Warning: without an --api-key") for line in lines]
     assert warnings == [warns, *[False] * (len(lines) - 1)] and "Serving" in lines[warns]
+
+
+def test_an_answer_on_a_kept_connection_does_not_wait_for_the_clients_delayed_ack(
+    server: LiveServer,
+):
+    seconds = []
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(8):
+            began = time.monotonic()
+            assert client.get("/v1/models").status_code == 200
+            seconds.append(time.monotonic() - began)
+    assert min(seconds[3:]) < 0.03, "a delayed ACK comes after 40 ms"

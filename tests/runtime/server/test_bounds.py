@@ -293,7 +293,7 @@ def test_a_body_that_does_not_come_is_408(
 def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(access, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
     step = llm.engine.step
 
     def slow() -> Any:

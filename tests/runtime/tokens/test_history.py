@@ -90,7 +90,7 @@ def test_at_a_delimiter_tokenisation_starts_afresh(kind: Kind) -> None:
     tokenizer = wrap(kind())
     assert tokenizer.delimiters
     rng = random.Random(SEED)
-    for _ in range(400):
+    for _ in range(200):
         before, after = some_text(rng), some_text(rng)
         after = rng.choice(list(tokenizer.delimiters.values())) + after
         whole = tokenizer.encode(before + after, special=False)
@@ -126,7 +126,7 @@ def test_tokens_that_depend_on_what_stands_before_them_are_no_delimiters() -> No
 
 @each_kind
 @pytest.mark.parametrize("max_bytes", [1 << 20, 20_000])
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_without_generated_tokens_a_history_changes_nothing(
     kind: Kind, max_bytes: int, count: int
 ) -> None:
@@ -176,7 +176,7 @@ def test_only_what_is_new_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_reused_tokens_read_as_plain_tokens_do(kind: Kind, count: int) -> None:
     """Conversations with random answers and templates that go on in any way."""
     tokenizer = wrap(kind())

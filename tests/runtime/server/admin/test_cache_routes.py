@@ -23,26 +23,25 @@ LINE = {"prompt": "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3, "max_tokens": 1
 TWO = ("How old is Nora Holm?", "How old is Nora Lund?")
 
 
-@pytest.fixture(scope="module")
-def llms() -> dict[str, LLM]:
-    kinds = ("radix", "hash-block", "none")
-    return {cache: LLM(cache=cache, kv_cache_memory_bytes="32MiB") for cache in kinds}
-
-
-@pytest.fixture(params=["radix", "hash-block"])
-def fresh(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[LiveServer]:
-    """A server whose cache is empty."""
-    llm = llms[request.param]
-    llm.reset_prefix_cache()
-    with live(llm) as server:
+@pytest.fixture(scope="module", params=["radix", "hash-block"])
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    with live(LLM(cache=request.param, kv_cache_memory_bytes="32MiB")) as server:
         yield server
-        server.assert_idle()
 
-        def unpin_all() -> None:
-            for prefix in llm.prefixes.list():
-                llm.prefixes.unpin(prefix.name, prefix.cache_salt)
 
-        server.call(unpin_all)
+@pytest.fixture
+def fresh(server: LiveServer) -> Iterator[LiveServer]:
+    """A server whose cache is empty."""
+    llm = server.backend.llm
+
+    def clear() -> None:
+        for prefix in llm.prefixes.list():
+            llm.prefixes.unpin(prefix.name, prefix.cache_salt)
+        llm.reset_prefix_cache()
+
+    server.call(clear)
+    yield server
+    server.assert_idle()
 
 
 def cached(response: Any) -> int:
@@ -241,12 +240,12 @@ def test_a_chat_goes_on_from_messages_by_name(fresh: LiveServer):
 
 def test_a_prefix_ends_with_its_lifetime(fresh: LiveServer):
     """Also where nothing has woken the engine's thread since."""
-    short = {"name": "short", "prompt": "x " * 40, "lifetime": 0.2}
-    assert 0 < fresh.post(PREFIXES, short).json()["expires_in"] <= 0.2
-    time.sleep(0.25)
+    short = {"name": "short", "prompt": "x " * 40, "lifetime": 0.1}
+    assert 0 < fresh.post(PREFIXES, short).json()["expires_in"] <= 0.1
+    time.sleep(0.12)
     assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
     fresh.post(PREFIXES, short)
-    time.sleep(0.25)
+    time.sleep(0.12)
     assert_error(fresh.get(f"{PREFIXES}/short"), 404, "no prefix named 'short'")
     assert fresh.get(PREFIXES).json()["pinned_pages"] == 0
 
@@ -261,8 +260,8 @@ def test_requests_of_others_go_on_while_a_prefix_is_pinned(fresh: LiveServer):
         assert other.result().json()["usage"]["completion_tokens"] == 200
 
 
-def test_without_a_cache_there_is_no_tree_and_nothing_to_pin(llms: dict[str, LLM]):
-    with live(llms["none"]) as server:
+def test_without_a_cache_there_is_no_tree_and_nothing_to_pin():
+    with live(LLM(cache="none", kv_cache_memory_bytes="32MiB")) as server:
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
         view = server.get("/v1/cache").json()
         assert view["namespaces"] == [] and view["stats"]["requests"] == 1

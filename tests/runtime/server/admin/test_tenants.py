@@ -19,23 +19,27 @@ VOLATILE = {"id", "created", "ttft", "expires_in"}
 ADA, BEN = "salt of Ada", "salt of Bèn"
 
 
-@pytest.fixture(scope="module")
-def llms() -> dict[str, LLM]:
-    return {
-        kind: LLM(cache=kind, kv_cache_memory_bytes="12MiB") for kind in ("radix", "hash-block")
-    }
-
-
-@pytest.fixture(params=["radix", "hash-block"])
-def server(request: pytest.FixtureRequest, llms: dict[str, LLM]) -> Iterator[LiveServer]:
-    """A server with keys and an empty cache."""
-    llm = llms[request.param]
-    for prefix in llm.prefixes.list():
-        llm.prefixes.unpin(prefix.name, prefix.cache_salt)
-    llm.cache.reset()
+@pytest.fixture(scope="module", params=["radix", "hash-block"])
+def keyed(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    """A server with keys."""
+    llm = LLM(cache=request.param, kv_cache_memory_bytes="12MiB")
     with live(llm, hide_texts=True, api_key="user", admin_key="boss") as server:
         yield server
-        server.assert_idle()
+
+
+@pytest.fixture
+def server(keyed: LiveServer) -> Iterator[LiveServer]:
+    """The same with an empty cache."""
+    llm = keyed.backend.llm
+
+    def clear() -> None:
+        for prefix in llm.prefixes.list():
+            llm.prefixes.unpin(prefix.name, prefix.cache_salt)
+        llm.cache.reset()
+
+    keyed.call(clear)
+    yield keyed
+    keyed.assert_idle()
 
 
 @pytest.fixture

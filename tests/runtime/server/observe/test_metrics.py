@@ -39,18 +39,19 @@ vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:num_preemption
 
 
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
-def llm(request: pytest.FixtureRequest) -> LLM:
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     memory = "32MiB"
-    return LLM(cache=request.param, kv_cache_memory_bytes=memory, max_num_seqs=2)
+    llm = LLM(cache=request.param, kv_cache_memory_bytes=memory, max_num_seqs=2)
+    with live(llm, served_model_name=["the model"]) as server:
+        yield server
 
 
 @pytest.fixture
-def fresh(llm: LLM) -> Iterator[LiveServer]:
-    """A server whose cache is empty; its engine has a past."""
-    llm.reset_prefix_cache()
-    with live(llm, served_model_name=["the model"]) as server:
-        yield server
-        server.assert_idle()
+def fresh(server: LiveServer) -> Iterator[LiveServer]:
+    """A server whose cache is empty; it has a past."""
+    server.call(server.backend.llm.reset_prefix_cache)
+    yield server
+    server.assert_idle()
 
 
 def families(server: LiveServer) -> dict[str, Metric]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -18,6 +18,7 @@ from radixcache import LLM
 from radixcache.errors import MissingDependency
 from radixcache.runtime.server import args
 from radixcache.runtime.server.args import ServerArgs
+from tests.forks import Forked
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import ENDLESS, streaming
@@ -190,15 +191,21 @@ def test_a_collector_that_is_not_there_costs_no_answer_and_delays_no_end(
     assert any("export" in record.message for record in caplog.records)
 
 
-def test_without_being_asked_for_opentelemetry_is_not_imported():
-    code = """if True:
-        import sys
-        from radixcache import LLM
-        from radixcache.runtime.server.app import create_app
-        create_app(LLM(kv_cache_memory_bytes="8MiB"))
-        sys.exit("opentelemetry.sdk" in sys.modules)
-    """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def serve_anew() -> int:
+    """As if nothing of ours had been imported; whether OpenTelemetry is."""
+    for name in [*sys.modules]:
+        if name.startswith(("radixcache", "opentelemetry")):
+            del sys.modules[name]
+    from radixcache import LLM
+    from radixcache.runtime.server.app import create_app
+
+    create_app(LLM(kv_cache_memory_bytes="8MiB"))
+    return "opentelemetry.sdk" in sys.modules
+
+
+def test_without_being_asked_for_opentelemetry_is_not_imported(tmp_path: Path):
+    process = Forked(tmp_path, serve_anew)
+    assert process.wait(60) == 0, process.err.read_text()
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,6 @@ from selenium.webdriver.common.keys import Keys
 from radixcache import LLM
 from tests.runtime.server import http
 from tests.runtime.server.live import ask, live
-from tests.runtime.server.page import test_page
 from tests.runtime.server.page.browser import Page
 from tests.runtime.server.page.test_page import (
     ANSWER,
@@ -23,7 +22,6 @@ from tests.runtime.server.page.test_page import (
     numbers,
 )
 
-url, window, page = test_page.url, test_page.window, test_page.page
 STORE = "localStorage['radixcache.conversations.2']"
 
 LISTEN = """
@@ -53,7 +51,9 @@ window.fetch = async (path, options) => {
 """
 
 
-def answer(text: str, finish: str = "stop", **more: Any) -> list[tuple[int, dict[str, Any]]]:
+def answer(
+    text: str, finish: str = "stop", pauses: tuple[int, int] = (0, 0), **more: Any
+) -> list[tuple[int, dict[str, Any]]]:
     """The events of an answer of 13 tokens; `more` is what the server has to say of it."""
     usage = {
         "prompt_tokens": 30,
@@ -63,9 +63,9 @@ def answer(text: str, finish: str = "stop", **more: Any) -> list[tuple[int, dict
     said = {"ttft": 0.5, "explanation": None, "repetitions": None, **more}
     return [
         (0, {"choices": [{"delta": {"content": text}, "finish_reason": None}]}),
-        (400, {"choices": [{"delta": {"content": "."}, "finish_reason": None}]}),
+        (pauses[0], {"choices": [{"delta": {"content": "."}, "finish_reason": None}]}),
         (0, {"choices": [{"delta": {}, "finish_reason": finish}]}),
-        (300, {"choices": [], "usage": usage, "radixcache": said}),
+        (pauses[1], {"choices": [], "usage": usage, "radixcache": said}),
     ]
 
 
@@ -325,7 +325,7 @@ def test_it_tells_how_an_answer_came_and_ended(page: Page):
     page.run(PRETEND, events)  # without content it cannot go on
     page.ask(QUESTION)
     assert page.texts(".assistant .usage")[0] == "cut at 13 tokens" and not page.all(".continue")
-    page.run(PRETEND, answer("on and on", repetitions=[3]))
+    page.run(PRETEND, answer("on and on", pauses=(400, 300), repetitions=[3]))
     page.ask(OTHER)
     speed = float(page.texts(".assistant .usage")[-1].split(", ")[-1].removesuffix(" tokens/s"))
     assert 20 < speed <= 30  # 12 tokens in 400 ms, a little more, and not 700

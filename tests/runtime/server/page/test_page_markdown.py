@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.runtime.server.page.browser import browser
+from tests.runtime.server.page.browser import Page
 from tests.runtime.server.test_loading import loading
 
 MARKDOWN = {
@@ -80,12 +78,13 @@ import("/markdown.js").then(({ markdown }) => {
 """
 
 
-def test_markdown_is_shown_and_what_is_hostile_is_text(tmp_path: Path):
+def test_markdown_is_shown_and_what_is_hostile_is_text(window: Page):
     """Letter by letter or at once, the same comes of it."""
-    with loading() as (_, url), browser(tmp_path) as page:
-        page.driver.get(url)
-        page.driver.set_script_timeout(120)
-        found = page.driver.execute_async_script(RENDER, list(MARKDOWN), HOSTILE)
+    with loading() as (_, url):
+        window.driver.get(url)
+        window.driver.set_script_timeout(120)
+        found = window.driver.execute_async_script(RENDER, list(MARKDOWN), HOSTILE)
+        window.driver.get("about:blank")
     assert dict(zip(MARKDOWN, found["whole"], strict=True)) == MARKDOWN
     assert dict(zip(MARKDOWN, found["grown"], strict=True)) == MARKDOWN
     assert found["slow"] == []
