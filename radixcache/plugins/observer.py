@@ -33,8 +33,8 @@ REASONS = ("first_seen", "diverged", "evicted", "block_size", "salt", "not_read"
 whole blocks are cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
 request did not look, as with log-probabilities of the prompt."""
 
-BYTES_PER_TOKEN = 44
-"""Of a ghost at worst, with many short texts; some 20 with long ones."""
+BYTES_PER_TOKEN = (20, 320)
+"""Of a ghost: with long texts; with prompts of a few tokens, each with a salt of its own."""
 
 _log = logging.getLogger("radixcache.plugins")
 _P = ParamSpec("_P")
@@ -98,9 +98,10 @@ class Observer:
                 _log.error("no lines for radixcache report: %s", error)
         _log.info(
             "radixcache looks at the prefix cache of %s: %s tokens in blocks of %d; it remembers "
-            "%s tokens at most, in %d MB at worst; %s",
+            "%s tokens at most, in %d MB with long texts and %d MB at the very worst; %s",
             engine, f"{capacity:,}", block_size, f"{11 * capacity:,}",
-            11 * capacity * BYTES_PER_TOKEN >> 20, f"appends to {path}" if path else f"no {FILE}",
+            *(11 * capacity * each >> 20 for each in BYTES_PER_TOKEN),
+            f"appends to {path}" if self._file else f"no {FILE}",
         )  # fmt: skip
         self._write({"engine": engine, "capacity": capacity, "block_size": block_size})
 
@@ -120,7 +121,9 @@ class Observer:
         """
         tokens = as_tokens(tokens)
         last = max(0, len(tokens) - 1)
-        misses = self._explain(tokens, hit, namespace) if read else [Stretch("not_read", 0, last)]
+        misses = self._explain(tokens, hit, namespace)
+        if not read:
+            misses = [Stretch("not_read", hit, last)] if hit < last else []
         size = self._block_size
         would = {
             "exact": self._exact.match(tokens, namespace),

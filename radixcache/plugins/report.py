@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +37,10 @@ SUMMARY = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
 
 def report(args: argparse.Namespace) -> int:
     """The command."""
-    print(draw(args.FILE))
+    drawn = draw(args.FILE)
+    if hasattr(sys.stdout, "reconfigure"):  # bars, where there is ASCII alone
+        sys.stdout.reconfigure(errors="replace")
+    print(drawn)
     return 0
 
 
@@ -77,20 +82,42 @@ def draw(path: str) -> str:
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
-    needed = {"time", "tokens", "misses", *_WOULD}
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if not text.endswith("\n"):  # the engine was killed while it wrote
                     return
-                line = json.loads(text)
-                if not isinstance(line, dict) or not (needed <= {*line} or "capacity" in line):
+                line = _parse(text)
+                if line is None:
                     raise InvalidRequest(f"{path}, line {number}, is none of radixcache's plugins")
                 yield line
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is no file of JSON lines: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} is no text in UTF-8") from None
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    """The object in a line, if it is one that an `Observer` writes."""
+    try:
+        line: dict[str, Any] = json.loads(text)
+        if "engine" in line:
+            name = line["engine"]
+            right = _count(line["capacity"]) and _count(line["block_size"])
+            return line if right and name.isprintable() and len(name) <= 40 else None
+        tokens, misses = line["tokens"], line["misses"]
+        right = _count(tokens) and all(_count(line[name], tokens) for name in _WOULD)
+        right = right and math.isfinite(line["time"]) and all(
+            reason in _REASONS and _count(end, tokens) and _count(start, end)
+            for reason, start, end in misses
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
+        return None
+    return line if right else None
+
+
+def _count(number: Any, most: int = 1 << 40) -> bool:
+    return type(number) is int and 0 <= number <= most
 
 
 def _curve(tokens: array[int], hits: array[int], height: int = 4) -> list[str]:

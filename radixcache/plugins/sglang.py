@@ -38,7 +38,8 @@ class Looker:
         if not batch.forward_mode.is_extend():
             return
         for req in batch.reqs:
-            if getattr(req, "explained", False) or req.positional_embed_overrides is not None:
+            special = req.positional_embed_overrides is not None or req.session is not None
+            if getattr(req, "explained", False) or special:
                 continue
             req.explained = True
             tokens = np.asarray(req.origin_input_ids, np.int32)
@@ -67,6 +68,8 @@ def make_tree_cache(context: Any) -> Any:
         reason = "the radix cache is disabled"
     elif type(cache) is not UnifiedRadixCache or len(cache.tree_components) != 1:
         reason = f"{type(cache).__name__} keeps several kinds of KV, or is not SGLang's usual tree"
+    elif cache.cache_controller is not None or cache.linker is not None:
+        reason = "its hits come from other memory, too"
     elif context.tp_rank:
         return cache  # as that of rank 0
     else:

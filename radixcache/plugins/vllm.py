@@ -25,7 +25,7 @@ from radixcache.plugins.observer import Observer, looking, prometheus, summary
 TRIED = ("0.32.", "0.33.")
 """Versions whose scheduler it was tried with."""
 
-_log = logging.getLogger("radixcache.plugins")
+_log, _vllm_log = logging.getLogger("radixcache.plugins"), logging.getLogger("vllm")
 
 
 class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -39,13 +39,18 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.observer: Any = None
-        self._admitted: list[Any] = []
+        self._admitted: list[tuple[Any, int]] = []
+        """Requests, and how many tokens another connector loads for each."""
         self._texts: dict[str, Tokens] = {}
         """Prompts of the requests that run."""
         self._prefilling: dict[str, Any] = {}
-        if role is KVConnectorRole.SCHEDULER and (reason := _refusal(vllm_config, kv_cache_config)):
+        if role is not KVConnectorRole.SCHEDULER:
+            return
+        if not _log.hasHandlers():  # vLLM sets up its own logger alone
+            _log.handlers, _log.level = _vllm_log.handlers, _vllm_log.level
+        if reason := _refusal(vllm_config, kv_cache_config):
             _log.warning("radixcache does not look at this prefix cache: %s", reason)
-        elif role is KVConnectorRole.SCHEDULER:
+        else:
             block_size = vllm_config.cache_config.block_size
             tokens = kv_cache_config.num_blocks * block_size
             self.observer = Observer(f"vLLM {vllm.__version__}", tokens, block_size)
@@ -56,7 +61,7 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        self._admitted.append(request)
+        self._admitted.append((request, num_external))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._look(scheduler_output.num_scheduled_tokens)
@@ -64,7 +69,10 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorMetadata()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        self._finish(request)
+        self._prefilling.pop(request.request_id, None)
+        tokens = self._texts.pop(request.request_id, None)
+        if tokens is not None:
+            self._finish(request, tokens)
         return False, None
 
     request_finished_all_groups = request_finished
@@ -77,13 +85,15 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Tokens of a step, by request, that go beyond what is computed."""
         for request in [*self._prefilling.values()]:
             self._compute_chunk(request, scheduled)
-        for request in filter(_is_text, self._admitted):
-            name, tokens = request.request_id, np.asarray(request.prompt_token_ids, np.int32)
+        for request, num_external in self._admitted:
+            name = request.request_id
+            if not _is_text(request) or name in self._texts:  # loaded by now, or preempted before
+                continue
+            tokens = np.asarray(request.prompt_token_ids, np.int32)
             self._texts[name], self._prefilling[name] = tokens, request
-            if not request.num_preemptions:  # as vLLM counts
-                read = not request.skip_reading_prefix_cache
-                hit = request.num_computed_tokens
-                self.observer.admit(name, tokens, hit, _namespace(request), read)
+            hit = request.num_computed_tokens - num_external
+            read = not request.skip_reading_prefix_cache
+            self.observer.admit(name, tokens, hit, _namespace(request), read)
             self._compute_chunk(request, scheduled)
 
     def _compute_chunk(self, request: Any, scheduled: dict[str, int]) -> None:
@@ -95,13 +105,10 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 del self._prefilling[name]
 
     @looking
-    def _finish(self, request: Any) -> None:
-        self._prefilling.pop(request.request_id, None)
-        tokens = self._texts.pop(request.request_id, None)
-        if tokens is not None:
-            count = min(request.num_computed_tokens, request.num_tokens - 1)
-            answer = np.asarray([*request.output_token_ids], np.int32)
-            self.observer.compute(np.concatenate((tokens, answer))[:count], _namespace(request))
+    def _finish(self, request: Any, prompt: Tokens) -> None:
+        count = min(request.num_computed_tokens, request.num_tokens - 1)
+        answer = np.asarray([*request.output_token_ids], np.int32)
+        self.observer.compute(np.concatenate((prompt, answer))[:count], _namespace(request))
 
     # The worker's side has nothing to do.
 
@@ -165,6 +172,8 @@ def _refusal(config: Any, kv_cache_config: Any) -> str | None:
         return f"it knows vLLM {' and '.join(one + 'x' for one in TRIED)}, and this is {version}"
     if not config.cache_config.enable_prefix_caching:
         return "prefix caching is off"
+    if config.kv_transfer_config.is_kv_consumer:  # deferred frees: other preemptions, other hits
+        return 'vLLM frees blocks later for this kv_role; say "kv_role": "kv_producer"'
     groups = len(kv_cache_config.kv_cache_groups)
     return f"the model keeps {groups} kinds of KV" if groups != 1 else None
 

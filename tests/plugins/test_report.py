@@ -15,7 +15,7 @@ HEAD = {"engine": "vLLM 0.32.0", "capacity": 9600, "block_size": 32}
 
 
 def line(at: float, tokens: int, hit: int, misses: list[list[object]]) -> dict[str, object]:
-    would = {"exact": hit + 5, "twice": hit, "fourfold": tokens // 2}
+    would = {"exact": min(hit + 5, tokens), "twice": hit, "fourfold": tokens // 2}
     return {"time": at, "request": "r", "tokens": tokens, "hit": hit, **would, "misses": misses}
 
 
@@ -61,10 +61,10 @@ def test_a_line_that_was_cut_off_by_a_kill_does_not_count(tmp_path: Path) -> Non
         (None, "cannot be read"),
         ("", "no request yet"),
         (json.dumps(HEAD) + "\n", "no request yet"),
-        ("hello\n", "no file of JSON lines"),
+        ("hello\n", "line 1, is none of radixcache's plugins"),
         ("[1]\n", "line 1, is none of radixcache's plugins"),
         ('{"time": 1}\n', "line 1, is none of radixcache's plugins"),
-        (b"\xff\xfe\n", "no file of JSON lines"),
+        (b"\xff\xfe\n", "no text in UTF-8"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str | bytes | None, said: str) -> None:
@@ -72,4 +72,31 @@ def test_other_files_are_refused(tmp_path: Path, text: str | bytes | None, said:
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidRequest, match=said):
+        draw(str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": float("nan")}, {"tokens": 1.5}, {"tokens": "x"}, {"tokens": None}, {"hit": []},
+        {"tokens": 10**30}, {"tokens": -1}, {"hit": 11}, {"exact": "x"}, {"tokens": True},
+        {"time": "x"}, {"time": float("inf")}, {"time": None}, {"misses": None}, {"misses": "abc"},
+        {"misses": {"evicted": 1}}, {"misses": [["evicted", 1]]}, {"misses": [["salt", "a", "b"]]},
+        {"misses": [["hit", 0, 1]]}, {"misses": [[[], 0, 1]]}, {"misses": [["evicted", 3, 2]]},
+        {"misses": [["evicted", 3, 11]]}, {"engine": "x"}, {**HEAD, "capacity": None},
+        {**HEAD, "engine": 7}, {**HEAD, "engine": "\x1b[2J"}, {**HEAD, "engine": "x" * 99},
+    ],
+)  # fmt: skip
+def test_a_line_that_no_plugin_wrote_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "r.jsonl"
+    good = line(1, 10, 5, [["evicted", 5, 9]])
+    assert "1 requests in" in draw(written(path, HEAD, good))
+    with pytest.raises(InvalidRequest, match="line 3, is none of radixcache's plugins"):
+        draw(written(path, HEAD, good, {**good, **change}))
+
+
+def test_a_deep_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(InvalidRequest, match="line 1"):
         draw(str(path))

@@ -28,7 +28,7 @@ class VLLM:
 
         self.version = vllm.__version__
         self._vllm = vllm
-        transfer = {"kv_connector": "RadixCacheConnector", "kv_role": "kv_both"}
+        transfer = {"kv_connector": "RadixCacheConnector", "kv_role": "kv_producer"}
         self._llm = vllm.LLM(
             MODEL, skip_tokenizer_init=True, dtype="float32", block_size=int(BLOCK),
             enable_prefix_caching=True, num_gpu_blocks_override=int(TOKENS) // int(BLOCK),
