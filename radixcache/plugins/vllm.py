@@ -39,8 +39,9 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.observer: Any = None
-        self._admitted: list[tuple[Any, int]] = []
-        """Requests, and how many tokens another connector loads for each."""
+        self._admitted: list[Any] = []
+        self._hits: dict[str, int] = {}
+        """Of requests that wait, as vLLM looked them up last."""
         self._texts: dict[str, Tokens] = {}
         """Prompts of the requests that run."""
         self._prefilling: dict[str, Any] = {}
@@ -58,10 +59,11 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+        self._hits[request.request_id] = num_computed
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        self._admitted.append((request, num_external))
+        self._admitted.append(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._look(scheduler_output.num_scheduled_tokens)
@@ -70,6 +72,7 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._prefilling.pop(request.request_id, None)
+        self._hits.pop(request.request_id, None)
         tokens = self._texts.pop(request.request_id, None)
         if tokens is not None:
             self._finish(request, tokens)
@@ -85,13 +88,13 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Tokens of a step, by request, that go beyond what is computed."""
         for request in [*self._prefilling.values()]:
             self._compute_chunk(request, scheduled)
-        for request, num_external in self._admitted:
+        for request in self._admitted:
             name = request.request_id
+            hit = self._hits.pop(name, request.num_computed_tokens)
             if not _is_text(request) or name in self._texts:  # loaded by now, or preempted before
                 continue
             tokens = np.asarray(request.prompt_token_ids, np.int32)
             self._texts[name], self._prefilling[name] = tokens, request
-            hit = request.num_computed_tokens - num_external
             read = not request.skip_reading_prefix_cache
             self.observer.admit(name, tokens, hit, _namespace(request), read)
             self._compute_chunk(request, scheduled)
