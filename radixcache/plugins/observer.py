@@ -23,15 +23,26 @@ from radixcache.ghost import GhostIndex
 from radixcache.hash_block import HashBlockCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
-from radixcache.runtime.engine.explain import Explainer, Miss
+from radixcache.runtime.engine.explain import Explainer
 
 FILE = "RADIXCACHE_REPORT"
 """The variable that names the file of JSON lines, to which a process appends; without, none."""
 
 REASONS = ("first_seen", "diverged", "evicted", "block_size", "salt", "not_read")
-"""`radixcache.runtime.engine.explain` has the first three. `block_size`: computed before, but only
-whole blocks are cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
-request did not look, as with log-probabilities of the prompt."""
+"""`radixcache.runtime.engine.explain` has the first three; of what it calls diverged, only what is
+the same in both texts is called so here. `block_size`: computed before, but only whole blocks are
+cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the request did not
+look, as with log-probabilities of the prompt."""
+
+_METRICS = {
+    "requests": "Requests that were admitted.",
+    "prompt_tokens": "Tokens of their prompts.",
+    "hit_tokens": "Of these, those that the engine's prefix cache had.",
+    "exact_tokens": "Of these, those that a token-exact cache of the same size would have had.",
+    "twice_tokens": "Of these, those that the engine's cache would have had in twice the memory.",
+    "fourfold_tokens": "Of these, those that it would have had in four times the memory.",
+    "missed_tokens": "Of these, those that were computed, by reason.",
+}
 
 BYTES_PER_TOKEN = (20, 320)
 """Of a ghost: with long texts; with prompts of a few tokens, each with a salt of its own."""
@@ -78,8 +89,7 @@ class Observer:
 
     def __init__(self, engine: str, capacity: int, block_size: int) -> None:
         self.counts: Counter[str] = Counter()
-        """Since the last `take`: `requests`, `prompt_tokens`, `hit_tokens`, `exact_tokens`,
-        `twice_tokens`, `fourfold_tokens`, and `missed_tokens:` with a reason."""
+        """Since the last `take`: the metrics' names, `missed_tokens:` with a reason."""
         self._block_size = block_size
         # An empty cache with the rule of the engine's; its hits are told, not asked for.
         empty: PrefixCache = RadixCache(PagePool(1, 1))
@@ -89,7 +99,7 @@ class Observer:
         self._exact, self._twice = GhostIndex(capacity), GhostIndex(2 * capacity)
         self._capacity = capacity
         self._salted: GhostIndex | None = None  # what has a salt, as if it had none
-        self._last_line = 0.0
+        self._run = f"{time.time_ns():x}"
         self._file, path = None, os.environ.get(FILE)
         if path:
             try:
@@ -103,7 +113,9 @@ class Observer:
             *(11 * capacity * each >> 20 for each in BYTES_PER_TOKEN),
             f"appends to {path}" if self._file else f"no {FILE}",
         )  # fmt: skip
-        self._write({"engine": engine, "capacity": capacity, "block_size": block_size})
+        self._write(
+            {"run": self._run, "engine": engine, "capacity": capacity, "block_size": block_size}
+        )
 
     def admit(
         self,
@@ -130,14 +142,16 @@ class Observer:
             "twice": self._twice.match(tokens, namespace) // size * size,
             "fourfold": self._explainer.known(tokens, namespace) // size * size,
         }
+        if not read:
+            would = dict.fromkeys(would, hit)
         self.counts.update(
             {"requests": 1, "prompt_tokens": len(tokens), "hit_tokens": hit}
             | {f"{name}_tokens": count for name, count in would.items()}
         )
         for reason, start, end in misses:
             self.counts[f"missed_tokens:{reason}"] += end - start
-        line = {"time": round(time.time(), 3), "request": request, "tokens": len(tokens)}
-        self._write({**line, "hit": hit, **would, "misses": misses})
+        line = {"run": self._run, "time": round(time.time(), 3), "request": request}
+        self._write({**line, "tokens": len(tokens), "hit": hit, **would, "misses": misses})
 
     def compute(self, tokens: TokensLike, namespace: Hashable = None) -> None:
         """KV of all these tokens, a text from its beginning on, is there now. O(len(tokens))."""
@@ -155,26 +169,25 @@ class Observer:
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 
-    def log(self, seconds: float = 10) -> dict[str, int]:
-        """Take the counts, and log them in a line, if the last time is so long ago; else none."""
-        if not self.counts or time.monotonic() - self._last_line < seconds:
-            return {}
-        self._last_line, counts = time.monotonic(), self.take()
-        _log.info("%s", ", ".join(f"{name} {share}" for name, share in summary(counts).items()))
-        return counts
-
     def _explain(self, tokens: Tokens, hit: int, namespace: Hashable) -> list[Stretch]:
-        misses = [_stretch(miss) for miss in self._explainer.explain(tokens, hit, namespace)]
-        if (
-            self._salted is None
-            or not misses
-            or misses[-1].reason not in ("first_seen", "diverged")
-        ):
-            return misses
-        new = misses.pop()
-        elsewhere = max(new.start, self._salted.match(tokens), self._explainer.known(tokens))
-        both = [Stretch("salt", new.start, elsewhere), new._replace(start=elsewhere)]
-        return misses + [one for one in both if one.start < one.end]
+        stretches = []
+        for miss in self._explainer.explain(tokens, hit, namespace):
+            if miss.reason not in ("first_seen", "diverged"):
+                reason = "block_size" if miss.reason == "page_not_finished" else miss.reason
+                stretches.append(Stretch(reason, miss.start, miss.end))
+                continue
+            foreign = miss.start if namespace is None else self._explainer.known(tokens)
+            if self._salted is not None:
+                foreign = max(foreign, self._salted.match(tokens))
+            foreign = max(miss.start, foreign)
+            same = (max(miss.rejoin, foreign), max(miss.rejoin + miss.repeated, foreign))
+            stretches += [
+                Stretch("salt", miss.start, foreign),
+                Stretch("first_seen", foreign, same[0] if miss.repeated else miss.end),
+                Stretch("diverged", *same),
+                Stretch("first_seen", same[1] if miss.repeated else miss.end, miss.end),
+            ]
+        return [one for one in stretches if one.start < one.end]
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
@@ -186,13 +199,11 @@ class Observer:
             _log.error("no more lines for radixcache report: %s", error)
 
 
-def _stretch(miss: Miss) -> Stretch:
-    reason = "block_size" if miss.reason == "page_not_finished" else miss.reason
-    return Stretch(reason, miss.start, miss.end)
-
-
 def prometheus(
-    kind: type[Any], counters: dict[str, Any], counts: dict[str, int], labels: dict[str, Any]
+    kind: Callable[..., Any],
+    counters: dict[str, Any],
+    counts: dict[str, int],
+    labels: dict[str, Any],
 ) -> None:
     """Add counts to `radixcache_*_total`; `radixcache_missed_tokens_total` is by reason.
 
@@ -205,14 +216,14 @@ def prometheus(
         name, _, reason = key.partition(":")
         told = labels | ({"reason": reason} if reason else {})
         if name not in counters:
-            text = f"{name.replace('_', ' ').capitalize()}, as radixcache's docs/plugins.md says."
-            counters[name] = kind(f"radixcache_{name}", text, [*told])
-        counters[name].labels(**told).inc(count)
+            counters[name] = kind(f"radixcache_{name}", _METRICS[name], [*told])
+        (counters[name].labels(**told) if told else counters[name]).inc(count)
 
 
 def summary(counts: dict[str, int]) -> dict[str, str]:
     """Shares of the prompt tokens, for a line of the log."""
     names = {"hit": "hit_tokens", "token-exact": "exact_tokens", "twice the memory": "twice_tokens"}
+    names["four times"] = "fourfold_tokens"
     names |= {reason.replace("_", " "): f"missed_tokens:{reason}" for reason in REASONS}
     total = max(1, counts.get("prompt_tokens", 0))
     shares = {name: counts.get(key, 0) / total for name, key in names.items()}

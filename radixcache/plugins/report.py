@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ _WOULD = {
 }
 _REASONS = {
     "first_seen": "first seen",
-    "diverged": "diverged, then went on as before",
+    "diverged": "same as before, after a change",
     "evicted": "evicted",
     "block_size": "lost to the block size",
     "salt": "cached under another salt",
     "not_read": "the request did not look",
 }
 _COLUMNS = 64
-
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▏▎▍▌▋▊▉", "....####....###")
 
 SUMMARY = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
 
@@ -38,82 +40,112 @@ SUMMARY = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
 def report(args: argparse.Namespace) -> int:
     """The command."""
     drawn = draw(args.FILE)
-    if hasattr(sys.stdout, "reconfigure"):  # bars, where there is ASCII alone
-        sys.stdout.reconfigure(errors="replace")
+    try:
+        drawn.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        drawn = drawn.translate(_ASCII)
     print(drawn)
     return 0
 
 
+@dataclass
+class _Engine:
+    """What the runs of one engine with one cache say. 16 bytes for each request."""
+
+    runs: int = 0
+    first: float = math.inf
+    last: float = -math.inf
+    counts: Counter[str] = field(default_factory=Counter)
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    hits: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.tokens.append(line["tokens"])
+        self.hits.append(line["hit"])
+        self.first, self.last = min(self.first, line["time"]), max(self.last, line["time"])
+        self.counts.update({name: line[name] for name in _WOULD})
+        for reason, start, end in line["misses"]:
+            self.counts[reason] += end - start
+
+    def draw(self, name: str) -> list[str]:
+        total, counts = sum(self.tokens), self.counts
+        starts = f", {self.runs} starts" if self.runs > 1 else ""
+        lines = [f"{name}{starts}"]
+        lines.append(
+            f"{len(self.tokens):,} requests in {self.last - self.first:,.0f} s: "
+            f"{total:,} prompt tokens"
+        )
+        lines += ["", "Hit rate, from the first request to the last"]
+        lines += _curve(self.tokens, self.hits)
+        lines += ["", "What is hit, or would be"]
+        lines += [_bar(text, counts[name], total) for name, text in _WOULD.items()]
+        missed = {text: counts[name] for name, text in _REASONS.items() if counts[name]}
+        lines += ["", "Why the rest is computed (each prompt's last token always is)"]
+        order = sorted(missed, key=missed.__getitem__, reverse=True)
+        return lines + [_bar(text, missed[text], total) for text in order]
+
+
 def draw(path: str) -> str:
-    """The report on a file that `RADIXCACHE_REPORT` named. O(lines), 16 bytes each.
+    """The report on a file that `RADIXCACHE_REPORT` named, engine by engine. O(lines).
 
     Raises:
         InvalidRequest: it cannot be read, is none, or tells of no request.
     """
-    engines, counts, tokens, hits = dict[str, None](), Counter[str](), array("q"), array("q")
-    first = last = 0.0
-    for line in _lines(path):
-        if "engine" in line:
-            size, block = line["capacity"], line["block_size"]
-            engines[f"{line['engine']}: KV of {size:,} tokens, in blocks of {block}"] = None
-            continue
-        tokens.append(line["tokens"])
-        hits.append(line["hit"])
-        first, last = first or line["time"], line["time"]
-        counts.update({name: line[name] for name in _WOULD})
-        for reason, start, end in line["misses"]:
-            counts[reason] += end - start
-    total = sum(tokens)
-    if not total:
+    engines, runs, torn = dict[str, _Engine](), dict[str, _Engine](), 0
+    for number, line in _lines(path):
+        if line is None and runs:
+            torn += 1  # a process was killed, or the disk was full; another one went on
+        elif line is not None and "engine" in line and _is_head(line):
+            name = f"{line['engine']}: KV of {line['capacity']:,} tokens"
+            name += f", in blocks of {line['block_size']}"
+            runs[line["run"]] = engines.setdefault(name, _Engine())
+            engines[name].runs += 1
+        elif line is not None and "engine" not in line and _is_request(line, runs):
+            runs[line["run"]].add(line)
+        else:
+            raise InvalidRequest(f"{path}, line {number}, is none of radixcache's plugins")
+    drawn = [engine.draw(name) for name, engine in engines.items() if sum(engine.tokens)]
+    if not drawn:
         raise InvalidRequest(f"{path} tells of no request yet")
-    lines = [
-        *engines,
-        f"{len(tokens):,} requests in {last - first:,.0f} s: {total:,} prompt tokens",
-    ]
-    lines += ["", "Hit rate over time, from the first request to the last", *_curve(tokens, hits)]
-    lines += ["", "What is hit, or would be"]
-    lines += [_bar(text, counts[name], total) for name, text in _WOULD.items()]
-    missed = {text: counts[name] for name, text in _REASONS.items() if counts[name]}
-    lines += ["", "Why the rest is computed (each prompt's last token always is)"]
-    lines += [
-        _bar(text, missed[text], total) for text in sorted(missed, key=missed.__getitem__)[::-1]
-    ]
-    return "\n".join(lines)
+    if torn:
+        drawn.append([f"{torn} lines were cut off, and are left out."])
+    return "\n\n\n".join("\n".join(lines) for lines in drawn)
 
 
-def _lines(path: str) -> Iterator[dict[str, Any]]:
+def _lines(path: str) -> Iterator[tuple[int, Any]]:
+    """Numbered lines; None for one that is no JSON object, but not for what a kill left last."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith("\n"):  # the engine was killed while it wrote
+                if not text.endswith("\n"):
                     return
-                line = _parse(text)
-                if line is None:
-                    raise InvalidRequest(f"{path}, line {number}, is none of radixcache's plugins")
-                yield line
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    line = None
+                yield number, line if isinstance(line, dict) else None
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise InvalidRequest(f"{path} is no text in UTF-8") from None
 
 
-def _parse(text: str) -> dict[str, Any] | None:
-    """The object in a line, if it is one that an `Observer` writes."""
+def _is_head(line: dict[str, Any]) -> bool:
+    name, run = line["engine"], line.get("run")
+    named = isinstance(run, str) and isinstance(name, str) and name.isprintable() and len(name) < 40
+    return named and _count(line.get("capacity")) and _count(line.get("block_size"))
+
+
+def _is_request(line: dict[str, Any], runs: dict[str, _Engine]) -> bool:
     try:
-        line: dict[str, Any] = json.loads(text)
-        if "engine" in line:
-            name = line["engine"]
-            right = _count(line["capacity"]) and _count(line["block_size"])
-            return line if right and name.isprintable() and len(name) <= 40 else None
-        tokens, misses = line["tokens"], line["misses"]
-        right = _count(tokens) and all(_count(line[name], tokens) for name in _WOULD)
-        right = right and math.isfinite(line["time"]) and all(
+        tokens, at, misses = line["tokens"], line["time"], line["misses"]
+        known = line["run"] in runs and math.isfinite(at) and _count(tokens)
+        return known and all(_count(line[name], tokens) for name in _WOULD) and all(
             reason in _REASONS and _count(end, tokens) and _count(start, end)
             for reason, start, end in misses
         )  # fmt: skip
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
-        return None
-    return line if right else None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return False
 
 
 def _count(number: Any, most: int = 1 << 40) -> bool:
@@ -126,13 +158,16 @@ def _curve(tokens: array[int], hits: array[int], height: int = 4) -> list[str]:
     edges = [len(tokens) * i // count for i in range(count + 1)]
     parts = [slice(a, b) for a, b in pairwise(edges)]
     eighths = [round(8 * height * sum(hits[p]) / max(1, sum(tokens[p]))) for p in parts]
+    names = {height - 1: "100 % ", 0: "  0 % "}
     return [
-        ("100 % " if row == height - 1 else "  0 % " if row == 0 else "      ")
-        + "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, one - 8 * row))] for one in eighths)
+        names.get(row, " " * 6)
+        + "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, one - 8 * row))] for one in eighths).rstrip()
         for row in reversed(range(height))
     ]
 
 
 def _bar(text: str, count: int, total: int) -> str:
     share = count / total
-    return f"  {text:33}{count:>13,}{share:>8.1%}  {'█' * round(22 * share)}"
+    full, eighths = divmod(round(8 * 22 * share), 8)
+    bar = "█" * full + _BLOCKS[eighths].strip()
+    return f"  {text:33}{count:>13,}{share:>8.1%}  {bar}".rstrip()

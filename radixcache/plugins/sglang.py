@@ -9,15 +9,18 @@ in time is not called evicted.
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
+import prometheus_client
 import sglang
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from radixcache.plugins.observer import Observer, looking, prometheus
+from radixcache.plugins.observer import Observer, looking, prometheus, summary
 
 TRIED = ("0.5.23",)
 """Versions that it was tried with; the contract changes between them."""
@@ -31,13 +34,12 @@ class Looker:
     def __init__(self, observer: Observer, metrics: bool) -> None:
         self.observer: Any = observer
         self._metrics, self._counters = metrics, dict[str, Any]()
+        self._unlogged, self._last_line = Counter[str](), time.monotonic()
 
     @looking
     def run_batch(self, batch: Any) -> None:
         """A batch is about to run."""
-        if not batch.forward_mode.is_extend():
-            return
-        for req in batch.reqs:
+        for req in batch.reqs if batch.forward_mode.is_extend() else ():
             special = req.positional_embed_overrides is not None or req.session is not None
             if getattr(req, "explained", False) or special:
                 continue
@@ -45,11 +47,14 @@ class Looker:
             tokens = np.asarray(req.origin_input_ids, np.int32)
             limited = req.return_logprob and 0 <= req.logprob_start_len < len(tokens) - 1
             self.observer.admit(req.rid, tokens, req.cached_tokens, _namespace(req), not limited)
-        counts = self.observer.log()
-        if counts and self._metrics:
-            from prometheus_client import Counter
-
-            prometheus(Counter, self._counters, counts, {})
+        if counts := self.observer.take():
+            self._unlogged.update(counts)
+            if self._metrics:
+                prometheus(prometheus_client.Counter, self._counters, counts, {})
+        if self._unlogged and time.monotonic() - self._last_line >= 10:
+            told = ", ".join(f"{name} {share}" for name, share in summary(self._unlogged).items())
+            _log.info("Prefix cache: %s", told)
+            self._unlogged, self._last_line = Counter(), time.monotonic()
 
     @looking
     def insert(self, req: Any, up_to: int) -> None:

@@ -9,15 +9,17 @@ import json
 import logging
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
-from bench.peers.plugins.__main__ import expected
+from bench.peers.plugins.__main__ import expected, is_told_rightly
 from bench.peers.plugins.chats import Chat, chats
 from radixcache import HashBlockCache, PagePool, RadixCache
-from radixcache.plugins.observer import Observer, looking, summary
+from radixcache.plugins.observer import Observer, looking, prometheus, summary
 
 CAPACITY = 12_000
 
@@ -54,13 +56,18 @@ def test_reasons_are_those_of_a_brute_force(
     asked = chats(72, seed=5)
     told = serve(observer, asked, block)
     head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head == {"engine": "a test", "capacity": CAPACITY, "block_size": block}
+    assert head.pop("run") and head == {
+        "engine": "a test",
+        "capacity": CAPACITY,
+        "block_size": block,
+    }
     wanted = expected(asked, told, block)
-    seen = set()
-    for line, (tokens, _), (_, hit), stretches in zip(lines, asked, told, wanted, strict=True):
+    seen, texts = set(), list[list[int]]()
+    for line, (tokens, _), (answer, hit), stretches in zip(lines, asked, told, wanted, strict=True):
         seen |= {reason for reason, *_ in line["misses"]}
-        got = [("new" if r in ("first_seen", "diverged") else r, *at) for r, *at in line["misses"]]
-        assert (line["tokens"], line["hit"], got) == (len(tokens), hit, stretches)
+        assert (line["tokens"], line["hit"]) == (len(tokens), hit)
+        assert is_told_rightly(line["misses"], stretches, tokens, texts)
+        texts.append([*tokens, *answer[:-1]])
         assert hit + sum(end - start for _, start, end in line["misses"]) == max(
             hit, len(tokens) - 1
         )
@@ -98,7 +105,48 @@ def test_who_did_not_look_missed_nothing_else() -> None:
     observer = Observer("a test", 100, 1)
     observer.compute(range(20))
     observer.admit("log-probabilities", range(20), 0, read=False)
-    assert observer.take()["missed_tokens:not_read"] == 19
+    told = observer.take()
+    assert told["missed_tokens:not_read"] == 19 and not told["fourfold_tokens"]
+
+
+def test_of_a_change_only_what_comes_again_is_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of day, an instruction that is always the same, a document that is new."""
+    monkeypatch.setenv("RADIXCACHE_REPORT", str(tmp_path / "r.jsonl"))
+    observer = Observer("a test", 1000, 1)
+    for day in range(2):
+        text = [
+            *range(7 * day, 7 * day + 3),
+            *range(100, 124),
+            *range(1000 * (day + 1), 1000 * (day + 1) + 50),
+        ]
+        observer.admit(str(day), text, 0)
+        observer.compute(text)
+    misses = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])["misses"]
+    assert misses == [["first_seen", 0, 3], ["diverged", 3, 27], ["first_seen", 27, 76]]
+
+
+def test_the_first_salt_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXCACHE_REPORT", str(tmp_path / "r.jsonl"))
+    observer = Observer("a test", 1000, 1)
+    observer.compute(range(40))
+    observer.admit("salted", range(60), 0, "a")
+    misses = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])["misses"]
+    assert misses == [["salt", 0, 40], ["first_seen", 40, 59]]
+
+
+def test_prometheus_counts_the_same() -> None:
+    counters: dict[str, Counter] = {}
+    for labels in ({}, {"engine": "0"}):
+        registry = CollectorRegistry()
+        kind = partial(Counter, registry=registry)
+        counters = {}
+        for _ in range(2):
+            prometheus(kind, counters, {"requests": 2, "missed_tokens:salt": 5}, labels)
+        assert registry.get_sample_value("radixcache_requests_total", labels) == 4
+        told = {**labels, "reason": "salt"}
+        assert registry.get_sample_value("radixcache_missed_tokens_total", told) == 10
 
 
 def test_a_full_disk_ends_the_file_and_nothing_else(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,20 @@ from radixcache.errors import InvalidRequest
 from radixcache.plugins.report import draw
 from radixcache.runtime.cli import main
 
-HEAD = {"engine": "vLLM 0.32.0", "capacity": 9600, "block_size": 32}
+HEAD = {"run": "a", "engine": "vLLM 0.32.0", "capacity": 9600, "block_size": 32}
 
 
 def line(at: float, tokens: int, hit: int, misses: list[list[object]]) -> dict[str, object]:
     would = {"exact": min(hit + 5, tokens), "twice": hit, "fourfold": tokens // 2}
-    return {"time": at, "request": "r", "tokens": tokens, "hit": hit, **would, "misses": misses}
+    return {
+        "run": "a",
+        "time": at,
+        "request": "r",
+        "tokens": tokens,
+        "hit": hit,
+        **would,
+        "misses": misses,
+    }
 
 
 def written(path: Path, *lines: object) -> str:
@@ -27,12 +37,19 @@ def written(path: Path, *lines: object) -> str:
 def test_it_adds_up_and_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line(100 + i, 100, i % 2 * 50, [["evicted", i % 2 * 50, 99]]) for i in range(200)]
     lines.append(line(400, 1000, 0, [["block_size", 0, 10], ["first_seen", 10, 999]]))
-    path = written(tmp_path / "r.jsonl", HEAD, *lines, {**HEAD, "engine": "SGLang 0.5.23"})
+    other = {**HEAD, "run": "b", "engine": "SGLang 0.5.23"}
+    theirs = {**line(1, 10, 5, [["salt", 5, 9]]), "run": "b"}
+    again = {**line(400, 0, 0, []), "run": "c"}
+    path = written(tmp_path / "r.jsonl", HEAD, *lines, other, theirs, {**HEAD, "run": "c"}, again)
     assert main(["report", path]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "vLLM 0.32.0: KV of 9,600 tokens, in blocks of 32\nSGLang 0.5.23" in text
-    assert "201 requests in 300 s: 21,000 prompt tokens" in text
+    text, _, sglang = text.partition("\n\n\n")
+    assert text.startswith(
+        "vLLM 0.32.0: KV of 9,600 tokens, in blocks of 32, 2 starts\n202 requests"
+    )
+    assert sglang.startswith("SGLang 0.5.23: KV of") and "cached under another salt" in sglang
+    assert "202 requests in 300 s: 21,000 prompt tokens" in text
     rows = {row[2:35].strip(): row[35:].split()[:2] for row in text.splitlines() if "%" in row}
     assert rows["as it is"] == ["5,000", "23.8%"]
     assert rows["token-exact, in the same memory"] == ["6,005", "28.6%"]
@@ -45,6 +62,26 @@ def test_the_curve_is_the_hit_rate(tmp_path: Path) -> None:
     text = draw(written(tmp_path / "r.jsonl", HEAD, *lines))
     (top,) = [row for row in text.splitlines() if row.startswith("100 %")]
     assert top[6:] == " " * 32 + "█" * 32
+
+
+def test_it_is_drawn_where_there_is_ascii_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "r.jsonl", HEAD, line(0, 10, 10, []))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["report", path]) == 0
+    assert "#" * 22 in out.buffer.getvalue().decode()
+
+
+def test_lines_that_were_cut_off_before_a_restart_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    written(path, HEAD, line(1, 10, 5, []))
+    with path.open("a") as file:
+        file.write('{"run":"a","time":12,"tok')
+        file.write(json.dumps({**HEAD, "run": "b"}) + "\n" + json.dumps(line(1, 10, 5, [])) + "\n")
+    text = draw(str(path))
+    assert "2 requests in" in text and text.endswith("1 lines were cut off, and are left out.")
 
 
 def test_a_line_that_was_cut_off_by_a_kill_does_not_count(tmp_path: Path) -> None:
@@ -83,7 +120,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str | bytes | None, said:
         {"time": "x"}, {"time": float("inf")}, {"time": None}, {"misses": None}, {"misses": "abc"},
         {"misses": {"evicted": 1}}, {"misses": [["evicted", 1]]}, {"misses": [["salt", "a", "b"]]},
         {"misses": [["hit", 0, 1]]}, {"misses": [[[], 0, 1]]}, {"misses": [["evicted", 3, 2]]},
-        {"misses": [["evicted", 3, 11]]}, {"engine": "x"}, {**HEAD, "capacity": None},
+        {"misses": [["evicted", 3, 11]]}, {"run": "z"}, {"run": []}, {"engine": "x"},
+        {**HEAD, "capacity": None},
         {**HEAD, "engine": 7}, {**HEAD, "engine": "\x1b[2J"}, {**HEAD, "engine": "x" * 99},
     ],
 )  # fmt: skip

@@ -47,7 +47,8 @@ def run(engine: str, block: int, plugin: bool, tokens: int, asked: list[Chat], a
 def expected(asked: list[Chat], told: list[Any], block: int) -> list[list[tuple[str, int, int]]]:
     """Why each chat's tokens beyond the hit were computed, by comparison with every earlier text.
 
-    What parts from a known text is called new here, whether it meets it again later or not.
+    What nobody computed is called new here, also where a text goes on as an earlier one did after
+    a change; `is_told_rightly` judges that.
     """
     texts: list[tuple[str | None, list[int]]] = []
     reasons = []
@@ -56,7 +57,7 @@ def expected(asked: list[Chat], told: list[Any], block: int) -> list[list[tuple[
         known = max([hit, *(common(tokens, text) for mine, text in texts if mine == salt)])
         known = min(known, last)
         whole = max(hit, known // block * block)
-        foreign = [common(tokens, text) for _, text in texts] if any(s for s, _ in texts) else []
+        foreign = [common(tokens, text) for _, text in texts]
         elsewhere = min(max([known, *foreign]), last)
         stretches = [
             ("evicted", hit, whole), ("block_size", whole, known),
@@ -65,6 +66,30 @@ def expected(asked: list[Chat], told: list[Any], block: int) -> list[list[tuple[
         reasons.append([one for one in stretches if one[1] < one[2]])
         texts.append((salt, [*tokens, *answer[:-1]]))
     return reasons
+
+
+def is_told_rightly(
+    misses: list[Any], wanted: list[tuple[str, int, int]], tokens: list[int], texts: list[list[int]]
+) -> bool:
+    """Whether the stretches are those wanted, and what is called diverged is in a text that has
+    the same tokens up to where the new ones begin, not more than 1,024 tokens further."""
+    got: list[tuple[str, int, int]] = []
+    for reason, start, end in misses:
+        kind = "new" if reason in ("first_seen", "diverged") else reason
+        begins = got.pop()[1] if got and got[-1][0] == kind == "new" else start
+        got.append((kind, begins, end))
+    diverged = [(start, end) for reason, start, end in misses if reason == "diverged"]
+    if not diverged or got != wanted:
+        return got == wanted
+    ((start, end),) = diverged
+    known = next(at for kind, at, _ in [*wanted[::-1]] if kind in ("new", "salt"))
+    known = min([known, *(at for kind, at, _ in wanted if kind == "salt")])
+    part, length = tokens[start:end], end - start
+    return any(
+        common(tokens, text) >= known and part == text[at : at + length]
+        for text in texts
+        for at in range(known, min(len(text), known + 1100) - length + 1)
+    )
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -109,12 +134,11 @@ def compare(
     hits = (engine_hits - Counter((line["tokens"], line["hit"]) for line in lines)).total()
     reasons = 0
     if at_once == 1:
-        for line, wanted in zip(lines, expected(asked, on["told"], block), strict=True):
-            got = [
-                ("new" if r in ("first_seen", "diverged") else r, a, b)
-                for r, a, b in line["misses"]
-            ]
-            reasons += got != wanted
+        texts: list[list[int]] = []
+        wanted = expected(asked, on["told"], block)
+        for line, one, chat, (answer, _) in zip(lines, wanted, asked, on["told"], strict=True):
+            reasons += not is_told_rightly(line["misses"], one, chat.tokens, texts)
+            texts.append([*chat.tokens, *answer[:-1]])
     total = sum(line["tokens"] for line in lines)
     told = Counter[str]()
     for line in lines:

@@ -59,6 +59,7 @@ class SGLang:
             model_path=MODEL, device="cpu", attention_backend="torch_native", dtype="float32",
             disable_cuda_graph=True, skip_tokenizer_init=True, max_total_tokens=int(TOKENS),
             page_size=int(BLOCK), sampling_backend="pytorch", log_level="info",
+            enable_metrics=True,
             **({"radix_cache_backend": "radixcache"} if PLUGIN == "on" else {}),
         )  # fmt: skip
 
