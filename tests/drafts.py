@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from math import inf
 
 from radixcache import LLM
-from radixcache.runtime.engine.build import before_publish
+from radixcache.runtime.engine.build import explain_and_draft
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Sequence
@@ -61,17 +60,20 @@ class RandomProposer(DraftProposer):
 def drafting_llm() -> LLM:
     """The bundled model; it drafts whenever there is something to draft."""
     llm = LLM(kv_cache_memory_bytes="32MiB", speculate="auto")
-    proposer = llm.engine.scheduler.proposer
-    assert proposer is not None
-    proposer.length = Always()
+    draft_always(llm.engine)
     return llm
 
 
 def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
     """Let an engine draft as an `LLM` does, however much it costs."""
     explainer = Explainer(engine.cache, num_tokens)
-    proposer = DraftProposer(explainer.continuations, engine.model.eos_token_ids)
+    explain_and_draft(engine.scheduler, explainer, engine.model.eos_token_ids)
+    return draft_always(engine)
+
+
+def draft_always(engine: Engine) -> DraftProposer:
+    """Let what drafts there do so whenever there is something to draft."""
+    proposer = engine.scheduler.proposer
+    assert proposer is not None
     proposer.length = Always()
-    engine.scheduler.proposer = proposer
-    engine.scheduler.on_publish = partial(before_publish, explainer, proposer)
     return proposer

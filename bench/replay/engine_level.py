@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from radixcache.bench.replay.play import Outcome, WallClock, play
 from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.build import before_publish
+from radixcache.runtime.engine.build import explain_and_draft
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
@@ -28,7 +27,6 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.sampling.sampler import PendingStep, Sampler
-from radixcache.runtime.spec_decode.proposer import DraftProposer
 
 _CERTAIN = torch.finfo(torch.float32).max
 """A logit above all others; an infinite one is no number to the engine."""
@@ -71,10 +69,7 @@ class ScriptedEngine(Engine):
         super().__init__(model, kv_pool, cache, scheduler)
         scheduler.kept = None  # at index level every scheme computes a prompt's last token
         if serving.speculate:
-            explainer = Explainer(cache)
-            proposer = DraftProposer(explainer.continuations, model.eos_token_ids)
-            scheduler.proposer = proposer
-            scheduler.on_publish = partial(before_publish, explainer, proposer)
+            explain_and_draft(scheduler, Explainer(cache), model.eos_token_ids)
         self._answers: dict[Request, Tokens] = {}
         self.sampler = ScriptedSampler(model, self._answers)
         self._runs_ahead = False  # a script is read token by token

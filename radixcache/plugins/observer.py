@@ -133,17 +133,14 @@ class Observer:
         """
         tokens = as_tokens(tokens)
         last = max(0, len(tokens) - 1)
-        misses = self._explain(tokens, hit, namespace)
-        if not read:
+        size, would = self._block_size, dict.fromkeys(("exact", "twice", "fourfold"), hit)
+        if read:
+            misses = self._explain(tokens, hit, namespace)
+            would["exact"] = self._exact.match(tokens, namespace)
+            would["twice"] = self._twice.match(tokens, namespace) // size * size
+            would["fourfold"] = self._explainer.known(tokens, namespace) // size * size
+        else:  # nor would it have looked into another cache
             misses = [Stretch("not_read", hit, last)] if hit < last else []
-        size = self._block_size
-        would = {
-            "exact": self._exact.match(tokens, namespace),
-            "twice": self._twice.match(tokens, namespace) // size * size,
-            "fourfold": self._explainer.known(tokens, namespace) // size * size,
-        }
-        if not read:
-            would = dict.fromkeys(would, hit)
         self.counts.update(
             {"requests": 1, "prompt_tokens": len(tokens), "hit_tokens": hit}
             | {f"{name}_tokens": count for name, count in would.items()}

@@ -25,7 +25,7 @@ from radixcache.plugins.observer import Observer, looking, prometheus, summary
 TRIED = ("0.32.", "0.33.")
 """Versions whose scheduler it was tried with."""
 
-_log, _vllm_log = logging.getLogger("radixcache.plugins"), logging.getLogger("vllm")
+_log = logging.getLogger("radixcache.plugins")
 
 
 class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -47,8 +47,8 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._prefilling: dict[str, Any] = {}
         if role is not KVConnectorRole.SCHEDULER:
             return
-        if not _log.hasHandlers():  # vLLM sets up its own logger alone
-            _log.handlers, _log.level = _vllm_log.handlers, _vllm_log.level
+        if not _log.hasHandlers():
+            _log.parent = logging.getLogger("vllm")  # the only one that vLLM sets up
         if reason := _refusal(vllm_config, kv_cache_config):
             _log.warning("radixcache does not look at this prefix cache: %s", reason)
         else:

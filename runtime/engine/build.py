@@ -115,8 +115,8 @@ def build_engine(args: EngineArgs) -> Built:
             cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states
         )
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
-        if args.speculate == "auto" and states is None:
-            scheduler.proposer = DraftProposer(explainer.continuations, model.eos_token_ids)
+        drafts = args.speculate == "auto" and states is None
+        explain_and_draft(scheduler, explainer, model.eos_token_ids if drafts else None)
         engine = Engine(
             model,
             pool,
@@ -128,7 +128,6 @@ def build_engine(args: EngineArgs) -> Built:
             grammars,
         )
         engine.capture_graphs()
-        scheduler.on_publish = partial(before_publish, explainer, scheduler.proposer)
         params = _default_params(model.generation_config)
         offload = open_offload(args, model_path(args), model, cache, pool)
         if offload is not None:
@@ -229,7 +228,17 @@ def load(args: EngineArgs) -> PagedModel:
     return future.result()
 
 
-def before_publish(
+def explain_and_draft(
+    scheduler: Scheduler, explainer: Explainer, end_tokens: list[int] | None
+) -> None:
+    """Let `explainer` see what a scheduler admits and publishes, and draft from it, unless
+    `end_tokens`, the model's own, is None."""
+    if end_tokens is not None:
+        scheduler.proposer = DraftProposer(explainer.continuations, end_tokens)
+    scheduler.on_publish = partial(_before_publish, explainer, scheduler.proposer)
+
+
+def _before_publish(
     explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
 ) -> None:
     """Explain a request when it is admitted, and remember what is computed of it."""

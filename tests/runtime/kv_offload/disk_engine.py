@@ -78,6 +78,12 @@ class Disk:
         cache.evict(cache.pool.num_pages)
         self.store.close(self.tier.in_order())
 
+    def put_down(self, *prompts: list[int]) -> None:
+        """Answer these, and evict all."""
+        for prompt in prompts:
+            self.answer(prompt)
+        self.engine.cache.evict(self.engine.cache.pool.num_pages)
+
     def answer(self, prompt: list[int], count: int = 4) -> tuple[list[int], int]:
         """The greedy answer, and how many tokens of the prompt were loaded."""
         params = SamplingParams(temperature=0, max_tokens=count)

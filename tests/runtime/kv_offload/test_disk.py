@@ -332,8 +332,7 @@ def test_writing_takes_no_longer_where_much_is_kept(tmp_path: Path) -> None:
             partial(index.set_progress_handler, partial(seen.update, ["steps"]), 1)
         )
         for start in range(5):
-            engine.answer([start, *TEXT])
-        engine.engine.cache.evict(40)
+            engine.put_down([start, *TEXT])
         engine.store.flush()
         engine.store._on_thread(partial(index.set_progress_handler, None, 0))
         query = "select slot from pages where slot < 1000 order by last_use"
@@ -357,8 +356,7 @@ def test_a_reset_holds_though_the_manifest_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Disk(tmp_path)
-    first.answer(TEXT)
-    first.engine.cache.evict(40)
+    first.put_down(TEXT)
     first.store.flush()
     first.store._on_thread(lambda: first.store._index.execute("pragma busy_timeout = 1"))
     other = sqlite3.connect(tmp_path / INDEX)
@@ -374,8 +372,7 @@ def test_a_reset_on_a_full_disk_leaves_no_text_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Disk(tmp_path)
-    first.answer(TEXT)
-    first.engine.cache.evict(40)
+    first.put_down(TEXT)
     first.store.note("texts", "a secret")
     with monkeypatch.context() as patched:
         patched.setattr(disk, "make_room", lambda *_: os.open("/dev/null/x", os.O_RDWR))
@@ -392,8 +389,7 @@ def test_a_reset_on_a_full_disk_leaves_no_text_behind(
 
 def test_what_a_reset_could_not_delete_goes_at_the_end(tmp_path: Path) -> None:
     first = Disk(tmp_path)
-    first.answer(TEXT)
-    first.engine.cache.evict(40)
+    first.put_down(TEXT)
     first.store.flush()
     first.store._on_thread(lambda: first.store._index.execute("pragma query_only = on"))
     first.engine.reset_cache()
@@ -408,8 +404,7 @@ def test_threads_without_memory_and_notes_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Disk(tmp_path)
-    engine.answer(TEXT)
-    engine.engine.cache.evict(40)
+    engine.put_down(TEXT)
     engine.store.flush()
     pages, _ = engine.tier.find(np.array(TEXT, np.int32), 0)
     with monkeypatch.context() as patched:

@@ -149,8 +149,7 @@ def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(
     engine.store.note("about", json.dumps({"model": "", "page_bytes": engine.store.page_bytes}))
 
     def fill(start: int) -> None:
-        engine.answer([start, *TEXT])
-        engine.engine.cache.evict(40)
+        engine.put_down([start, *TEXT])
         engine.store.flush()
 
     def later(rows: list[Any]) -> Iterator[Any]:

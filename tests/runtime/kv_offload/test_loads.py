@@ -23,8 +23,7 @@ def test_what_was_being_read_when_the_cache_was_reset_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(tmp_path)
-    disk.answer(TEXT)
-    disk.engine.cache.evict(40)
+    disk.put_down(TEXT)
     disk.store.flush()
     read, late = disk.store.read, Future[torch.Tensor]()
     monkeypatch.setattr(disk.store, "read", lambda _: late)
@@ -48,9 +47,7 @@ def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
     """Not in each step, which would hold up those that run."""
     disk, looks, late = Disk(tmp_path, num_pages=100), list[int](), list[Any]()
     texts = [[start, *TEXT] for start in range(7)]
-    for text in texts:
-        disk.answer(text)
-    disk.engine.cache.evict(100)
+    disk.put_down(*texts)
     disk.store.flush()
     find, read = disk.tier.find, disk.store.read
 

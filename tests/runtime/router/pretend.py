@@ -19,6 +19,7 @@ from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.router.replica import Description, Replica
 from radixcache.runtime.server.app import create_app as create_replica
 from radixcache.runtime.server.args import ServerArgs
+from tests.runtime.server.live import empty
 
 
 @dataclass
@@ -65,7 +66,7 @@ class World:
 
     async def start(self, name: str, llm: LLM) -> None:
         """A replica begins to run, and the ingress hears of it."""
-        _empty(llm)
+        empty(llm)
         replica: Any = _Replica.__new__(_Replica)
         replica._name, replica._llm = name, llm
         replica._app = create_replica(llm, self.options)
@@ -169,12 +170,6 @@ class World:
         self.ingress.router.check()
         for standing in self.ingress.router.standings([]):
             assert (standing.queued_tokens, standing.requests) == (0, 0), standing
-
-
-def _empty(llm: LLM) -> None:
-    for prefix in llm.prefixes.list():
-        llm.prefixes.unpin(prefix.name, prefix.cache_salt)
-    llm.reset_prefix_cache()
 
 
 @asynccontextmanager

@@ -42,6 +42,13 @@ def assert_error(response: Any, status: int, sentence: str) -> dict[str, Any]:
     return error
 
 
+def empty(llm: LLM) -> None:
+    """Nothing is cached or pinned any more."""
+    for prefix in llm.prefixes.list():
+        llm.prefixes.unpin(prefix.name, prefix.cache_salt)
+    llm.reset_prefix_cache()
+
+
 class LiveServer:
     """A running server and what is behind it."""
 
@@ -69,6 +76,10 @@ class LiveServer:
         while not self.call(holds):
             assert time.monotonic() < end, "it never came about"
             time.sleep(0.005)
+
+    def forget(self) -> None:
+        """Nothing is cached or pinned any more."""
+        self.call(lambda: empty(self.backend.llm))
 
     def assert_idle(self) -> None:
         """Nothing runs, no lease but those of pins lives, and the cache's invariants hold."""

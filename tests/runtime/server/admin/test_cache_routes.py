@@ -32,14 +32,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
 @pytest.fixture
 def fresh(server: LiveServer) -> Iterator[LiveServer]:
     """A server whose cache is empty."""
-    llm = server.backend.llm
-
-    def clear() -> None:
-        for prefix in llm.prefixes.list():
-            llm.prefixes.unpin(prefix.name, prefix.cache_salt)
-        llm.reset_prefix_cache()
-
-    server.call(clear)
+    server.forget()
     yield server
     server.assert_idle()
 

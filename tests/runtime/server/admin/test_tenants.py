@@ -30,14 +30,7 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
 @pytest.fixture
 def server(keyed: LiveServer) -> Iterator[LiveServer]:
     """The same with an empty cache."""
-    llm = keyed.backend.llm
-
-    def clear() -> None:
-        for prefix in llm.prefixes.list():
-            llm.prefixes.unpin(prefix.name, prefix.cache_salt)
-        llm.cache.reset()
-
-    keyed.call(clear)
+    keyed.forget()
     yield keyed
     keyed.assert_idle()
 
