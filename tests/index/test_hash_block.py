@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixcache import HashBlockCache, InvalidRequest, LeaseError, OutOfPages, PagePool, PinError
+from radixcache import HashBlockCache, InvalidRequest, LeaseError, OutOfPages, PagePool
 from radixcache.block_hash import BlockNamespace, Image, first_parent, hash_block
 from radixcache.blocks import PromptHashes
 from radixcache.hash_block import BlockLease
@@ -115,16 +115,6 @@ def test_a_namespace_that_has_no_keys_is_refused() -> None:
 # -- pages and the queue ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("length", "hit"),
-    [(1, 0), (15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32), (49, 48)],
-)
-def test_a_resent_prompt_hits_whole_blocks_of_all_but_its_last_token(length: int, hit: int) -> None:
-    cache = a_cache()
-    assert put(cache, some(length)) == 0
-    assert cache.match(some(length)) == hit == put(cache, some(length))
-
-
 def test_prefill_gives_vllms_pages_counts_and_queue() -> None:
     cache = a_cache()
     r0 = run(cache, some(55))
@@ -140,45 +130,7 @@ def test_prefill_gives_vllms_pages_counts_and_queue() -> None:
     assert ids(run(cache, some(160, 3))) == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
 
 
-def test_freed_blocks_queue_by_time_of_freeing_the_tail_first() -> None:
-    cache = a_cache()
-    r0, r1 = run(cache, some(87)), run(cache, some(48, 1))
-    assert (ids(r0), ids(r1)) == ([1, 2, 3, 4, 5, 6], [7, 8, 9]) and cache.pool.num_free == 1
-    cache.release(r0)
-    assert cache.queue == [6, 10, 5, 4, 3, 2, 1]
-    cache.release(r1)
-    assert cache.queue == [6, 10, 5, 4, 3, 2, 1, 9, 8, 7]
-    r2 = run(cache, some(35))
-    assert r2.cached_tokens == 32 and ids(r2) == [1, 2, 6] and cache.pool.num_free == 7
-
-
 # -- what vLLM does not have -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "message"),
-    [
-        ("unknown", some(20, 5), "0 of the 1 whole blocks"),
-        ("short", some(10), "0 of the 0 whole blocks of the 10 tokens of 'short'"),
-        ("system", some(40), "pinned already"),
-        ("more", some(16) + some(32, 1), "makes 4 pinned pages, the share is 3"),
-        ("early", some(16, 3), "'early' are still in flight"),
-    ],
-)
-def test_pins_keep_whole_blocks_within_the_budget(
-    name: str, tokens: list[int], message: str
-) -> None:
-    cache = a_cache()
-    cache.pin_budget = 5
-    put(cache, some(40))
-    put(cache, some(16) + some(32, 1))
-    cache.pin("system", some(40))
-    assert cache.pins == {(None, "system"): 32}
-    begin(cache, some(16, 3))
-    with pytest.raises(PinError, match=message):
-        cache.pin(name, tokens)
-    cache.check()
-    assert cache.evict(99) == 2 and cache.match(some(40)) == 32
 
 
 def test_misuse_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from radixcache import (
     LeaseError,
     NoCache,
     OutOfPages,
-    PageCopy,
     PagePool,
     PinError,
     RadixCache,
@@ -30,16 +29,6 @@ def a_cache(page_size: int = 4, num_pages: int = 16) -> RadixCache:
 
 
 # -- what is found ---------------------------------------------------------------------------------
-
-
-def test_a_hit_ends_at_any_token_but_the_last() -> None:
-    cache = a_cache(page_size=16)
-    assert cache.stats.hit_rate == 0.0
-    put(cache, SYSTEM)
-    put(cache, SYSTEM)
-    assert cache.stats.hit_rate == 9 / 20
-    assert [length(cache, SYSTEM[:n]) for n in range(11)] == list(range(11))
-    assert cache.match(SYSTEM) == 9
 
 
 def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
@@ -78,17 +67,6 @@ def test_arrays_are_copied_and_of_any_integers() -> None:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def test_a_hit_in_mid_page_copies_only_that_page() -> None:
-    cache = a_cache()
-    put(cache, [*SYSTEM, 11, 12])
-    first = table(cache, [*SYSTEM, 11, 12])
-    lease = begin(cache, [*SYSTEM, 21, 22])
-    assert lease.page_table.tolist()[:2] == first[:2], "whole pages are shared"
-    assert lease.take_copies() == [PageCopy(first[2], int(lease.page_table[2]), 2)]
-    assert lease.take_copies() == [], "they are taken once"
-    assert cache.pool.num_free == 16 - 4
-
-
 def test_an_append_in_place_when_nobody_wrote_past() -> None:
     cache = a_cache()
     put(cache, SYSTEM)
@@ -110,39 +88,6 @@ def test_of_two_that_append_to_one_page_the_second_copies() -> None:
     copies = one.take_copies() + two.take_copies()
     assert [(copy.source, copy.num_slots) for copy in copies] == [(first[2], 2)]
     assert {int(one.page_table[2]), int(two.page_table[2])} == {first[2], copies[0].target}
-
-
-def test_a_split_in_mid_page_moves_no_page_and_survives_the_eviction_of_a_half() -> None:
-    cache = a_cache()
-    put(cache, [*SYSTEM, 11, 12])
-    whole = table(cache, [*SYSTEM, 11, 12])
-    put(cache, [*SYSTEM, 21, 22])
-    assert table(cache, [*SYSTEM, 11, 12]) == whole
-    assert table(cache, [*SYSTEM, 21])[:2] == whole[:2]
-    assert cache.pool.num_free == 16 - 4
-    cache.evict(1)
-    cache.check()
-    assert length(cache, [*SYSTEM, 21, 22]) == 12, "the younger half stays"
-    assert length(cache, [*SYSTEM, 11, 12]) == 10
-
-
-def test_duplicates_are_freed_and_the_table_repointed_in_the_same_call() -> None:
-    cache = a_cache()
-    late = cache.acquire(SYSTEM)
-    cache.reserve(late, 10)
-    put(cache, SYSTEM)
-    free = cache.pool.num_free
-    cache.publish(late, SYSTEM[:8])
-    assert cache.pool.num_free == free + 2
-    assert late.page_table.tolist()[:2] == table(cache, SYSTEM)[:2]
-
-
-def test_twins_in_one_step_compute_the_stem_once() -> None:
-    cache, stem = a_cache(num_pages=64), list(range(1, 17))
-    leases = [begin(cache, [*stem, 100 + twin]) for twin in range(8)]
-    assert [lease.cached_tokens for lease in leases] == [0] + [16] * 7
-    assert not any(lease.take_copies() for lease in leases)
-    assert cache.pool.num_free == 64 - 4 - 8
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -210,37 +155,6 @@ def test_what_was_split_and_merged_again_in_a_step_is_still_in_flight() -> None:
     assert lease.num_tokens == 0 == cache.cached_length([1, 2, 3, 4, 5, 6])
 
 
-def test_rollback_returns_pages_in_the_same_order_each_time() -> None:
-    def pages_after_rollback() -> list[int]:
-        cache = a_cache(page_size=1)
-        for token in range(12):
-            begin(cache, [token])
-        cache.rollback()
-        lease = cache.acquire(list(range(16)))
-        cache.reserve(lease, 12)
-        return lease.page_table.tolist()
-
-    first = pages_after_rollback()
-    assert [pages_after_rollback() for _ in range(4)] == [first] * 4
-
-
-def test_written_tokens_do_not_hang_on_the_same_ones_in_flight() -> None:
-    """They would fall with them, though their KV is there."""
-    cache = a_cache(page_size=1, num_pages=8)
-    first, second = cache.acquire([1, 2]), cache.acquire([1, 3])
-    for lease in (first, second):
-        cache.reserve(lease, 4)
-        cache.publish(lease, [1])
-    cache.commit()
-    cache.publish(first, [2, 9])  # in flight
-    cache.publish(second, [2, 9, 9], written=True)
-    assert second.num_tokens == 1, "not published, as the contract says"
-    cache.rollback()
-    cache.publish(second, [2, 9, 9], written=True)
-    cache.rollback()
-    assert second.num_tokens == 4
-
-
 # -- eviction --------------------------------------------------------------------------------------
 
 
@@ -270,29 +184,6 @@ def test_what_a_look_up_holds_is_not_evictable() -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("num_pages", [4, 6])
-def test_a_page_that_only_a_copy_further_down_stands_for_is_not_counted_twice(
-    num_pages: int,
-) -> None:
-    cache, stem = a_cache(num_pages=num_pages), [1, 2, 3, 4, 5, 6]
-    put(cache, [*stem, 11])
-    put(cache, [*stem, 21])  # copies the second page
-    lease = cache.acquire([1, 2, 3, 9])
-    cache.acquire([*stem, 21, 99])
-    cache.evict(1)  # the first branch goes; one branch is left
-    if num_pages == 6:
-        put(cache, [51, 52, 53, 54])
-    free = cache.pool.num_free
-    try:  # the shadowed page may count as evictable or not
-        cache.reserve(lease, 4 * (free + 1))  # and one page for the copy
-    except OutOfPages:
-        assert cache.pool.num_free == free, "a refusal frees a page on its way"
-    else:
-        kept = length(cache, [51, 52, 53, 54]) > 0
-        assert cache.pool.num_free == 0 or kept, "a page is free, yet 51 was evicted"
-    cache.check()
-
-
 # -- pins, statistics, events ----------------------------------------------------------------------
 
 
@@ -308,31 +199,6 @@ def test_half_of_the_pool_is_the_default_budget_and_a_namespace_gets_half_of_tha
     with pytest.raises(PinError, match="more pages than all pins together have left"):
         cache.pin("one page", [31])
     assert cache.pinned_pages == cache.pin_budget == 4
-
-
-@pytest.mark.parametrize(
-    ("misuse", "message"),
-    [
-        (lambda cache: cache.unpin("nobody"), "no prefix named 'nobody' is pinned"),
-        (lambda cache: cache.unpin("system", "namespace"), "no prefix named 'system' is pinned"),
-        (lambda cache: cache.pin("system", SYSTEM), "named 'system' is pinned already"),
-        (lambda cache: cache.pin("longer", [*SYSTEM, 11]), "10 of the 11 tokens of 'longer'"),
-        (lambda cache: cache.pin("elsewhere", SYSTEM, "namespace"), "0 of the 10 tokens"),
-        (lambda cache: cache.pin("empty", []), "0 of the 0 tokens of 'empty'"),
-        (lambda cache: cache.pin("early", [31, 32]), "'early' are still in flight"),
-    ],
-)
-def test_a_pin_that_makes_no_sense_is_refused(
-    misuse: Callable[[RadixCache], None], message: str
-) -> None:
-    cache = a_cache()
-    put(cache, SYSTEM)
-    cache.pin("system", SYSTEM)
-    begin(cache, [31, 32])
-    with pytest.raises(PinError, match=message):
-        misuse(cache)
-    cache.check()
-    assert cache.pins == {(None, "system"): 10}
 
 
 def test_a_listener_that_is_refused_a_change_leaves_the_cache_broken() -> None:
@@ -385,10 +251,3 @@ def test_misuse_of_a_lease_is_refused(kind: type[RadixCache] | type[NoCache]) ->
         with pytest.raises(LeaseError, match="released"):
             misuse()
     cache.check()
-
-
-def test_publish_into_a_shared_half_page_without_reserve_is_refused() -> None:
-    cache = a_cache()
-    put(cache, [*SYSTEM, 11])
-    with pytest.raises(LeaseError, match="needs a reserve"):
-        cache.publish(cache.acquire([*SYSTEM, 21]), [21])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from radixcache import HashBlockCache, NoCache, PagePool, RadixCache
-from radixcache.snapshot import FIRST_PREVIEW, MAX_DEPTH, PREVIEW, CachedNode, Look
+from radixcache import HashBlockCache, PagePool, RadixCache
+from radixcache.snapshot import MAX_DEPTH, CachedNode, Look
 from tests.index.drive import put
 
 SEED = 20_261_120
@@ -103,24 +103,6 @@ def test_what_nobody_uses_has_an_age_while_other_leases_look(mode: str) -> None:
     for lease in looking:
         cache.release(lease)
     assert {n.tokens[0]: n.age for n in cache.snapshot()[None].children} == before
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_large_tree_is_cut_to_the_newest_and_says_so(mode: str) -> None:
-    cache = MODES[mode](PagePool(200, 2))
-    for number in range(20):
-        put(cache, [number, 1, 2, 3])
-    root = cache.snapshot(Look(rows=6))[None]
-    assert [node.tokens[0] for node in root.children] == [15, 16, 17, 18, 19]
-    assert root.more is not None
-    assert (root.more.branches, root.more.nodes, root.more.tokens) == (15, 15, 60)
-    long = list(range(50, 50 + 2 * FIRST_PREVIEW))
-    put(cache, long)
-    node = cache.snapshot(Look(rows=2))[None].children[0]
-    assert node.num_tokens == len(long) and node.tokens == long[:FIRST_PREVIEW]
-    put(cache, [*long[: 2 * PREVIEW], *range(1, 1 + 2 * PREVIEW)])
-    first = cache.snapshot()[None].children[-1]
-    assert long[2 * PREVIEW : 3 * PREVIEW] in [node.tokens for node in first.children]
 
 
 def rows_of(node: CachedNode) -> int:
@@ -220,17 +202,3 @@ def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
         put(cache, [*path, 1 + depth])
     depths = [len(path) for path in paths(cache.snapshot()[None])]
     assert max(depths) == MAX_DEPTH
-
-
-def test_a_block_without_its_predecessor_hangs_at_the_root() -> None:
-    cache = HashBlockCache(PagePool(4, 2))
-    put(cache, [1, 2, 3, 4])
-    cache._evict(1)  # page 0 is never used
-    (orphan,) = cache.snapshot()[None].children
-    assert (orphan.start, orphan.tokens) == (2, [3, 4]) and cache.match([1, 2, 3, 4, 5]) == 0
-
-
-def test_without_a_cache_there_is_nothing_to_show() -> None:
-    cache = NoCache(PagePool(10, 2))
-    put(cache, [1, 2, 3])
-    assert cache.snapshot() == {}

@@ -142,15 +142,6 @@ def test_one_slot_is_too_few() -> None:
         StateIndex(1)
 
 
-def test_who_lets_go_of_what_it_found_has_not_hit_it() -> None:
-    index = StateIndex(2)
-    (one,) = checkpoints(index, text(1))
-    assert index.find(text(1), None, 1) is one
-    index.release(one)
-    assert one.hits == 0
-    index.check([])
-
-
 def test_a_pinned_state_goes_last() -> None:
     index = StateIndex(3)
     index.pin(text(1), None)

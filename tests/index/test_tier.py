@@ -63,14 +63,6 @@ def test_evicted_pages_are_found_to_the_token() -> None:
     assert found(tier, [9, 9, 3, 4], start=2) == 2, "the same tokens after others"
 
 
-def test_what_follows_goes_before_what_it_follows() -> None:
-    cache, tier, _ = tier_of(3)
-    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-    cache.evict(8)
-    assert found(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 6
-    assert tier.num_evicted == 1
-
-
 def test_a_page_that_was_loaded_goes_first_and_is_not_written_twice() -> None:
     cache, tier, store = tier_of(4)
     for text in ([1, 2, 3, 4], [5, 6, 7, 8]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from radixcache import (
@@ -91,11 +90,6 @@ def test_a_wrong_argument_is_refused_and_breaks_nothing(kind: str) -> None:
 def test_a_pool_of_no_possible_size_is_refused(size: tuple[Any, Any]) -> None:
     with pytest.raises(InvalidRequest):
         PagePool(*size)
-
-
-def test_a_pool_takes_the_numbers_of_numpy() -> None:
-    pool = PagePool(np.int64(4), np.uint8(2))
-    assert type(pool.num_pages) is type(pool.page_size) is int
 
 
 @pytest.mark.parametrize("kind", ["radix", "hash-block"])
