@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from radixcache import HashBlockCache, NoCache, PagePool, RadixCache
+from radixcache import HashBlockCache, NoCache, OutOfPages, PagePool, RadixCache
 from tests.index.drive import put
 from tests.index.machine import Machine
 from tests.index.model import ENDLESS, NAMESPACES, Kind, Request
@@ -248,6 +248,17 @@ def test_any_sequence_of_calls_keeps_the_contract(
         corners -= {"tables repointed"}
     missed = [corner for corner in corners if not counts[corner]]
     assert examples != FEW or not missed, f"the examples do not reach: {missed}"
+
+
+def test_what_a_lease_finds_is_held_though_held_pages_were_counted_before() -> None:
+    """A call that the few examples may not draw."""
+    cache = RadixCache(PagePool(num_pages=4, page_size=1))
+    put(cache, [1, 2])
+    cache.acquire([1, 9])
+    with pytest.raises(OutOfPages):  # which counts
+        cache.reserve(cache.acquire([3, 3]), 4)
+    cache.acquire([1, 2, 9])
+    cache.check()
 
 
 def test_several_pages_of_a_hash_block_lease_that_only_looks_are_passed_over() -> None:

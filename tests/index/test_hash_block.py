@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from radixcache import HashBlockCache, InvalidRequest, LeaseError, OutOfPages, PagePool
 from radixcache.block_hash import BlockNamespace, Image, first_parent, hash_block
-from radixcache.blocks import PromptHashes
 from radixcache.hash_block import BlockLease
 from tests.index.drive import begin, put
 
@@ -146,14 +144,3 @@ def test_misuse_is_refused() -> None:
         a_cache(num_pages=1)
     with pytest.raises(OutOfPages, match="99 pages wanted, 8 free"):
         cache.reserve(lease, 16 * 101)
-
-
-def test_the_hashes_of_prompts_are_kept_within_bounds() -> None:
-    hashes = PromptHashes()
-    hashes.MAX_TOKENS = 100
-    first = hashes.of(np.arange(60, dtype=np.int32), None)
-    first.append(b"hash")
-    assert hashes.of(np.arange(60, dtype=np.int32), None) is first
-    assert hashes.of(np.arange(60, dtype=np.int32), "salt") == []  # 120 tokens: the first goes
-    assert hashes.of(np.arange(60, dtype=np.int32), None) == []
-    assert hashes.of(np.arange(200, dtype=np.int32), None) == []  # too long, but the only one

@@ -12,9 +12,7 @@ import pytest
 from radixcache import (
     LeaseError,
     NoCache,
-    OutOfPages,
     PagePool,
-    PinError,
     RadixCache,
     RadixCacheError,
 )
@@ -168,37 +166,7 @@ def test_a_request_in_many_chunks_is_one_node() -> None:
     assert [node.num_tokens for node in root.children] == [87]
 
 
-def test_what_a_look_up_holds_is_not_evictable() -> None:
-    cache = a_cache(page_size=1, num_pages=4)
-    put(cache, [1, 2])
-    lease = cache.acquire([7] * 9)
-    with pytest.raises(OutOfPages, match="5 pages wanted, 2 free of 4"):
-        cache.reserve(lease, 5)  # counts what can be evicted
-    looking = cache.acquire([1, 2, 9])
-    cache.check()
-    with pytest.raises(OutOfPages):
-        cache.reserve(lease, 3)
-    assert cache.pool.num_free == 2
-    cache.release(looking)
-    cache.reserve(lease, 4)
-    cache.check()
-
-
 # -- pins, statistics, events ----------------------------------------------------------------------
-
-
-def test_half_of_the_pool_is_the_default_budget_and_a_namespace_gets_half_of_that() -> None:
-    cache = a_cache(num_pages=8)
-    for namespace in ("a", "b"):
-        put(cache, SYSTEM, namespace)
-        with pytest.raises(PinError, match="makes 3 pinned pages, the share is 2"):
-            cache.pin("system", SYSTEM, namespace)
-        cache.pin("two pages", SYSTEM[:8], namespace)
-        assert cache.pinned_pages_of(namespace) == 2
-    put(cache, [31])
-    with pytest.raises(PinError, match="more pages than all pins together have left"):
-        cache.pin("one page", [31])
-    assert cache.pinned_pages == cache.pin_budget == 4
 
 
 def test_a_listener_that_is_refused_a_change_leaves_the_cache_broken() -> None:

@@ -57,18 +57,6 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ids_last_while_the_tree_grows(mode: str) -> None:
-    cache = MODES[mode](PagePool(100, 2))
-    put(cache, [1, 2, 3, 4, 5, 6])
-    (before,) = cache.snapshot()[None].children
-    put(cache, [7, 8, 9, 10])
-    put(cache, [1, 2, 3, 4, 9, 9])  # splits the first
-    top = cache.snapshot()[None].children
-    ids = {node.id for node in top} | {child.id for node in top for child in node.children}
-    assert before.id in ids and len(ids) == 4
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
     cache = MODES[mode](PagePool(100, 2))
     stem = [1, 2, 3, 4]
@@ -87,22 +75,6 @@ def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
     five, six, seven = sorted(shared.children, key=lambda node: node.tokens)
     assert shared.leases == 0 and five.age > seven.age >= shared.age
     cache.check()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_nobody_uses_has_an_age_while_other_leases_look(mode: str) -> None:
-    cache = MODES[mode](PagePool(9, 2))
-    for number in range(4):
-        put(cache, [number, 1, 2, 3])
-    before = {node.tokens[0]: node.age for node in cache.snapshot()[None].children}
-    assert before[0] > before[1] > before[2] > before[3] >= 0
-    looking = [cache.acquire([number, 1, 2, 3, 4]) for number in (0, 2)]
-    cache.check()
-    ages = {node.tokens[0]: node.age for node in cache.snapshot()[None].children}
-    assert ages == {**before, 0: 0, 2: 0}
-    for lease in looking:
-        cache.release(lease)
-    assert {n.tokens[0]: n.age for n in cache.snapshot()[None].children} == before
 
 
 def rows_of(node: CachedNode) -> int:

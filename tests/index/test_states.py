@@ -90,15 +90,6 @@ def test_what_the_step_reads_is_not_evicted() -> None:
     assert index.take() == first.slot
 
 
-def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
-    index = StateIndex(3)
-    (turn,) = checkpoints(index, text(1))
-    slot = index.take()
-    assert index.find(text(1), None, 1) is turn
-    index.give(slot, text(1, 2), None, [turn.key])
-    assert {index.take(), index.take()} == {0, 1, 2} - {turn.slot}
-
-
 def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None:
     index = StateIndex(3)
     old, turn = checkpoints(index, text(9), text(1))
@@ -121,20 +112,6 @@ def test_where_ends_do_not_pay_the_end_goes_and_the_prompt_stays() -> None:
     index.give(slot, text(1, 2), None, [prompt.key])
     assert index.take() == slot
     assert index.depth(text(1), None, 1) == 1
-
-
-def test_a_kind_that_is_hardly_hit_goes_first() -> None:
-    index = StateIndex(26)
-    checkpoints(index, text(99), kind="branch")
-    checkpoints(index, *(text(i) for i in range(25)))
-    for _ in range(5):
-        assert index.find(text(99), None, 1) is not None
-        index.commit()
-    index._kept.move_to_end(next(iter(index._kept)))
-    index._kept.move_to_end(index.find(text(99), None, 1).key, last=False)  # type: ignore[union-attr]
-    index.commit()
-    index.take()
-    assert index.depth(text(99), None, 1) == 1
 
 
 def test_one_slot_is_too_few() -> None:

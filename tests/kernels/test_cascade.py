@@ -83,19 +83,6 @@ def test_no_other_branches_save_more_than_the_groups(seed, min_rows, min_pages) 
     assert saved(tables, groups, min_rows, min_pages) == best
 
 
-def test_two_documents_below_one_system_prompt_are_two_groups_if_that_saves_more() -> None:
-    system = list(range(10))
-    documents = [list(range(100, 150)), list(range(200, 250))]
-    tables = [
-        np.array(system + documents[i % 2] + [1000 + i], np.int32) for i in range(8)
-    ]  # interleaved
-    order, shared = group_by_prefix(tables, 16, 2, 16)
-    assert shared == (SharedPrefix(0, 4, 60), SharedPrefix(4, 4, 60))
-    assert order == [0, 2, 4, 6, 1, 3, 5, 7]
-    short = [table[[*range(11), -1]] for table in tables]  # one page of each document
-    assert group_by_prefix(short, 16, 2, 16)[1] == (SharedPrefix(0, 8, 10),)
-
-
 def test_short_prefixes_and_small_groups_are_left_alone() -> None:
     tables = [np.array([*range(63), 100 + i], np.int32) for i in range(8)]
     assert group_by_prefix(tables, 16) == (list(range(8)), ())  # 1,008 tokens

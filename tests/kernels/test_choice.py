@@ -74,17 +74,6 @@ def test_triton_is_taken_where_flashinfer_does_not_run(gpu, monkeypatch, caplog)
     assert record.getMessage().startswith("attention runs in Triton: FlashInfer is not installed")
 
 
-def test_without_nvcc_the_remedy_is_named(gpu, monkeypatch, caplog) -> None:
-    def fail(*args):
-        raise RuntimeError("Could not find nvcc")
-
-    monkeypatch.setattr(Attention, "paged_run", fail)
-    monkeypatch.setenv("PATH", "")
-    choice.choose_backend(GPU, torch.bfloat16, KINDS)
-    assert "Could not find nvcc; there is no nvcc to compile" in caplog.text
-    assert "`flashinfer download-kernels`" in caplog.text
-
-
 @pytest.mark.parametrize(("dtype", "kinds", "reason"), [
     (torch.float64, KINDS, "not torch.float64"),
     (torch.bfloat16, [LayerKind(4, 4, 80, 80, 0.1)], "no kernel for heads of 80/80"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.reference import error, make_batch, make_step, naive_attention, run
+from tests.kernels.reference import error, make_step, run
 
 # (new tokens, cached tokens) of each sequence
 SHAPES = {
@@ -104,21 +103,6 @@ def test_many_long_decodes_exceed_one_tile(backend) -> None:
     assert error(step, run(step, backend, scale=0.1), scale=0.1) < 2e-5
 
 
-def test_chunks_give_the_rows_of_one_prefill(backend) -> None:
-    whole = make_step(5, [(90, 0)], page_size=4)
-    expected = run(whole, backend, scale=0.3)
-    k_pages, v_pages = whole.k_pages.clone(), whole.v_pages.clone()
-    bounds = [0, 17, 18, 60, 89, 90]
-    for start, end in pairwise(bounds):
-        table = whole.tables[0][: -(-end // 4)]
-        backend.plan(make_batch([table], [end - start], [end], 4))
-        rows = slice(start, end)
-        out = backend.run(
-            whole.query[rows], whole.key[rows], whole.value[rows], k_pages, v_pages, scale=0.3
-        )
-        torch.testing.assert_close(out, expected[rows], atol=2e-5, rtol=0)
-
-
 def test_one_plan_serves_layers_of_different_windows_and_pages(backend) -> None:
     step, other = (make_step(6, SHAPES["mixed"], dim=dim) for dim in (16, 32))
     backend.plan(step.batch)
@@ -142,30 +126,6 @@ def test_new_tokens_are_written_and_nothing_else(backend) -> None:
         before = before.clone()
         before.flatten(0, 1)[slots] = new
         torch.testing.assert_close(after, before, atol=0, rtol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("shape", ["suffix", "decode", "mixed"])
-def test_a_single_wrong_page_changes_the_output(backend, shape) -> None:
-    step = make_step(9, SHAPES[shape], page_size=4)
-    expected = naive_attention(step, scale=0.3)
-    longest = int(np.argmax(step.kv_lens))
-    other = next(i for i, n in enumerate(step.kv_lens) if i != longest and n >= 8)
-    step.tables[longest][1] = step.tables[other][0]
-    step.batch = make_batch(step.tables, step.query_lens, step.kv_lens, 4)
-    assert np.abs(run(step, backend, scale=0.3).numpy() - expected).max() > 1e-2
-
-
-def test_positions_and_slots_of_a_batch() -> None:
-    step = make_step(12, SHAPES["mixed"], page_size=4)
-    positions, slots = [], []
-    for table, queries, length in zip(step.tables, step.query_lens, step.kv_lens, strict=True):
-        for position in range(length - queries, length):
-            positions.append(position)
-            slots.append(table[position // 4] * 4 + position % 4)
-    assert step.batch.query_lens.tolist() == step.query_lens
-    assert step.batch.kv_lens.tolist() == step.kv_lens
-    assert step.batch.positions().tolist() == positions
-    assert step.batch.slots().tolist() == slots
 
 
 def test_misuse_is_refused(backend) -> None:

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
-from radixcache.kernels.upload import Upload
 from tests.kernels.reference import Step, make_batch, make_step, naive_attention
 from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.test_cpu_backends import SHAPES
 from tests.pretend_cuda import CUDA
-
-HEADS = {"mha": (4, 4), "gqa 2": (4, 2), "gqa 4": (8, 2), "gqa 8": (8, 1)}
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -81,13 +78,6 @@ def test_a_sink_takes_its_share(shape, share) -> None:
     assert error(step, out, scale=0.3, sinks=sinks) < 2e-5
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
-def test_query_heads_share_kv_heads(heads) -> None:
-    step = make_step(11, SHAPES["mixed"], page_size=4, heads=heads)
-    out = attend(make_backend(kind_of(step, 0.25)), step, scale=0.25)
-    assert error(step, out, scale=0.25) < 2e-5
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_random_mixed_steps(seed) -> None:
     rng = np.random.default_rng(seed)
@@ -105,25 +95,6 @@ def test_random_mixed_steps(seed) -> None:
     for window in (None, 9, None):  # layers of two kinds share one plan
         out = run(backend, step, scale=0.3, window=window)
         assert error(step, out, scale=0.3, window=window) < 2e-5
-
-
-def test_prompts_without_a_cached_prefix_read_no_page(gpu) -> None:
-    step = make_step(3, SHAPES["fresh"])
-    attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
-    assert gpu.kernels.calls.keys() & {"paged", "decode", "ragged"} == {"ragged"}
-
-
-def test_decodes_use_tensor_cores_from_four_query_heads_a_kv_head(gpu) -> None:
-    for heads, name in {
-        (4, 4): "decode",
-        (4, 2): "decode",
-        (8, 2): "paged",
-        (8, 1): "paged",
-    }.items():
-        step = make_step(3, SHAPES["decode"], heads=heads)
-        gpu.kernels.calls.clear()
-        attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
-        assert gpu.kernels.calls.keys() & {"paged", "decode", "ragged"} == {name}
 
 
 def test_a_new_token_sees_what_another_sequence_of_the_step_writes() -> None:
@@ -205,95 +176,6 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
     assert len(captured) == 4
 
 
-def test_the_pinned_buffers_are_not_overwritten_while_they_are_read(monkeypatch) -> None:
-    step = make_step(4, SHAPES["mixed"])
-    backend = make_backend(kind_of(step, 0.3))
-    for _ in range(3):
-        backend.plan(step.batch)
-    monkeypatch.setattr(backend._fence, "wait", lambda: None)
-    with pytest.raises(AssertionError, match="in flight"):
-        backend.plan(step.batch)
-
-
-DECODE = "BatchDecodeWithPagedKVCacheWrapper"
-
-
-@pytest.mark.parametrize(
-    ("function", "argument", "change", "message"),
-    [
-        ("append_paged_kv_cache", "positions", lambda t: t.cpu(), "must be a CUDA tensor"),
-        ("append_paged_kv_cache", "append_key", lambda t: t.half(), "copied, not converted"),
-        ("append_paged_kv_cache", "kv_indices", lambda t: t + 99, "outside of the pool"),
-        (f"{DECODE}.plan", "last_page_len", lambda t: t * 0, "last_page_len 0"),
-        (f"{DECODE}.plan", "q_data_type", lambda _: torch.float16, "float16"),
-        (f"{DECODE}.plan", "page_size", None, "page_size"),
-        (f"{DECODE}.run", "out", lambda t: t[:1], "shape"),
-    ],
-)
-def test_a_planted_fault_is_found(gpu, monkeypatch, function, argument, change, message) -> None:
-    """A wrong side, dtype, value or shape, or an argument too few: in the package or below it."""
-    owner, _, name = function.rpartition(".")
-    place = getattr(gpu.flashinfer, owner) if owner else gpu.flashinfer
-    right = getattr(place, name)
-
-    def wrong(*args, **options):
-        value = options.pop(argument)
-        if change is not None:
-            options[argument] = change(value)
-        return right(*args, **options)
-
-    step = make_step(3, SHAPES["decode"], heads=(4, 4))
-    backend = make_backend(kind_of(step, 0.3))
-    monkeypatch.setattr(place, name, wrong)
-    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
-        attend(backend, step, scale=0.3)
-
-
-def test_a_graph_that_gets_another_length_is_found(monkeypatch) -> None:
-    few, many = make_step(3, SHAPES["decode"]), make_step(3, [*SHAPES["decode"], (1, 9)])
-    backend = make_backend(kind_of(few, 0.3))
-    backend.allocate_fixed(16, 1000)
-    attend(backend, few, fixed=True, scale=0.3)
-    make = backend._plan_wrapper
-    size = len(few.query_lens)
-    monkeypatch.setattr(backend, "_plan_wrapper", lambda *args: make(*args[:-1], size))
-    with pytest.raises((AssertionError, ValueError), match=r"batch size|baked in"):
-        attend(backend, many, fixed=True, scale=0.3)
-
-
-def test_arrays_go_along_in_one_transfer(monkeypatch) -> None:
-    sent = []
-    call = Upload.__call__
-
-    def counting(self, arrays):
-        sent.append(len(arrays))
-        return call(self, arrays)
-
-    monkeypatch.setattr(Upload, "__call__", counting)
-    step = make_step(4, SHAPES["mixed"])
-    backend = make_backend(kind_of(step, 0.3))
-    given = backend.plan(step.batch, np.arange(7), np.array([2**31 - 1, -5]), np.array([], int))
-    assert [tensor.tolist() for tensor in given] == [list(range(7)), [2**31 - 1, -5], []]
-    assert len(sent) == 1
-
-
-@pytest.mark.parametrize("fixed", [0, 64])
-def test_uploads_keep_their_place_until_they_outgrow_it(fixed) -> None:
-    """Never, if graphs may read there."""
-    upload = Upload(CUDA, fixed)
-    a, b = upload([np.arange(5), np.arange(3)])
-    torch.cuda.synchronize()
-    c, d = upload([np.arange(5) + 1, np.arange(40)])
-    assert (a.device.data_ptr(), b.device.data_ptr()) == (c.device.data_ptr(), d.device.data_ptr())
-    torch.cuda.synchronize()
-    if fixed:
-        with pytest.raises(AssertionError, match="graphs read"):
-            upload([np.arange(65)])
-        return
-    (e,) = upload([np.arange(10_000)])
-    assert e.device.tolist() == e.host.tolist() == list(range(10_000))
-
-
 def test_what_flashinfer_cannot_do_is_refused() -> None:
     step = make_step(4, SHAPES["mixed"])
     kind = kind_of(step, 0.3)
@@ -310,12 +192,3 @@ def test_what_flashinfer_cannot_do_is_refused() -> None:
     assert not make_backend(kind, kind._replace(window=4)).reads_shared_once
     wide = kind._replace(query_heads=128, kv_heads=8, head_dim=128, value_dim=128)
     assert not make_backend(wide).reads_shared_once
-
-
-def test_the_workspace_holds_what_a_wide_group_needs(gpu) -> None:
-    # Without graphs, on 132 SMs: Hq * floor(264 / Hkv) * 128 * D * 4 * (1 + 1 / D) bytes.
-    for heads, dim in (((32, 8), 128), ((64, 8), 128), ((32, 4), 64)):
-        bound = heads[0] * (264 // heads[1]) * 128 * dim * 4 * (1 + 1 / dim)
-        bound = max(bound, 256 * (heads[0] // heads[1] + 32) * heads[0] * (dim + 1) * 4)
-        kind = LayerKind(*heads, dim, dim, 1.0)
-        assert gpu.backend._split_kv_bytes(kind, CUDA) == bound

@@ -80,39 +80,6 @@ def gpu_backend(*kinds: LayerKind, dtype: torch.dtype = torch.bfloat16) -> Atten
     return FlashInferMLABackend(CUDA, dtype, kinds)
 
 
-@pytest.mark.parametrize(
-    ("function", "argument", "change", "message"),
-    [
-        ("plan", "head_dim_ckv", lambda _: 500, "multiple of 128"),
-        ("plan", "q_data_type", lambda _: torch.float32, "float32"),
-        ("plan", "page_size", lambda size: size + 1, "page counts"),
-        ("plan", "num_heads", lambda heads: heads + 1, "heads were planned"),
-        ("plan", "causal", None, "causal"),
-        ("run", "query", lambda pair: pair[::-1], "do not match planned widths"),
-        ("run", "kv_cache", lambda pair: (pair[0].float(), pair[1]), "float32"),
-    ],
-)
-def test_a_planted_fault_is_found(gpu, monkeypatch, function, argument, change, message) -> None:
-    """A wrong value, side or dtype, or an argument too few: in the package or below it."""
-    owner = gpu.flashinfer.mla.BatchMLAPagedAttentionWrapper
-    right = getattr(owner, function)
-
-    def wrong(self: Any, **options: Any) -> Any:
-        value = options.pop(argument)
-        return right(self, **options, **({} if change is None else {argument: change(value)}))
-
-    backend = gpu_backend(kind_of(4))
-    step = mla_step(3, SHAPES["mixed"], 4, 576, page_size=4, dtype=torch.bfloat16)
-    monkeypatch.setattr(owner, function, wrong)
-
-    def attend() -> None:
-        backend.plan(step.batch)
-        run(backend, step, LATENT, CUDA)
-
-    with pytest.raises((AssertionError, TypeError, ValueError), match=message):
-        attend()
-
-
 def test_heads_that_no_tile_holds_whole_are_filled_up(gpu, monkeypatch) -> None:
     """FlashInfer refuses to leave out the last key of a query that a tile cuts in two."""
     from radixcache.kernels import flashinfer_mla

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -22,10 +19,9 @@ from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native import build as native_build
 from radixcache.kernels.native.activations import gated
 from radixcache.kernels.native.attention import NativeBackend
-from radixcache.kernels.native.library import num_threads, problem, quiet_torch
+from radixcache.kernels.native.library import problem
 from tests.forks import Forked
 from tests.kernels.reference import Step, error, make_batch, make_step, run
-from tests.sources import ROOT
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 F32, BF16 = torch.float32, torch.bfloat16
@@ -158,28 +154,6 @@ def test_values_may_be_narrower_than_keys() -> None:
     np.testing.assert_array_equal(bits(out), bits(expected[..., :20]))
 
 
-@needs_kernels
-def test_a_key_that_is_no_number_is_not_passed_over() -> None:
-    """It is alone in its block, beside a block of 256 good ones."""
-    step = make_step(8, [(1, 256)])
-    step.key[:] = torch.nan
-    assert run(step, NativeBackend(), scale=0.3).isnan().all()
-
-
-@needs_kernels
-@pytest.mark.parametrize("softcap", [1e-3, 1.0, 1e4, 1e7])
-def test_softcaps_of_any_size(softcap) -> None:
-    step, options = make_step(9, [(1, 300), (9, 20)]), {"scale": 0.3, "softcap": softcap}
-    assert error(step, run(step, NativeBackend(), **options), **options) < 3e-5
-
-
-@needs_kernels
-def test_activations_of_the_largest_numbers_are_zero() -> None:
-    x = torch.full((1, 16), -3e38)
-    for kind in ("silu", "gelu_tanh"):
-        assert not gated(x, torch.ones(1, 16), kind).any()
-
-
 # What is refused.
 
 
@@ -234,20 +208,6 @@ def test_page_tables_that_contradict_each_other_are_refused(fields, match) -> No
 
 
 # Threads.
-
-
-@needs_kernels
-def test_torch_is_quiet_for_one_thread_and_the_kernels_are_not() -> None:
-    torch.set_num_threads(3)
-    seen = []
-    with quiet_torch():
-        with quiet_torch():
-            pass
-        seen.append((torch.get_num_threads(), num_threads()))
-        other = Thread(target=lambda: seen.append((torch.get_num_threads(), num_threads())))
-        other.start()
-        other.join()
-    assert seen == [(1, 3), (3, 3)] and (torch.get_num_threads(), num_threads()) == (3, 3)
 
 
 @needs_kernels
@@ -306,16 +266,6 @@ def test_a_compiler_that_fails_is_the_reason_and_leaves_nothing(bare, said, reas
     assert not list((bare / "cache").rglob("*.so"))
 
 
-def test_a_user_without_a_home_is_a_reason(bare, monkeypatch) -> None:
-    def no_home(self: Path) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "expanduser", no_home)
-    with pytest.raises(OSError, match="home directory"):
-        native_build.build()
-
-
 def test_a_library_that_lost_bytes_is_compiled_anew(bare) -> None:
     program = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf library > "$2"\n'
     (bare / "c++").write_text(program)
@@ -355,32 +305,3 @@ def test_what_was_compiled_is_used_again_by_the_same_processor_only(bare, monkey
             patch.setattr(native_build, name, value)
             with pytest.raises(OSError, match="no C\\+\\+ compiler"):
                 native_build.build()
-
-
-@pytest.mark.exhaustive
-def test_a_model_answers_alike_without_a_compiler_and_says_once_what_is_slower(bare) -> None:
-    command = (sys.executable, "-m", "radixcache.runtime.cli", "generate", "--prompt", "The age of")
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
-    assert done.returncode == 0 and "attention by torch" in done.stderr
-    assert done.stderr.count("slower without the native kernels (no C++ compiler") == 1
-    assert len(done.stderr.splitlines()) == 2
-
-
-COMPILER = """#!/bin/sh
-said="$*"
-while [ "$1" != -o ]; do shift; done
-printf '%s' "$said" > "$2"
-"""
-
-
-def test_a_level_of_the_processor_can_be_asked_for(bare, monkeypatch) -> None:
-    (bare / "c++").write_text(COMPILER)
-    (bare / "c++").chmod(0o755)
-    monkeypatch.delenv("RADIXCACHE_MARCH", raising=False)
-    usual = native_build.build()
-    monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64-v3")
-    asked = native_build.build()
-    assert "=native" in usual.read_text() and "-march=x86-64-v3" not in usual.read_text()
-    assert "-march=x86-64-v3" in asked.read_text() and "=native" not in asked.read_text()
-    monkeypatch.delenv("RADIXCACHE_MARCH")
-    assert native_build.build() == usual

@@ -96,18 +96,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(outer, inner, kind, dt
                 np.testing.assert_array_equal(got, alone[first : first + count])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", FORMATS)
-def test_all_numbers_of_rows_and_many_columns(kind) -> None:
-    for dtype in (F32, BF16):
-        product = PackedLinear(make(kind, 3000, 320))
-        x = torch.randn(420, 320).to(dtype)
-        whole = bits(product(x))
-        for count in range(1, 421):
-            torch.set_num_threads(1 + count % 3)
-            np.testing.assert_array_equal(bits(product(x[:count])), whole[:count])
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_fewer_bits_give_the_bits_of_the_float32_that_they_stand_for(kind) -> None:
     weight = make(kind, 100, 224)

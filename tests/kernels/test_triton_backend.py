@@ -14,10 +14,7 @@ import torch
 
 from radixcache import LLM, SamplingParams
 from radixcache.kernels.attention import LayerKind, PagedBatch
-from radixcache.runtime.demo.play import Player
-from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, read_table
 from radixcache.runtime.engine import build
-from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model
 from tests.cover import covering
 from tests.kernels.reference import Step, error, make_step, run
@@ -122,17 +119,6 @@ def test_an_engine_gives_the_same_tokens_over_its_page_tables(tmp_path: Path) ->
                 o.outputs[0].token_ids for o in wanted
             ]
         assert triton.cache.stats.hit_tokens > 40
-
-
-@pytest.mark.exhaustive
-def test_the_demos_questions_are_answered() -> None:
-    with in_the_interpreter(BUNDLED_MODEL, max_num_batched_tokens=256) as llm:
-        player = Player(llm)
-        for question in SCRIPT:
-            output, new = player.ask(question)
-            cell = read_table(DOCUMENTS[question.user])[question.name][question.column]
-            assert output.outputs[0].text.endswith(f"is {cell}.")
-            assert output.metrics.prefilled_tokens == new
 
 
 DTYPES = ["bf16", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("fp16", "fp32"))]

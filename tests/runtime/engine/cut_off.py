@@ -1,7 +1,5 @@
 """Runs an engine that is cut off at random lines of the package, and steps on.
 
-    python -m tests.runtime.engine.cut_off --runs 10000 --seed 1
-
 A trace function counts the lines that run within the package, and raises `MemoryError` or
 `KeyboardInterrupt` at one drawn at random, then at another; also in the engine's recovery. Every
 request must end as if nothing had happened, and no page may be lost.
@@ -9,10 +7,8 @@ request must end as if nothing had happened, and no page may be lost.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -233,26 +229,3 @@ def one(seed: int) -> list[str]:
     except BaseException as error:
         raise AssertionError(f"seed {seed}, cut off at {cut.where}: {error!r}") from error
     return cut.where
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    bad, places = 0, Counter[str]()
-    for seed in range(args.seed, args.seed + args.runs):
-        try:
-            places.update(one(seed))
-        except AssertionError as error:
-            bad += 1
-            print(error)
-    print(
-        f"seeds {args.seed} to {args.seed + args.runs - 1}: {bad} bad of {args.runs} runs, "
-        f"cut off {places.total()} times at {len(places)} different lines"
-    )
-    return bool(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

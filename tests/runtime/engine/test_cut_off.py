@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import pytest
@@ -16,13 +11,9 @@ from radixcache import CacheBroken, LeaseError, PagePool, RadixCache, SamplingPa
 from tests.cover import seeds
 from tests.engines import (
     CACHES,
-    assert_no_page_is_lost,
     finish,
-    generated,
     make_engine,
-    plain_greedy,
 )
-from tests.models import tiny_model
 from tests.runtime.engine import cut_off
 
 SEED = 20_261_122
@@ -34,42 +25,6 @@ def test_steps_cut_off_at_random_lines_change_nothing(seed: int) -> None:
     print(f"seed {seed}: {len(places)} times cut off, at {len(set(places))} lines")
     assert len(places) > 60
     assert any("recover" in place.lower() for place in places), "never in a recovery"
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_steps_cut_off_by_a_signal_give_the_same_tokens(tmp_path: Path, cache: str) -> None:
-    rng = random.Random(SEED)
-    path = tiny_model("llama", tmp_path)
-    stem = [rng.randrange(250) for _ in range(30)]
-    prompts = [stem + [rng.randrange(250) for _ in range(rng.randint(1, 20))] for _ in range(6)]
-    engine = make_engine(path, cache, page_size=4, num_pages=60, max_num_batched_tokens=24)
-    params = SamplingParams(temperature=0, max_tokens=12)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before, interrupted, seconds = signal.signal(signal.SIGALRM, interrupt), 0, 0.001
-    try:
-        while engine.has_work and interrupted < 60:
-            start = time.perf_counter()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00001, 1.5 * seconds))
-                engine.step()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupted += 1
-            else:
-                seconds = time.perf_counter() - start  # of a step on this machine
-                engine.check()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    print(f"seed {SEED}: interrupted {interrupted} times")
-    finish(engine)
-    assert interrupted
-    assert generated(requests) == [[plain_greedy(path, prompt, 12)] for prompt in prompts]
-    assert_no_page_is_lost(engine)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])

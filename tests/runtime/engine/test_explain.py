@@ -276,18 +276,6 @@ def test_texts_that_meet_again_are_found_where_a_naive_search_finds_them() -> No
     assert 50 < found < 290, f"{found} of 300 met again, seed {SEED}"
 
 
-def test_what_was_stored_longest_ago_is_forgotten_first() -> None:
-    explainer = Explainer(RadixCache(PagePool(4, 16)), num_tokens=64)
-    first, second, third = (list(range(start, start + 32)) for start in (0, 100, 200))
-    for text in (first, second, first, third):
-        explainer.remember(text)
-        explainer.check()
-    assert [m.reason for m in explainer.explain([*first, 7], 0)] == ["evicted"]
-    assert [m.reason for m in explainer.explain([*third, 7], 0)] == ["evicted"]
-    known = explainer.explain([*second, 7], 0)
-    assert known[-1].reason == "first_seen" and len(known[-1]) >= 16
-
-
 def test_more_than_can_be_remembered_is_remembered_from_its_start() -> None:
     rng = Random(SEED)
     explainer = Explainer(RadixCache(PagePool(4, 16)), num_tokens=50)
@@ -301,12 +289,6 @@ def test_more_than_can_be_remembered_is_remembered_from_its_start() -> None:
         ("evicted", 0, 50),
         ("first_seen", 50, 79),
     ]
-
-
-def test_nothing_is_missing_from_a_prompt_whose_last_token_alone_is_computed() -> None:
-    explainer = Explainer(RadixCache(PagePool(4, 16)))
-    explainer.remember([1, 2, 3])
-    assert explainer.explain([1, 2, 3], hit=2) == [] == explainer.explain([1], hit=0)
 
 
 # --------------------------------------------------------------------------------- the sentences

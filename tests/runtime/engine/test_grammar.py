@@ -20,7 +20,6 @@ from radixcache import (
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
-from radixcache.runtime.sampling import sampler
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.engines import assert_no_page_is_lost, finish
@@ -306,21 +305,6 @@ def test_a_guide_begins_behind_the_text_that_is_named() -> None:
         assert [int(logits_after(np.array([*request.prompt_token_ids, *said[:i]]), VOCAB).argmax())
                 for i in range(begins)] == said[:begins]  # fmt: skip
     assert free, "nothing was said before"
-
-
-def test_a_token_that_the_grammar_refuses_fails_its_request_alone(monkeypatch) -> None:
-    engine = make_engine()
-    monkeypatch.setattr(sampler, "mask", lambda logits, *_: logits.clone())
-    params = SamplingParams(
-        temperature=0, max_tokens=9, structured_outputs=StructuredOutputsParams.regex("q{5}")
-    )
-    wrong = engine.add_request([5], params)
-    free = engine.add_request([6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-    finish(engine)
-    assert wrong.error is not None and "the structure cannot be followed" in wrong.error
-    assert wrong.sequences[0].finish_reason == "error"
-    assert free.error is None and len(free.sequences[0].generated) == 9
-    assert_no_page_is_lost(engine)
 
 
 def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:

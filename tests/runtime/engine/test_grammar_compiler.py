@@ -38,22 +38,20 @@ from tests.runtime.engine.test_grammar import (
 )
 from tests.schemas import random_schema
 
+REGEX, JSON = StructuredOutputsParams.regex, StructuredOutputsParams.json
+
 
 @pytest.mark.parametrize(
     ("structured", "reason"),
     [
-        (StructuredOutputsParams.json({"not": {}}), 'Unimplemented keys: ["not"]'),
-        (StructuredOutputsParams.json("{"), "json does not compile: EOF while parsing"),
-        (StructuredOutputsParams.json({"type": "text"}), "Invalid type: text"),
-        (
-            StructuredOutputsParams.json({"not": {}, "x-guidance": {"lenient": True}}),
-            "Unimplemented keys",
-        ),
-        (StructuredOutputsParams.json({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
+        (JSON({"not": {}}), 'Unimplemented keys: ["not"]'),
+        (JSON("{"), "EOF while parsing"),
+        (JSON({"type": "text"}), "Invalid type: text"),
+        (JSON({"not": {}, "x-guidance": {"lenient": True}}), "Unimplemented keys"),
         (StructuredOutputsParams("choice", "5"), "not iterable"),
-        (StructuredOutputsParams.regex("(a"), "regex does not compile: at 1(8): invalid regex"),
-        (StructuredOutputsParams.regex("(?=a)b"), "look-around"),
-        (StructuredOutputsParams.regex("\ud800"), "surrogates not allowed"),
+        (REGEX("(a"), "invalid regex"),
+        (REGEX("(?=a)b"), "look-around"),
+        (REGEX("\ud800"), "surrogates not allowed"),
         (StructuredOutputsParams.grammar("start: x"), 'unknown name: "x"'),
         (StructuredOutputsParams.grammar("root ::= ("), "Failed to convert"),
     ],
@@ -71,31 +69,21 @@ def test_what_does_not_compile_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: StructuredOutputsParams.json(False), "no JSON is of the schema false"),
-        (lambda: StructuredOutputsParams.json({"x": {1, 2}}), "the schema is no JSON"),
-        (lambda: StructuredOutputsParams.choice([]), "a choice is a list of strings, one at least"),
+        (lambda: JSON(False), "no JSON is of the schema false"),
+        (lambda: JSON({"x": {1, 2}}), "the schema is no JSON"),
+        (lambda: StructuredOutputsParams.choice([]), "a choice is a list of strings"),
         (lambda: StructuredOutputsParams.choice("yes"), "a choice is a list of strings"),
-        (lambda: StructuredOutputsParams("xml", ""), "the kind of a structure must be one of"),  # type: ignore[arg-type]
-        (lambda: StructuredOutputsParams.regex(7), "text is wanted, not int"),  # type: ignore[arg-type]
-        (lambda: StructuredOutputsParams.regex("a", after=""), "None is at once"),
-        (
-            lambda: StructuredOutputsParams.regex("a" * (1 << 17)),
-            "regex of 131072 characters: 65536 at most",
-        ),
-        (
-            lambda: SamplingParams(structured_outputs={"json": {}}),  # type: ignore[arg-type]
-            "structured_outputs must be StructuredOutputsParams",
-        ),
+        (lambda: StructuredOutputsParams("xml", ""), "kind of a structure"),  # type: ignore[arg-type]
+        (lambda: REGEX(7), "text is wanted, not int"),  # type: ignore[arg-type]
+        (lambda: REGEX("a", after=""), "None is at once"),
+        (lambda: REGEX("a" * (1 << 17)), "65536 at most"),
+        (lambda: SamplingParams(structured_outputs={"json": {}}), "StructuredOutputsParams"),  # type: ignore[arg-type]
+        (lambda: GrammarBackend(None, VOCAB, [EOS]).compile(REGEX("a")), "tokenizers library"),
     ],
 )
 def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         make()
-
-
-def test_a_model_without_a_fast_tokenizer_says_so() -> None:
-    with pytest.raises(InvalidRequest, match="tokenizers library, and this model has none"):
-        GrammarBackend(None, VOCAB, [EOS]).compile(STRUCTURES["json"])
 
 
 def test_rules_that_lead_through_thousands_of_others_compile() -> None:
@@ -163,42 +151,15 @@ def test_who_finds_all_compilers_busy_is_told_to_try_again(monkeypatch) -> None:
         assert all(one.result().matcher.get_error() == "" for one in slow)
 
 
-def twice(name: str) -> dict[str, Any]:
-    """An array of two of what has this name."""
-    items = [{"$ref": f"#/$defs/{name}"}] * 2
-    return {"type": "array", "prefixItems": items, "minItems": 2, "items": False}
-
-
 LONG = {
-    "items": StructuredOutputsParams.json(
-        {"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}
-    ),
-    "regex": StructuredOutputsParams.regex("(a{1000}){1000}"),
+    "items": JSON({"type": "array", "minItems": 2000, "items": {"const": "x" * 1000}}),
+    "regex": REGEX("(a{1000}){1000}"),
     "rules": StructuredOutputsParams.grammar(
         "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(20)) + '\nr20: "x"'
     ),
-    "references": StructuredOutputsParams.json(
-        {
-            "$ref": "#/$defs/a0",
-            "$defs": {**{f"a{i}": twice(f"a{i + 1}") for i in range(16)}, "a16": {"const": "x"}},
-        }
-    ),
+    "a constant with any key": JSON({"const": {"title": "x" * 9000}}),
+    "a length": JSON({"type": "string", "pattern": "^a*$", "minLength": 9000}),
 }
-
-
-_TEXT = {"const": "x" * 9000}
-_SCHEMAS: dict[str, dict[str, Any]] = {
-    "a property of any name": {
-        "type": "object", "properties": {"description": _TEXT}, "required": ["description"],
-    },
-    "a constant with any key": {"const": {"title": "x" * 9000}},
-    "a separator": {
-        "type": "array", "minItems": 900, "items": {"const": 1},
-        "x-guidance": {"item_separator": "," + " " * 99, "whitespace_flexible": False},
-    },
-    "a length": {"type": "string", "pattern": "^a*$", "minLength": 9000},
-}  # fmt: skip
-LONG |= {name: StructuredOutputsParams.json(schema) for name, schema in _SCHEMAS.items()}
 
 
 @pytest.mark.parametrize("kind", LONG)

@@ -79,24 +79,6 @@ def serve(
     return seen
 
 
-def fail_a_step(engine: Engine) -> None:
-    """The model raises when it has run, so that states and KV are written."""
-    forward = engine.model.forward
-
-    def broken(*args: Any) -> Any:
-        forward(*args)
-        raise RuntimeError("broken on purpose")
-
-    engine.model.forward = broken  # type: ignore[method-assign, assignment]
-    try:
-        engine.step()
-    except RuntimeError:
-        pass
-    finally:
-        engine.model.forward = forward  # type: ignore[method-assign]
-    engine.check()
-
-
 @seeds(20_261_125, 40)
 def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
     """A model of checksums, whose states tell any token too many or too few."""
@@ -209,21 +191,6 @@ def test_what_lacks_a_state_is_explained_and_counted(folder: Callable[[str], Pat
         assert llm.explain([*stem[:30], 1, 2]).num_cached_tokens == 30
 
 
-def test_a_failed_step_leaves_no_state_and_the_prompt_is_right_twice() -> None:
-    engine, prompt = small_engine(6), [*range(20)]
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    request = engine.add_request(prompt, params)
-    fail_a_step(engine)
-    assert engine.scheduler.states is not None
-    assert engine.scheduler.states.index.num_checkpoints == 0
-    finish(engine)
-    again = engine.add_request(prompt, params)
-    finish(engine)
-    assert again.sequences[0].cached_tokens == 18
-    assert again.sequences[0].generated.tolist() == request.sequences[0].generated.tolist()
-    assert not engine.model.wrong_states  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -249,17 +216,6 @@ def test_a_model_that_keeps_states_in_its_own_way_is_refused(
         LLM(tiny_model("lfm2", tmp_path))
 
 
-def test_few_states_let_few_sequences_run(folder: Callable[[str], Path]) -> None:
-    with LLM(folder("lfm2"), kv_cache_memory_bytes="1MB", state_memory=3 * 1536) as llm:
-        assert llm.engine.scheduler.max_num_seqs == 2
-        assert len(llm.engine.kv_pool.states.tensors["conv", 0, 0]) == 3  # type: ignore[union-attr]
-
-
-def test_a_model_without_recurrent_layers_takes_no_state_memory() -> None:
-    with pytest.raises(InvalidRequest, match="has none"):
-        LLM(state_memory="1MB", kv_cache_memory_bytes="1MB")
-
-
 def test_namespaces_share_no_state() -> None:
     engine = small_engine(6)
     params = SamplingParams(temperature=0, max_tokens=1)
@@ -281,20 +237,3 @@ def test_the_state_of_a_pinned_prefix_stays(folder: Callable[[str], Path]) -> No
         for token in range(6):
             llm.generate([[token] * 13], params)
         assert llm.explain([5, 6, 7, 8] * 20).num_cached_tokens == 0
-
-
-def test_a_hit_is_ranked_by_what_it_saves() -> None:
-    engine = hash_engine(max_num_seqs=1, num_states=3)
-    params = SamplingParams(temperature=0, max_tokens=1)
-
-    def ask(*prompts: list[int]) -> list[Request]:
-        requests = [engine.add_request(prompt, params) for prompt in prompts]
-        finish(engine)
-        return requests
-
-    much, little = [3] * 40, [4] * 20
-    ask(much)
-    ask(little)  # whose states have taken the place of the others
-    first, second = ask([*much[:30], 5, 5], [*little, 5])
-    assert first.sequences[0].cached_tokens == 0
-    assert second.admitted < first.admitted  # type: ignore[operator]

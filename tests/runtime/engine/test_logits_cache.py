@@ -8,22 +8,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from radixcache import LLM, SamplingParams
+from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import (
     PromptLogitsCache,
-    prompt_key,
 )
 from radixcache.runtime.engine.request import Request
 from tests.cover import seeds
-from tests.engines import assert_no_page_is_lost, finish, generated, run
+from tests.engines import assert_no_page_is_lost, generated, run
 from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.traffic import Asked, play
 
@@ -89,30 +86,6 @@ def test_a_prompt_that_is_sent_again_computes_nothing(page_size: int, length: in
     assert_no_page_is_lost(engine)
 
 
-def test_one_token_classification_takes_no_forward_pass() -> None:
-    engine, prompt = make_engine(), text(21)
-    run(engine, [prompt], ONE)
-    with forward_passes(engine) as counts:
-        requests = run(engine, [prompt] * 40, ONE)  # more than run at once
-    assert not counts
-    assert generated(requests) == [[greedy(prompt, 1)]] * 40
-    assert engine.cache.stats.requests == 41
-
-
-def test_the_first_token_comes_in_the_step_that_admits_it_beside_those_that_compute() -> None:
-    engine, known, new = make_engine(), text(21), text(22)
-    run(engine, [known], GREEDY)
-    going = engine.add_request(text(9), GREEDY)
-    engine.step()
-    requests = [engine.add_request(prompt, GREEDY) for prompt in (new, known)]
-    with forward_passes(engine) as counts:
-        assert set(engine.step()) == {going, *requests}
-    assert sum(counts) == 1 + len(new)
-    finish(engine)
-    wanted = [[greedy(prompt, 5)] for prompt in (new, known)]
-    assert [tokens[:1] for (tokens,) in generated(requests)] == [w[0][:1] for w in wanted]
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_of_n_completions_and_of_twins_in_one_burst_one_computes(page_size: int) -> None:
     for length in (15, 16, 17):
@@ -159,18 +132,6 @@ def test_whatever_is_asked_for_is_the_same_cold_and_from_kept_logits(asked: dict
     assert other.prefilled_tokens == 0
 
 
-def test_a_prompt_without_scores_is_scored_as_before() -> None:
-    engine, prompt = make_engine(), text(18)
-    run(engine, [prompt], GREEDY)
-    for turn in range(2):
-        (request,) = run(engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
-        assert request.prefilled_tokens == (0 if turn else len(prompt))
-        assert request.output().num_cached_tokens == (len(prompt) if turn else 0)
-        assert [entry and next(iter(entry)) for entry in request.prompt_logprobs or ()] == [
-            None, *prompt[1:],
-        ]  # fmt: skip
-
-
 def test_logits_are_kept_within_a_namespace_only() -> None:
     engine, prompt = make_engine(), text(18)
     for turn in range(2):
@@ -198,31 +159,6 @@ def test_without_its_logits_a_cached_prompt_computes_its_last_token() -> None:
     assert not len(kept_by(engine))
 
 
-def test_without_its_kv_a_prompt_whose_logits_are_kept_computes_what_is_missing() -> None:
-    engine, prompt = make_engine(page_size=4), text(18)
-    run(engine, [prompt], ONE)
-    engine.cache.evict(2)
-    assert engine.match(prompt) == 12
-    assert counted(engine, prompt, GREEDY) == ([greedy_on(prompt)], 5, 6 + 4)
-    assert counted(engine, prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
-
-
-def greedy_on(prompt: list[int]) -> list[int]:
-    """As `greedy`, past an end token."""
-    (alone,) = run(make_engine("none"), [prompt], GREEDY)
-    return alone.sequences[0].generated.tolist()
-
-
-def test_kv_in_flight_is_no_hit_however_well_the_logits_are_known() -> None:
-    engine, prompt = make_engine(page_size=4), text(18)
-    run(engine, [prompt], ONE)
-    engine.cache.evict(100)
-    requests = run(engine, [prompt] * 3, ONE)
-    assert [request.prefilled_tokens for request in requests] == [18, 0, 0]
-    assert generated(requests) == [[greedy(prompt, 1)]] * 3
-    assert not engine.model.unwritten  # type: ignore[attr-defined]
-
-
 def test_a_flush_drops_the_logits_and_counts_on() -> None:
     engine, prompt = make_engine(), text(18)
     run(engine, [prompt, prompt], ONE)
@@ -241,26 +177,6 @@ def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: str) -
     assert computed == (4 if cache == "hash-block" else 16)
     engine.reset_cache()
     assert engine.scheduler.kept is None and engine.match(prompt) == 0
-
-
-def test_a_pinned_prompt_is_a_hit_of_all_of_it_too() -> None:
-    engine, prompt = make_engine(page_size=4, num_pages=24), text(18)
-    run(engine, [prompt], ONE)
-    engine.cache.pin("it", prompt)
-    for length in (20, 17, 19, 22):
-        run(engine, [text(length)], GREEDY)
-    assert counted(engine, prompt, GREEDY) == ([greedy_on(prompt)], 4, 4)
-
-
-def test_what_is_preempted_after_tokens_came_keeps_no_logits_of_them() -> None:
-    engine = make_engine(page_size=4, num_pages=12)
-    prompts = [text(9), text(10), text(11)]
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    requests = run(engine, prompts, params)
-    assert sum(request.output().metrics.preemptions for request in requests)
-    assert {*kept_by(engine)._rows} == {
-        prompt_key(np.array(prompt, np.int32), None) for prompt in prompts
-    }
 
 
 @seeds(SEED, 20)
@@ -299,17 +215,3 @@ def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
     assert kept_by(engine).num_used > 10
     assert not engine.model.unwritten  # type: ignore[attr-defined]
     assert len(kept_by(engine)) <= 6
-
-
-def test_an_llm_says_that_nothing_is_computed(path: Path) -> None:
-    with LLM(path, kv_cache_memory_bytes="1MiB") as llm:
-        assert "nothing is computed" not in str(llm.explain("How old is she?"))
-        for cached in (0, 15):
-            (output,) = llm.generate("How old is she?", GREEDY)
-            assert output.num_cached_tokens == cached
-        assert str(llm.explain("How old is she?")) == (
-            "15 of 15 tokens cached, and the logits at the end are kept: nothing is computed"
-        )
-        assert str(llm.explain("How old is she?", cache_salt="x")).startswith("0 of 15 tokens")
-        llm.reset_prefix_cache()
-        assert str(llm.explain("How old is she?")).startswith("0 of 15 tokens cached\n")

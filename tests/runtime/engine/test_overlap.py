@@ -50,21 +50,6 @@ def test_sequences_of_unequal_lengths_keep_running_ahead(path, monkeypatch, cach
     assert_no_page_is_lost(engine)
 
 
-def test_log_probabilities_are_reported_while_running_ahead(path, monkeypatch) -> None:
-    engine = make_quick_engine(path, monkeypatch)
-    requests = [
-        engine.add_request(
-            [1, 2, i], SamplingParams(temperature=0, max_tokens=9, logprobs=i, ignore_eos=True)
-        )
-        for i in (0, 2)
-    ]
-    assert share_that_ran_ahead(engine) >= 0.8
-    for count, request in zip((0, 2), requests, strict=True):
-        reported = request.sequences[0].logprobs
-        assert [len(top) for top in reported] == [max(1, count)] * 9
-        assert all(next(iter(top)) == 7 for top in reported)
-
-
 def test_a_request_that_waits_for_pages_does_not_stop_the_others(path, monkeypatch) -> None:
     engine = make_quick_engine(path, monkeypatch, page_size=4, num_pages=50)
     long, short = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (120, 20))

@@ -57,8 +57,8 @@ def make_logits(kind: str, vocab: int, generator: torch.Generator) -> torch.Tens
 CASES: list[dict[str, Any]] = [
     {}, {"top_k": 1}, {"top_k": 40}, {"top_k": 1 << 30}, {"top_p": 0.9}, {"top_p": 1e-9},
     {"top_p": 0.999}, {"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 1e-6}, {"top_k": -1},
-    {"temperature": 1e-300}, {"temperature": 0.3, "top_p": 0.7}, {"top_k": 7, "top_p": 0.8},
-    {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "temperature": 1.7},
+    {"temperature": 1e-300}, {"temperature": 1e38}, {"temperature": 0.3, "top_p": 0.7},
+    {"top_k": 7, "top_p": 0.8}, {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "temperature": 1.7},
 ]  # fmt: skip
 
 
@@ -86,21 +86,6 @@ def test_the_kept_tokens_and_their_weights_are_those_of_brute_force(by, vocab, k
         assert (kept >= 0).mean() > 0.5
 
 
-@pytest.mark.parametrize("by", ["sort", "flashinfer"])
-def test_only_ties_at_the_border_tell_the_filters_apart(by, gpu) -> None:
-    probs = torch.tensor([[0.3, 0.1, 0.3, 0.2, 0.1]])
-    device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
-    keep = choose_filter(device)
-
-    def count(top_k: int, top_p: float) -> int:
-        return int((keep(probs.to(device), [top_k], [top_p]).cpu() > 0).sum())
-
-    ties = by == "flashinfer"
-    assert count(2, 1.0) == 2 and count(3, 1.0) == 3 and count(0, 0.7) == 3
-    assert count(1, 1.0) == count(0, 0.2) == 1 + ties
-    assert count(4, 1.0) == count(0, 0.85) == 4 + ties
-
-
 @pytest.mark.parametrize("options", CASES[:-1], ids=str)
 def test_frequencies_follow_the_distribution(options) -> None:
     """Chi-square over 6 tokens; beyond 60 once in 10^11."""
@@ -114,37 +99,6 @@ def test_frequencies_follow_the_distribution(options) -> None:
     assert not seen[expected == 0].any()
     some = expected > 1e-9
     assert ((seen - expected)[some] ** 2 / expected[some]).sum() < 60, f"seed {SEED}"
-
-
-def test_frequencies_in_a_large_vocabulary() -> None:
-    """Chi-square over 8 stretches of 128k tokens."""
-    generator, rows, vocab = torch.Generator().manual_seed(SEED), 50, 128_000
-    logits = 2 * torch.randn(vocab, generator=generator)
-    params = [SamplingParams()] * rows
-    tokens = torch.cat(
-        [sample(logits.expand(rows, -1), params, [generator] * rows)[0] for _ in range(4)]
-    )
-    seen = np.bincount(tokens.numpy() // (vocab // 8), minlength=8)
-    expected = logits.double().softmax(0).view(8, -1).sum(1).numpy() * len(tokens)
-    assert ((seen - expected) ** 2 / expected).sum() < 35, f"seed {SEED}"
-
-
-@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-300])
-def test_a_tiny_temperature_leaves_the_likeliest_tokens_alone(temperature) -> None:
-    logits = torch.tensor([[1e9, -3e38, 1e9, 9e8, -torch.inf]]).expand(400, -1)
-    generator = torch.Generator().manual_seed(SEED)
-    tokens, _ = sample(logits, [SamplingParams(temperature=temperature)] * 400, [generator] * 400)
-    seen = torch.bincount(tokens, minlength=5).tolist()
-    assert seen[0] + seen[2] == 400 and min(seen[0], seen[2]) > 100, f"seed {SEED}"
-
-
-@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300])
-def test_a_huge_temperature_makes_all_that_is_possible_equal(temperature) -> None:
-    logits = torch.tensor([[-torch.inf, 3.0, 50.0, -torch.inf, -9.0]]).expand(900, -1)
-    generator = torch.Generator().manual_seed(SEED)
-    tokens, _ = sample(logits, [SamplingParams(temperature=temperature)] * 900, [generator] * 900)
-    seen = torch.bincount(tokens, minlength=5).tolist()
-    assert seen[0] == seen[3] == 0 and min(seen[1], seen[2], seen[4]) > 150, f"seed {SEED}"
 
 
 @pytest.mark.parametrize("by", ["sort", "flashinfer"])

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 
 from radixcache import SamplingParams
-from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
+from radixcache.bench.replay.play import IndexEngine
 from radixcache.bench.schemes.named import parse_scheme
-from radixcache.bench.workloads.generators import generate
 from radixcache.errors import OutOfPages
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import LOOK_AHEAD, MAX_SKIPS, Scheduler
-from tests import engines
-from tests.models import tiny_model
 
 PROMPT = np.arange(60, dtype=np.int32)
 ANSWER = np.arange(1000, 1003, dtype=np.int32)
@@ -94,28 +91,6 @@ def test_a_decode_of_several_tokens_gets_pages_for_all_of_them_or_none(free):
     cache.check()
 
 
-def test_nobody_waits_twice():
-    engine = make_engine("radix-64")
-    first = engine.add(np.append(PROMPT[:40], np.int32(7)), ANSWER)
-    second = engine.add(PROMPT, ANSWER)
-    assert engine.step() == [first]  # 40 of its 60 tokens are in flight, in one page
-    third = engine.add(np.append(PROMPT, np.int32(7)), ANSWER)
-    engine.scheduler.waiting.rotate(1)
-    assert set(engine.step()) == {second, third}  # now 19 of the 20 that it lacks are
-    assert (second.prefilled_tokens, third.prefilled_tokens) == (20, 21)
-
-
-def test_best_of_n_at_page_16_computes_what_it_does_at_page_1():
-    workload = generate("best-of-n:questions=20,n=6,answer=1", 0, 1000)
-    computed = {}
-    for mode in ("radix-1", "radix-16", "hash-16"):
-        found = play(workload, Arrivals(concurrency=6), make_engine(mode), StepClock(1.0))
-        computed[mode] = sum(outcome.computed_tokens for outcome in found)
-        ttfts = {outcome.ttft for outcome in found}
-        assert ttfts == ({1.0, 2.0} if mode == "radix-16" else {1.0})
-    assert computed["radix-16"] == computed["radix-1"] < computed["hash-16"]
-
-
 # ------------------------------------------------------------------------------ one against all
 
 
@@ -172,18 +147,6 @@ def test_a_short_request_does_not_wait_for_another_client_that_holds_all_slots()
     assert sum(request.sequences[0].preemptions for request in greedy) == 1
     assert sum(request.prefilled_tokens for request in greedy) == 64 * 30 + 1
     assert shared.steps <= 400 + 5 + 1
-
-
-def test_clients_that_want_more_than_there_is_share_the_slots():
-    shared = Shared(slots=12)
-    shared.ask("a", 40)
-    shared.step(5)
-    shared.ask("b", 40)
-    shared.ask("c", 2)
-    shared.step(12)  # one slot changes hands in each step
-    assert shared.running() == {"a": 5, "b": 5, "c": 2}
-    shared.step(20)
-    assert shared.running() == {"a": 5, "b": 5, "c": 2}, "a share goes to and fro"
 
 
 def test_among_clients_with_one_slot_for_all_the_one_that_got_least_is_next():
@@ -263,23 +226,3 @@ def test_every_waiting_request_ages():
                 overtaken[request] += not request.finished
     assert 0 < max(overtaken.values()) <= MAX_SKIPS
     assert [request.finished for request in waiting] == [True] * 8
-
-
-def test_fair_shares_change_no_token(tmp_path_factory):
-    path = tiny_model("llama", tmp_path_factory.mktemp("model"), tokenizer=False)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    prompts = [[7, i, 3, i + 1] for i in range(6)]
-    for ahead in (False, True):
-        engine = engines.make_engine(path, page_size=4, num_pages=60, max_num_seqs=3)
-        engine._runs_ahead = ahead
-        requests = []
-        for i, prompt in enumerate(prompts):
-            client = "a" if i < 4 else "b"
-            requests.append(engine.add_request(prompt, params, client=client))
-            engine.step()
-            engine.check()
-        engines.finish(engine)
-        assert sum(r.sequences[0].preemptions for r in requests) >= 1
-        for request, prompt in zip(requests, prompts, strict=True):
-            tokens = request.sequences[0].generated.tolist()
-            assert tokens == engines.plain_greedy(path, prompt, 16)

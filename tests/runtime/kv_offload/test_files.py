@@ -126,21 +126,6 @@ def test_a_manifest_that_is_locked_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
 
 
-def test_who_looks_makes_nothing_and_who_may_not_remove_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unlock(lock_folder(tmp_path))
-    (folder := tmp_path / ("0b" * 16)).mkdir()
-    with pytest.raises(InvalidRequest, match="cannot be read: unable to open"):
-        files._look(folder)  # as if it had just been cleared
-    assert not [*folder.iterdir()]
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "rmdir", lambda *_, **__: os.open("/dev/null/x", os.O_RDWR))
-        with pytest.raises(InvalidRequest, match="cannot be removed: Not a directory"):
-            files.clear(tmp_path)
-    files.clear(tmp_path)
-
-
 def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

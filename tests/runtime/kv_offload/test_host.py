@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +23,6 @@ from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.observe.metrics import engine_metrics
-from radixcache.tier import StoredPage
 from tests import engines
 from tests.cover import seeds
 from tests.engines import plain_greedy
@@ -84,18 +83,6 @@ def evict_all(engine: Pinned) -> None:
     engine.engine.check()
 
 
-def count_reads(engine: Pinned, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many pages are in each load from now on."""
-    sizes, read = list[int](), engine.store.read
-
-    def counted(pages: Sequence[StoredPage]) -> Any:
-        sizes.append(len(pages))
-        return read(pages)
-
-    monkeypatch.setattr(engine.store, "read", counted)
-    return sizes
-
-
 def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
     engine = Pinned(device)
     assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
@@ -107,39 +94,6 @@ def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
     branch = [*TEXT[:18], 4, 4, 4]
     assert engine.answer(branch) == (greedy(branch, 4), 18), "in mid-page"
     assert engine.engine.lifetime_stats.loaded_tokens == len(TEXT) - 1 + 18
-
-
-def test_a_long_prompt_comes_up_in_bounded_pieces(
-    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostStore, "most_bytes", 2 * 4 * 5 * 8)
-    monkeypatch.setattr(host, "_DOWN", 3 * 4 * 5 * 8)
-    engine = Pinned(device)
-    engine.answer(TEXT)
-    evict_all(engine)
-    sizes = count_reads(engine, monkeypatch)
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
-    assert sizes == [2, 2, 2]
-
-
-def test_one_request_at_a_time_is_loaded(
-    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Pinned(device)
-    texts = [[start, *TEXT] for start in range(3)]
-    for text in texts:
-        engine.answer(text)
-    evict_all(engine)
-    reads = count_reads(engine, monkeypatch)
-    params = SamplingParams(temperature=0, max_tokens=4)
-    requests = [engine.engine.add_request(text, params) for text in texts]
-    while not all(request.finished for request in requests):
-        before = len(reads)
-        engine.engine.step()
-        engine.engine.check()
-        assert len(reads) - before <= 1
-    assert [request.output().metrics.loaded_tokens for request in requests] == [len(TEXT)] * 3
-    assert len(reads) == 3
 
 
 def test_what_is_cheaper_to_compute_is_computed(device: PinnedDevice) -> None:
@@ -170,35 +124,6 @@ def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> Non
     request = engine.engine.add_request(long, SamplingParams(temperature=0, max_tokens=1))
     engine.engine.step()
     assert request.prefilled_tokens == 20
-
-
-def test_a_gpu_without_memory_for_copies_computes(device: PinnedDevice) -> None:
-    engine = Pinned(device)
-    engine.answer(TEXT)
-    evict_all(engine)
-    device.failures = 1
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
-    evict_all(engine)  # what is below stays
-    other = [5, *TEXT]
-    assert engine.answer(other) == (greedy(other, 4), 0)
-    evict_all(engine)
-    assert engine.store.counters.failed_pages
-    device.failures = 0
-    assert engine.answer(other) == (greedy(other, 4), 0), "it could not be copied down"
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
-
-
-def test_an_abort_in_mid_load_leaves_the_pages_to_others(device: PinnedDevice) -> None:
-    engine = Pinned(device)
-    engine.answer(TEXT)
-    evict_all(engine)
-    params = SamplingParams(temperature=0, max_tokens=4)
-    first = engine.engine.add_request(TEXT, params)
-    engine.engine.step()
-    assert any(page.readers for page in engine.tier.in_order())
-    engine.engine.abort(first)
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
-    assert not any(page.readers for page in engine.tier.in_order())
 
 
 def test_what_is_salted_stays_in_the_pool(device: PinnedDevice) -> None:
@@ -265,25 +190,15 @@ def test_an_llm_tells_what_came_from_host_memory(
         assert cold.outputs[0].token_ids == plain_greedy(path, prompt, 4, ignore_eos=True)
         llm.call(lambda: llm.cache.evict(llm.cache.pool.num_pages))
         told = llm.explain(prompt)
-        assert told.misses[0].reason == "on_host" and len(told.misses[0]) == 99
-        assert "in host memory: 99 tokens from token 0 on" in str(told)
+        assert told.misses[0].reason == "on_host" and "in host memory: 99 tokens" in str(told)
         (warm,) = llm.generate([prompt], params)
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         assert warm.metrics.loaded_tokens == warm.num_cached_tokens == 99
-        assert llm.cache.stats.loaded_tokens == 99
         assert llm.explainer.missed_tokens["on_host"] == 0, "they were loaded"
-        samples = {
-            sample.name + "".join(sample.labels.values()): sample.value
-            for metric in engine_metrics(llm)
-            for sample in metric.samples
-        }
+        samples = {s.name: s.value for metric in engine_metrics(llm) for s in metric.samples}
         assert samples["radixcache_loaded_tokens_total"] == 99
         assert samples["radixcache_host_loaded_pages_total"] == 7
         assert samples["radixcache_host_stored_pages_total"] >= 7
-        assert not samples["radixcache_host_failed_pages_total"]
-        assert llm.offload is not None
-        slots = sum(samples[f"radixcache_host_pages{state}"] for state in ("used", "free"))
-        assert slots == llm.offload.tier.num_slots
     assert not device.registered, "given back"
 
 
@@ -324,9 +239,3 @@ def test_a_gpu_has_room_for_what_is_loaded(device: PinnedDevice, tmp_path: Path)
         )
     size = model.bytes_per_token * 16
     assert abs((without - with_host) * size - host.STAGED_BYTES) < size
-
-
-def test_the_slots_are_pinned_as_they_are(device: PinnedDevice) -> None:
-    engine = Pinned(device, slots=7)
-    assert [*device.registered.values()] == [7 * engine.store.page_bytes]
-    assert isinstance(engine.store, HostStore) and engine.store._slots.dtype == torch.uint8

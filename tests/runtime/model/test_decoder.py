@@ -26,7 +26,7 @@ from radixcache.runtime.model.operations import base as operations
 from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct
 from radixcache.runtime.model.operations.native import NativeOperations
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests.models import EOS, NUM_LAYERS, tiny_model
+from tests.models import NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,
@@ -86,31 +86,6 @@ def test_settings_of_the_known_families(family, options, tmp_path) -> None:
     assert relative_error(run_steps(model, sequences, STEPS[2], 4), plain) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "scaling"),
-    [
-        ("llama", {}, None),
-        ("llama", rope("linear", factor=3.0), {"type": "linear", "factor": 3.0}),
-        ("llama", rope("llama3", **LLAMA3), {"rope_type": "llama3", **LLAMA3}),
-        ("qwen2", {"max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True}, None),
-        ("mistral", {}, None),
-    ],
-)
-def test_configs_as_they_were_written_before_version_5(family, options, scaling, tmp_path) -> None:
-    folder = tiny_model(family, tmp_path, tokenizer=False, **options)
-    settings = settings_of(folder)
-    settings["rope_theta"] = settings.pop("rope_parameters")["rope_theta"]
-    settings |= {"rope_scaling": scaling, "torch_dtype": settings.pop("dtype")}
-    settings.pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").unlink()
-    model = load_model(folder, device="cpu")
-    assert isinstance(model, Decoder) and model.eos_token_ids == [EOS]
-    sequences = random_sequences()
-    plain = plain_logits(folder, sequences)
-    assert relative_error(run_steps(model, sequences, STEPS[2], 4), plain) < 1e-4
-
-
 def test_the_reference_is_transformers_forward_pass(tmp_path) -> None:
     """Which it stands for at load: with windows, biases, and norms of heads."""
     options = {"max_window_layers": 1, "sliding_window": 5, "use_sliding_window": True}
@@ -146,37 +121,6 @@ def test_transformers_layers_run_what_the_loop_does_not_know(
     folder = tiny_model(family, tmp_path, tokenizer=False, **options)
     assert isinstance(load_model(folder, device="cpu"), TransformersModel)
     assert reason in caplog.text
-
-
-def test_a_checkpoint_with_more_weights_is_not_for_the_loop(qwen, tmp_path, caplog) -> None:
-    caplog.set_level("INFO", "radixcache")
-    for file in ("config.json", "generation_config.json"):
-        (tmp_path / file).write_text((qwen / file).read_text())
-    weights = load_file(qwen / "model.safetensors")
-    weights["model.layers.0.self_attn.sinks"] = torch.zeros(4)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert isinstance(load_model(tmp_path, device="cpu"), TransformersModel)
-    assert "other weights" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("setting", "off", "on"),
-    [("quantization_config", None, {"quant_method": "fp8"}), ("use_mrope", False, True)],
-)
-def test_a_setting_that_is_off_changes_nothing(qwen, setting, off, on) -> None:
-    assert understand({**settings_of(qwen), setting: off}).head_norms
-    with pytest.raises(Unknown, match=setting):
-        understand({**settings_of(qwen), setting: on})
-
-
-@pytest.mark.parametrize("setting", ["rms_norm_eps", "head_dim", "num_key_value_heads"])
-def test_what_a_config_leaves_to_a_default_of_the_family_is_left_to_transformers(
-    qwen, setting
-) -> None:
-    settings = settings_of(qwen)
-    del settings[setting]
-    with pytest.raises(Unknown, match=setting):
-        understand(settings)
 
 
 @pytest.mark.parametrize(
@@ -408,22 +352,3 @@ def test_a_step_of_many_rows_gives_what_steps_of_few_give(qwen, backend, monkeyp
             rows.append(model.forward(chunk, batch, np.arange(count), pool))
         outs.append(torch.cat(rows))
     assert relative_error(outs[:1], outs[1:]) < 1e-4
-
-
-@needs_native
-def test_weights_stored_in_bfloat16_take_half_the_memory_in_float32(qwen, tmp_path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "narrow")
-    model.float().save_pretrained(tmp_path / "wide")
-    narrow, wide = (load_model(tmp_path / name, device="cpu") for name in ("narrow", "wide"))
-    sizes = []
-    for loaded in (narrow, wide):
-        assert isinstance(loaded, Decoder) and loaded.dtype == torch.float32
-        assert isinstance(loaded._operations, NativeOperations)
-        sizes.append(sum(packed.block[1] for packed in loaded._operations._packed))
-    assert 2 * sizes[0] == sizes[1]
-    logits = [
-        m.forward(np.arange(9), one_sequence(9), np.arange(9), m.allocate(4, 4))
-        for m in (narrow, wide)
-    ]
-    assert torch.equal(*logits)

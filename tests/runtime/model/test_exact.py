@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from radixcache import LLM, SamplingParams
+from radixcache import SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
@@ -146,19 +146,6 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype)
 
 
 @needs_exact
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", exact_schedules.DTYPES)
-@pytest.mark.parametrize("family", [*exact_schedules.MODELS, *exact_schedules.GGUFS])
-def test_no_bit_of_more_schedules_differs(family, dtype) -> None:
-    tally = Tally()
-    for number in (1, 2, 3):
-        torch.set_num_threads(number)
-        tally += schedules(exact_model(family, dtype), range(100 * number, 100 * number + 30))
-    assert tally.differing == tally.flips == 0
-    assert tally.hit_tokens and tally.evicted and tally.copied and tally.answers > 200
-
-
-@needs_exact
 @pytest.mark.parametrize(
     "families", [LOOPED, pytest.param(("gemma2", "gemma3_text"), marks=pytest.mark.exhaustive)]
 )
@@ -288,16 +275,3 @@ def test_a_model_that_multiplies_in_other_ways_is_refused(tmp_path: Path) -> Non
 
 
 # Where it is said.
-
-
-@needs_exact
-def test_an_llm_says_that_it_is_exact_and_answers_as_by_default() -> None:
-    params = SamplingParams(temperature=0, max_tokens=4)
-    with (
-        LLM(exact=True, kv_cache_memory_bytes="8MiB") as exactly,
-        LLM(kv_cache_memory_bytes="8MiB") as plain,
-    ):
-        assert repr(exactly).endswith("attention by native kernels, exact)")
-        assert not repr(plain).endswith("exact)")
-        answers = [llm.generate("| 1 | Nora", params)[0] for llm in (exactly, plain)]
-    assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids

@@ -27,7 +27,6 @@ from tests.runtime.model.test_paged_model import (
 )
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-BIASED = {"attention_bias": True, "mlp_bias": True}
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -150,13 +149,4 @@ def test_torch_stands_in_for_kernels_that_do_not_run(
     why = "no kernel image is available" if fails else "its kernels give wrong results"
     assert record.getMessage().endswith(why)
     got = [rows.cpu() for rows in run_steps(model, sequences, STEPS[1], 4)]
-    assert relative_error(got, plain) < 1e-4
-
-
-def test_biases_and_tied_embeddings(tmp_path) -> None:
-    folder = tiny_model("llama", tmp_path, tokenizer=False, tie_word_embeddings=True, **BIASED)
-    sequences = random_sequences()
-    with _disable_current_modes():
-        plain = plain_logits(folder, sequences)
-    got = [rows.cpu() for rows in run_steps(load(folder), sequences, STEPS[1], 4)]
     assert relative_error(got, plain) < 1e-4

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
-from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.operations import linear
 from radixcache.runtime.model.operations.linear import NativeLinear, pack_linears
-from tests.models import tiny_model
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 
@@ -87,19 +82,3 @@ def test_plain_layers_are_replaced_and_nothing_else() -> None:
     assert model.get_parameter("quantised.weight").data_ptr() == place
     head = model["head"]
     assert isinstance(head, NativeLinear) and torch.equal(head.weight, before)
-
-
-@needs_kernels
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux only")
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_checkpoint_does_not_stay_in_memory_beside_the_packed_weights(family, tmp_path) -> None:
-    model = load_model(tiny_model(family, tmp_path, tokenizer=False), device="cpu")
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    assert model.vocab_size
-
-
-def test_nothing_is_replaced_without_a_compiler(monkeypatch) -> None:
-    monkeypatch.setattr(linear, "problem", lambda: "no C++ compiler")
-    model = toy()
-    pack_linears(model)
-    assert not any(isinstance(module, NativeLinear) for module in model.modules())

@@ -24,17 +24,13 @@ from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.load import load_model, resolve_device
+from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.cover import covering_of
 from tests.models import (
-    BYTES_PER_TOKEN,
-    EOS,
     FAMILIES,
-    HEAD_DIM,
     MULTIMODAL,
-    NUM_KV_HEADS,
     NUM_LAYERS,
     VOCAB_SIZE,
     tiny_model,
@@ -304,18 +300,6 @@ def test_frequencies_are_those_of_the_length_that_is_allowed(
     assert relative_error(run_steps(model, [tokens], steps, 4), plain) < 1e-4
 
 
-@pytest.mark.parametrize("allowed", [None, 40, 400])
-def test_longrope_lets_no_sequence_be_longer_than_the_config_does(allowed, tmp_path) -> None:
-    # Its short factors hold for 128.
-    options: dict[str, Any] = {"rope_parameters": LONG, "max_position_embeddings": 64}
-    folder = tiny_model("llama", tmp_path, tokenizer=False, **options)
-    assert load_model(folder, device="cpu", max_model_len=allowed).max_context == 64
-    rope = {**LONG, "original_max_position_embeddings": -5}
-    folder = tiny_model("llama", tmp_path / "wrong", tokenizer=False, rope_parameters=rope)
-    with pytest.raises(ModelError, match="original_max_position_embeddings cannot be -5"):
-        load_model(folder, device="cpu", max_model_len=allowed)
-
-
 def test_what_cannot_be_loaded_is_said_in_one_sentence(path, tmp_path) -> None:
     def refusal(path: Path | str) -> str:
         with pytest.raises(ModelError) as refused:
@@ -360,15 +344,6 @@ def test_a_model_of_the_hub_that_does_not_load_is_not_called_absent(error, said,
     assert ("no such folder" in str(refused.value)) == ("no such folder" in said)
 
 
-def test_a_driver_that_torch_cannot_use_is_a_warning(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto").type == "cpu" and not caplog.records
-    monkeypatch.setattr(load, "nvidia_driver", lambda: "470.1")
-    assert resolve_device("auto").type == "cpu"
-    (record,) = caplog.records
-    assert "the CPU is taken" in record.getMessage() and "470.1" in record.getMessage()
-
-
 def test_dtypes_and_devices(path) -> None:
     assert load_model(path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
     assert load_model(path, device="cpu", dtype=torch.float16).dtype == torch.float16
@@ -380,25 +355,3 @@ def test_dtypes_and_devices(path) -> None:
         assert load_model(path).device.type == "cpu"
         with pytest.raises(InvalidRequest, match="no CUDA"):
             load_model(path, device="cuda")
-
-
-@pytest.mark.parametrize("layers", ["stock", *OPERATIONS])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_bfloat16_follows_float32(family, layers, tmp_path) -> None:
-    """On average: rounding alone can turn single rows of such weights into others."""
-    sequences, folder = random_sequences(), tiny_model(family, tmp_path, tokenizer=False)
-    plain = plain_logits(folder, sequences)
-    model = load_layers(folder, layers, torch.bfloat16)
-    got = run_steps(model, sequences, STEPS[2], 16)
-    assert all(rows.dtype == torch.float32 for rows in got)
-    difference = (torch.cat(got) - torch.cat(plain)).abs().mean()
-    assert difference < 0.04 * torch.cat(plain).abs().mean()
-
-
-def test_facts_of_a_model(path) -> None:
-    model = load_model(path, device="cpu")
-    assert model.eos_token_ids == [EOS]
-    assert model.max_context == 512
-    shape = NUM_KV_HEADS, HEAD_DIM, HEAD_DIM
-    assert [tuple(found) for found in model.shapes] == [shape] * NUM_LAYERS
-    assert model.bytes_per_token == BYTES_PER_TOKEN

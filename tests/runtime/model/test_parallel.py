@@ -11,14 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from radixcache import LLM, SamplingParams
 from radixcache.errors import (
@@ -30,11 +28,8 @@ from radixcache.errors import (
     RanksLost,
 )
 from radixcache.runtime.model.operations import row_parallel_linear as local_linear
-from radixcache.runtime.model.operations.linear import NativeLinear
 from radixcache.runtime.model.parallel import load as parallel
-from radixcache.runtime.model.parallel import workers as ranks
-from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
-from radixcache.runtime.model.transformers_model import TransformersModel
+from radixcache.runtime.model.parallel.workers import Ranks
 from tests.forks import Forked
 from tests.models import NUM_KV_HEADS, tiny_model
 
@@ -233,27 +228,6 @@ def test_200_answers_of_two_ranks_are_those_of_one_process(
         check_equal(llm, alone, count, seed=len(family), monkeypatch=monkeypatch)
 
 
-@pytest.mark.exhaustive
-def test_big_layers_of_a_rank_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "attention_bias": True}
-    path = tiny_model("llama", tmp_path, **sizes)
-    with LLM(path, **SETTINGS) as alone, LLM(path, tensor_parallel_size=2, **SETTINGS) as llm:
-        model = llm.engine.model
-        assert isinstance(model, TransformersModel)
-        assert any(isinstance(layer, NativeLinear) for layer in model._model.modules())
-        check_equal(llm, alone, 20, seed=1, monkeypatch=monkeypatch)
-
-
-@pytest.mark.exhaustive
-def test_an_idle_model_that_loses_a_rank_is_not_alive(tmp_path: Path) -> None:
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
-        llm.generate([[1, 2, 3]])
-        ranks_of(llm)._processes[0].kill()
-        assert wait_until(lambda: not llm.worker.alive)
-        with pytest.raises((EngineFailed, EngineStopped), match=r"rank 1 has ended \(status -9\)"):
-            llm.generate([[1, 2, 3]])
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("place", ["join", "load_stock"])  # before all have met, and after
 def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
@@ -278,30 +252,6 @@ def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
     with pytest.raises(RanksLost, match=r"rank 1 has ended \(status -9\)"):
         LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2)
     assert not warnings(caplog)  # it is said once
-
-
-@pytest.mark.usefixtures("forked")
-def test_one_that_came_and_has_ended_is_waited_for_a_minute_and_then_for_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meeting = str(tmp_path / "ranks")
-    FileStore(meeting, 2).add("here", 1)
-    assert timedelta(0) < ranks._MEETING <= timedelta(minutes=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks, "_MEETING", timedelta(seconds=0.3))
-        with as_rank_0(), pytest.raises(RuntimeError, match=r"timeout|timed out|Timeout"):
-            join(0, 2, meeting, torch.device("cpu"))
-    monkeypatch.setattr(ranks, "_MEETING", timedelta(seconds=20))
-    with LLM(tiny_model("llama", tmp_path), tensor_parallel_size=2, **SETTINGS) as llm:
-        assert len(llm.generate([[1, 2, 3]])) == 1
-
-
-def test_a_process_that_does_not_start_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
-    with pytest.raises(RanksLost, match=r"rank 1 does not start .*No such file"):
-        Ranks(2, parallel.follow)
 
 
 SCRIPT = """

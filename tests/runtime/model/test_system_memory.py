@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +18,6 @@ def test_contents_stay_and_no_more_than_the_blocks_moves() -> None:
     moved = use_huge_pages((array.ctypes.data, array.nbytes) for array in arrays)
     assert moved % HUGE == 0 and moved <= sum(array.nbytes for array in arrays) + HUGE
     assert all(np.array_equal(a, b) for a, b in zip(arrays, copies, strict=True))
-
-
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_elsewhere_nothing_is_asked_for(monkeypatch, platform) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    assert use_huge_pages([(0, 8 * HUGE)]) == 0
-
-
-def test_memory_that_is_not_there_is_no_error() -> None:
-    assert use_huge_pages([(HUGE, 4 * HUGE)]) == 0
 
 
 @pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="glibc only")

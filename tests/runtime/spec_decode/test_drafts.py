@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,14 +172,12 @@ def test_every_answer_is_as_it_is_without_drafts(drafts: str, cache: str, page_s
     engine._runs_ahead = case.random() < 0.5
     if case.random() < 0.5:  # as where there are CUDA graphs, none of which is large enough
         engine._graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
-    seen = play_with_drafts(engine, SEED, drafts, 60)
+    seen = play_with_drafts(engine, SEED, drafts, 40)
     assert seen["accepted"] > 10 and seen["drafted"] > seen["accepted"] and seen["failures"]
 
 
 @pytest.mark.parametrize("cache", ["radix", "hash-block"])
-def test_behind_an_end_that_was_drafted_over_nothing_is_cached(
-    cache: str,
-) -> None:
+def test_behind_an_end_that_was_drafted_over_nothing_is_cached(cache: str) -> None:
     """Not even where the drafts go on behind tokens that end a text."""
     rng, reference = random.Random(SEED), Reference()
     engine = hash_engine(cache, 4, 400, **OPTIONS)
@@ -215,7 +213,7 @@ def test_nothing_is_drafted_across_salts() -> None:
 
 def test_what_has_no_seed_is_drawn_from_the_same_distribution() -> None:
     """The first three tokens, against the probabilities themselves."""
-    rng, heat, draws = random.Random(SEED), 0.5, 4000
+    rng, heat, draws = random.Random(SEED), 0.5, 2000
 
     def chances(said: list[int]) -> np.ndarray[Any, Any]:
         weights = np.exp((logits_after(np.array([3, 4, *said])) - 4) / heat).astype(float)
@@ -244,8 +242,8 @@ def test_what_has_no_seed_is_drawn_from_the_same_distribution() -> None:
 
 
 @covering(
-    family=["tabletalk", "llama", "gemma3_text", "deepseek_v3"],
-    layers=get_args(Layers),
+    family=["tabletalk", "gemma3_text", "deepseek_v3"],
+    layers=["chosen", "stock"],
     kept=[True, False],
 )
 def test_a_real_model_says_the_same(
@@ -254,7 +252,7 @@ def test_a_real_model_says_the_same(
     path = BUNDLED_MODEL
     if family != "tabletalk":
         path = tiny_model(family, tmp_path_factory.mktemp(family), seed=SEED)
-    params = SamplingParams(temperature=0, max_tokens=30, logprobs=2, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)
     answers: dict[str, Any] = {}
     for which in ("off", "on"):
         engine = make_engine(path, page_size=4, layers=layers)
@@ -262,9 +260,8 @@ def test_a_real_model_says_the_same(
             engine.scheduler.kept = None
         proposer = speculate(engine) if which == "on" else None
         requests = [run(engine, prompts(250), params) for _ in range(2)]  # at once, and again
-        requests.append(run(engine, prompts(250), params, concurrent=False))
         answers[which] = [told(request)[0][0] for some in requests for request in some]
-    assert proposer is not None and proposer.num_accepted_tokens["tree"] > 300
+    assert proposer is not None and proposer.num_accepted_tokens["tree"] > 100
     for one, other in zip(*answers.values(), strict=True):
         assert one[:4] == other[:4]
         for before, after in zip(one[4], other[4], strict=True):

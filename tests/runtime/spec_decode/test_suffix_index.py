@@ -58,7 +58,7 @@ def test_the_longest_match_is_what_a_search_through_all_texts_finds(
 ) -> None:
     monkeypatch.setattr(suffix_index, "CANDIDATES", 10**6)
     rng, texts, matched = random.Random(seed), Texts(1 << 14), 0
-    for _ in range(300):
+    for _ in range(200):
         number = rng.randrange(min(12, len(texts.texts) + 1))
         new = [rng.randrange(6) for _ in range(rng.choice([1, 1, 2, 30]))]
         if texts.texts and rng.random() < 0.5:  # a quotation
