@@ -10,8 +10,7 @@ forgives is an error, as it is on a GPU:
   without waiting is garbage until then;
 - an attention mask that the kernels would read at an odd address.
 
-- in a capture, what waits for the device: `item`, `nonzero`, copies of memory that is not pinned;
-again. All streams are one, there are no gradients, and times mean nothing.
+All streams are one, there are no gradients, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -362,11 +361,7 @@ def _check_mask(attn_mask: torch.Tensor | None = None, **_: object) -> None:
 
 def unwrap(value: Any) -> Any:
     """The same with the memory of device tensors in their place."""
-    return tree_map(_memory, value)
-
-
-def _memory(value: Any) -> Any:
-    return value.memory if isinstance(value, DeviceTensor) else value
+    return tree_map(lambda leaf: leaf.memory if isinstance(leaf, DeviceTensor) else leaf, value)
 
 
 def tree_map(change: Callable[[Any], Any], value: Any) -> Any:

@@ -142,30 +142,6 @@ def test_every_node_is_spelled_with_its_parent(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_path_in_use_says_what_was_hit_and_what_is_computed(mode: str) -> None:
-    cache = MODES[mode](PagePool(100, 2))
-    put(cache, [1, 2, 3, 4])
-    for number in range(10, 20):
-        put(cache, [1, 2, 3, 4, number, number])
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    lease = cache.acquire(prompt)
-    cache.reserve(lease, len(prompt))
-    cache.publish(lease, prompt[lease.num_tokens :])
-    cache.commit()
-    (stem,) = cache.snapshot(Look(rows=3))[None].children
-    *_, mine = stem.children
-    assert (stem.leases, stem.computed_from) == (1, None)
-    assert (mine.start, mine.tokens, mine.computed_from) == (4, [5, 6, 7, 8], 4)
-    assert stem.more is not None and stem.more.leases == 0
-    (stem,) = cache.snapshot(Look(rows=1))[None].children  # what is in use is never folded alone
-    assert [child.id for child in stem.children] == [mine.id]
-    cache.release(lease)
-    (stem,) = cache.snapshot(Look(rows=1))[None].children
-    assert not stem.children and stem.more is not None and stem.more.branches == 11
-    cache.check()
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
     cache = MODES[mode](PagePool(2000, 1))
     path: list[int] = []

@@ -188,7 +188,7 @@ def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
             assert_scored(path, request)
 
     seen = play(engine, rng, 60, ask, verify, arrivals=0.3)
-    assert seen["failures"] > 10 and seen["preempted"]
+    assert seen["failures"] > 5 and seen["preempted"]
 
 
 @pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])

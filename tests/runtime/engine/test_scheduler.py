@@ -192,15 +192,6 @@ def test_a_share_of_the_pages_comes_with_a_share_of_the_slots():
     assert all(request.error is None for request in greedy)
 
 
-def test_clients_wait_for_nobody_that_has_as_few_slots():
-    """One slot each is fair: no client puts another one back, and all end as they came."""
-    shared = Shared(slots=2)
-    requests = [shared.ask(name, answer=10)[0] for name in "abcdef"]
-    shared.finish(*requests)
-    assert [shared.ended[request] for request in requests] == [10, 10, 20, 20, 30, 30]
-    assert not any(request.sequences[0].preemptions for request in requests)
-
-
 def test_every_waiting_request_ages():
     """However many come that would hit more: each that waits is overtaken only so many times."""
     engine = make_engine("radix-16", "lpm")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from radixcache import LLM
-from radixcache.runtime.model.load import load_stock
 from radixcache.runtime.model.progress import report, track, watch
-from tests.models import tiny_model
 
 Heard = list[tuple[str, float | None]]
 
@@ -21,17 +17,6 @@ def test_the_share_of_the_bundled_model_grows_from_0_to_1() -> None:
     assert (shares[0], shares[-1]) == (0, 1)
     reading = [share for stage, share in heard if stage == "reading weights" and share is not None]
     assert reading[0] == 0 and 0.5 < reading[-1] < 1 and len({*reading}) == len(reading) > 3
-
-
-def test_of_what_transformers_loads_the_share_is_unknown(tmp_path: Path) -> None:
-    import torch
-
-    heard: Heard = []
-    folder = tiny_model("llama", tmp_path, tokenizer=False)
-    with watch(lambda stage, share: heard.append((stage, share))):
-        load_stock(folder, torch.float32, torch.device("cpu"))
-    assert ("reading weights", None) in heard and ("packing weights", None) in heard
-    assert all(share is None for _, share in heard)
 
 
 def test_all_who_watch_hear_and_nobody_after_the_end() -> None:
