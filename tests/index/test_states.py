@@ -90,6 +90,15 @@ def test_what_the_step_reads_is_not_evicted() -> None:
     assert index.take() == first.slot
 
 
+def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
+    index = StateIndex(3)
+    (turn,) = checkpoints(index, text(1))
+    slot = index.take()
+    assert index.find(text(1), None, 1) is turn
+    index.give(slot, text(1, 2), None, [turn.key])
+    assert {index.take(), index.take()} == {0, 1, 2} - {turn.slot}
+
+
 def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None:
     index = StateIndex(3)
     old, turn = checkpoints(index, text(9), text(1))

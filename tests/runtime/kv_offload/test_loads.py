@@ -52,9 +52,12 @@ def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
     disk.store.flush()
     read, find = disk.store.read, Mock(wraps=disk.tier.find)
     monkeypatch.setattr(disk.tier, "find", find)
-    monkeypatch.setattr(
-        disk.store, "read", lambda pages: late.append((pages, Future())) or late[-1][1]
-    )
+
+    def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
+        late.append((pages, Future()))
+        return late[-1][1]
+
+    monkeypatch.setattr(disk.store, "read", slowly)
     params = SamplingParams(temperature=0, max_tokens=4)
     requests = [disk.engine.add_request(text, params) for text in texts]
     for _ in range(5):
