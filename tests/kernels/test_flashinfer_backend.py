@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
-from tests.kernels.reference import Step, make_batch, make_step, naive_attention
+from tests.kernels.reference import Step, make_step
 from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.test_cpu_backends import SHAPES
 from tests.pretend_cuda import CUDA
@@ -95,23 +95,6 @@ def test_random_mixed_steps(seed) -> None:
     for window in (None, 9, None):  # layers of two kinds share one plan
         out = run(backend, step, scale=0.3, window=window)
         assert error(step, out, scale=0.3, window=window) < 2e-5
-
-
-def test_a_new_token_sees_what_another_sequence_of_the_step_writes() -> None:
-    """Published while being scheduled: the second sequence's page table holds the first's pages."""
-    step = make_step(5, [(1, 20), (8, 0)], page_size=4)
-    shared = make_step(5, [(1, 20), (8, 0), (3, 8)], page_size=4)
-    tables = [*step.tables, [*step.tables[1], *shared.tables[2][2:]]]
-    batch = make_batch(tables, [1, 8, 3], [21, 8, 11], 4)
-    step = Step(
-        batch, tables, [1, 8, 3], [21, 8, 11], shared.query, shared.key, shared.value,
-        torch.zeros(40, 4, 2, 16), torch.zeros(40, 4, 2, 16),
-    )  # fmt: skip
-    for number, page in enumerate(step.tables[0]):
-        step.k_pages[page], step.v_pages[page] = shared.k_pages[number], shared.v_pages[number]
-    step.k_pages, step.v_pages = step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0)
-    out = attend(make_backend(kind_of(step, 0.3)), step, scale=0.3)
-    assert np.abs(out.cpu().double().numpy() - naive_attention(step, scale=0.3)).max() < 2e-5
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
