@@ -19,8 +19,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
-from threading import Lock
+from itertools import chain, islice
 from typing import Literal, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -71,19 +70,18 @@ class StoredRun(Sequence[StoredPage]):
         before: the digest of all tokens before.
     """
 
-    _making = Lock()
-
     def __init__(self, slots: list[int], tokens: Tokens, before: blake2b, page_size: int) -> None:
         self.slots, self.tokens = slots, tokens
-        self._digest, self._page_size = before.copy(), page_size
+        self._before, self._page_size = before, page_size
         self._state: State = "writing"
-        self.first = self._make(0, before.digest())
-        self._pages = [self.first]
+        self.first = next(self._make())
+        self._made: dict[None, list[StoredPage]] = {}
+        """One list, however many threads make one at a time, and no lock that a fork could copy."""
 
     def finish(self, state: State) -> None:
-        """The state of all of them."""
+        """The state of all of them; for the thread that saves them."""
         self._state = state
-        for page in self._pages:
+        for page in self._made.get(None, [self.first]):
             page.state = state
 
     def __len__(self) -> int:
@@ -94,16 +92,19 @@ class StoredRun(Sequence[StoredPage]):
     @overload
     def __getitem__(self, at: slice) -> list[StoredPage]: ...
     def __getitem__(self, at: int | slice) -> StoredPage | list[StoredPage]:
-        pages = self._pages
-        with self._making:
-            while len(pages) < len(self.slots):
-                pages.append(self._make(len(pages), pages[-1].key))
+        pages = self._made.get(None)
+        if pages is None:
+            pages = self._made.setdefault(None, [self.first, *islice(self._make(), 1, None)])
         return pages[at]
 
-    def _make(self, at: int, parent: bytes) -> StoredPage:
-        piece = self.tokens[at * self._page_size : (at + 1) * self._page_size].copy()
-        self._digest.update(piece)
-        return StoredPage(self.slots[at], parent, self._digest.digest(), piece, self._state)
+    def _make(self) -> Iterator[StoredPage]:
+        size, digest = self._page_size, self._before.copy()
+        key = digest.digest()
+        for at, slot in enumerate(self.slots):
+            piece = self.tokens[at * size : (at + 1) * size].copy()
+            digest.update(piece)
+            parent, key = key, digest.digest()
+            yield StoredPage(slot, parent, key, piece, self._state)
 
 
 @dataclass(eq=False, slots=True)
