@@ -8,6 +8,9 @@ what one LRU cache of both sizes would, and a page that leaves the pool again is
 
 As in the pool, slots are numbers: a `PageStore` copies the bytes. Other than `None`, namespaces
 stay out: what is salted is somebody's secret, and a store may outlive the process.
+
+Pages that leave the pool together are one entry, until somebody looks for one of them: in a cache
+that never hits, what a tier costs grows with the requests, not with their pages.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, NamedTuple, Protocol
+from itertools import chain, islice
+from typing import Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 
@@ -26,6 +30,7 @@ from radixcache.nodes import common_length
 from radixcache.pages import Pages, as_count
 
 Medium = Literal["host", "disk"]
+State = Literal["writing", "stored", "lost"]
 
 _SIBLINGS = 64
 """Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
@@ -42,14 +47,83 @@ class StoredPage:
         tokens: [1 to page_size] int32, those that it holds.
         state: "writing" until the store has its bytes, "lost" if it never will.
         readers: loads under way; the slot stays as long.
+        group: with which pages it was last used.
     """
 
     slot: int
     parent: bytes
     key: bytes
     tokens: Tokens
-    state: Literal["writing", "stored", "lost"] = "writing"
+    state: State = "writing"
     readers: int = 0
+    group: _Group | None = None
+
+
+class StoredRun(Sequence[StoredPage]):
+    """Pages that left the pool together, in the order of their path; for any thread.
+
+    All but the first are made when somebody asks for one: most are evicted before that.
+
+    Args:
+        slots: one for each.
+        tokens: of all of them.
+        before: the digest of all tokens before.
+    """
+
+    def __init__(self, slots: list[int], tokens: Tokens, before: blake2b, page_size: int) -> None:
+        self.slots, self.tokens = slots, tokens
+        self._before, self._page_size = before, page_size
+        self._state: State = "writing"
+        self.first = next(self._make())
+        self._made: dict[None, list[StoredPage]] = {}
+        """One list, however many threads make one at a time, and no lock that a fork could copy."""
+
+    def finish(self, state: State) -> None:
+        """The state of all of them; for the thread that saves them."""
+        self._state = state
+        for page in self._made.get(None, [self.first]):
+            page.state = state
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, at: int) -> StoredPage: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StoredPage]: ...
+    def __getitem__(self, at: int | slice) -> StoredPage | list[StoredPage]:
+        pages = self._made.get(None)
+        if pages is None:
+            pages = self._made.setdefault(None, [self.first, *islice(self._make(), 1, None)])
+        return pages[at]
+
+    def _make(self) -> Iterator[StoredPage]:
+        size, digest = self._page_size, self._before.copy()
+        key = digest.digest()
+        for at, slot in enumerate(self.slots):
+            piece = self.tokens[at * size : (at + 1) * size].copy()
+            digest.update(piece)
+            parent, key = key, digest.digest()
+            yield StoredPage(slot, parent, key, piece, self._state)
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Pages of one path that were last used together; the last of them is evicted first.
+
+    Attributes:
+        order: where it stands.
+        pages: in the order of the path; of a run that nobody has looked at only the first one.
+        run: the same run; of its pages `left` are still here, from the first one on.
+    """
+
+    order: OrderedDict[_Group, None]
+    pages: dict[StoredPage, None]
+    run: StoredRun | None = None
+    left: int = 0
+
+    def all(self) -> list[StoredPage]:
+        return [*self.pages] if self.run is None else self.run[: self.left]
 
 
 class LoadCost(NamedTuple):
@@ -71,7 +145,7 @@ UNMEASURED = LoadCost()
 class PageStore(Protocol):
     """What copies bytes for a tier."""
 
-    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+    def save(self, pages: Pages, stored: StoredRun) -> None:
         """Copy the bytes of `pages`, which may be overwritten when the call returns, into the slots
         of `stored`. Sets their `state` when it is done, at once or from a thread. Saves of a slot
         take effect in their order. Raises nothing."""
@@ -113,39 +187,39 @@ class LowerTier:
 
     def _forget(self) -> None:
         self._free = [*range(self.num_slots)][::-1]
+        self._num_tokens = 0
         self._pages: dict[bytes, StoredPage] = {}
-        """By key."""
-        self._only: OrderedDict[bytes, StoredPage] = OrderedDict()
-        """Those that the pool does not hold, as far as is known; the least recently used first."""
-        self._copies: OrderedDict[bytes, StoredPage] = OrderedDict()
-        """Those that were loaded since they left the pool."""
+        """By key; of a run that nobody has looked at only the first one."""
         self._children: dict[tuple[bytes, int], list[StoredPage]] = {}
-        """By parent and first token; the newest last."""
+        """The same by parent and first token; the newest last."""
+        self._only: OrderedDict[_Group, None] = OrderedDict()
+        """Those that the pool does not hold, as far as is known; the least recently used first."""
+        self._copies: OrderedDict[_Group, None] = OrderedDict()
+        """Those that were loaded since they left the pool."""
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return self.num_slots - len(self._free)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all pages, for any thread. O(pages)."""
-        return sum(len(page.tokens) for page in [*self._pages.values()])
+        """Tokens of all pages, for any thread. O(1)."""
+        return self._num_tokens
 
     def find(self, tokens: Tokens, start: int) -> tuple[list[StoredPage], int]:
         """The pages by which the tier goes on from the prefix of `start` tokens, and its length
         then. The first page begins at or before `start`, and of the last one some tokens may be
-        others. Changes nothing. O(start + pages).
+        others. Of pages that left the pool together the first one must have been looked for before
+        others are found. Changes nothing that is stored. O(start + pages).
         """
         found: list[StoredPage] = []
-        if not self._pages:
-            return found, start
         size, end = self.page_size, start
         at = start // size * size
-        if (digest := self._digest_if_known(tokens, at)) is None:
+        if not self._pages:
             return found, start
+        digest = blake2b(tokens[:at].tobytes(), digest_size=16)
         while at < len(tokens):
-            piece, parent = tokens[at : at + size], digest.digest()
-            digest.update(piece.tobytes())
-            page, length = self._child(parent, digest.digest(), piece)
+            piece = tokens[at : at + size]
+            page, length = self._child(digest, piece)
             if page is None or page.state != "stored" or at + length <= end:
                 break
             found.append(page)
@@ -154,29 +228,46 @@ class LowerTier:
                 break
         return found, end
 
-    def _digest_if_known(self, tokens: Tokens, at: int) -> blake2b | None:
-        digest = blake2b(tokens[:at].tobytes(), digest_size=16)
-        follows = at < len(tokens) and (digest.digest(), tokens.item(at)) in self._children
-        return digest if follows else None
-
-    def _child(self, parent: bytes, key: bytes, piece: Tokens) -> tuple[StoredPage | None, int]:
-        """The page after `parent` that begins with most of `piece`, and with how many tokens; `key`
-        is that of a page with exactly these."""
-        best, length = self._pages.get(key), len(piece)
-        if best is not None and best.state != "lost":
-            return best, length
-        best, length = None, 0
-        siblings = self._children.get((parent, piece.item(0)))
+    def _child(self, digest: blake2b, piece: Tokens) -> tuple[StoredPage | None, int]:
+        """The page after the prefix of `digest` that begins with most of `piece`, and with how many
+        tokens. `digest` goes on by `piece`, if any page begins with its first token."""
+        siblings = self._children.get((digest.digest(), piece.item(0)))
         if siblings is None:
-            return best, length
-        for page in reversed(siblings[-_SIBLINGS:]):
-            count = min(len(page.tokens), len(piece))
-            same = common_length(page.tokens[:count], piece[:count])
-            if same > length and page.state != "lost":
-                best, length = page, same
-                if same == len(piece):
-                    break
-        return best, length
+            return None, 0
+        digest.update(piece.tobytes())
+        best, length = self._page(digest.digest()), len(piece)
+        if best is None or best.state == "lost":
+            best, length = None, 0
+            for page in reversed(siblings[-_SIBLINGS:]):
+                count = min(len(page.tokens), len(piece))
+                same = common_length(page.tokens[:count], piece[:count])
+                if same > length and page.state != "lost":
+                    best, length = page, same
+                    if same == len(piece):
+                        break
+        return best and self._page(best.key), length
+
+    def _page(self, key: bytes) -> StoredPage | None:
+        """The page of that key; if a run begins with it, all of that can be found from now on."""
+        page = self._pages.get(key)
+        if page is not None and page.group is not None and page.group.run is not None:
+            self._look_at(page.group)
+        return page
+
+    def _look_at(self, group: _Group) -> None:
+        """Each of its pages can be found from now on."""
+        pages, group.run = group.all()[1:], None
+        for page in pages:
+            twin = self._page(page.key)  # for which nobody has looked
+            if twin is not None and (twin.readers or page.state == "lost"):
+                self._free.append(page.slot)
+                self._num_tokens -= len(page.tokens)
+                continue
+            if twin is not None:
+                self._drop(twin)
+            self._enter(page)
+            page.group = group
+            group.pages[page] = None
 
     def holds(self, page: StoredPage) -> bool:
         """Whether it is still there: what is read stays, but for a `clear`."""
@@ -189,67 +280,75 @@ class LowerTier:
 
     def end_load(self, pages: Iterable[StoredPage], *, loaded: bool) -> None:
         """The reading has ended; if they were `loaded`, the pool holds these pages as well."""
-        for page in reversed([*pages]):  # so that what follows goes before what it follows
+        here = []
+        for page in pages:
             page.readers -= 1
-            if not self.holds(page):
-                continue
-            if page.state == "lost":
-                self._drop(page)
-            elif loaded:
-                self._order_of(page).pop(page.key)
-                self._copies[page.key] = page
+            if self.holds(page):
+                if page.state == "lost" and not page.readers:
+                    self._drop(page)
+                elif page.state != "lost":
+                    here.append(page)
+        if loaded:
+            self._use(here, self._copies)
 
     def recover(self, loads: Iterable[Iterable[StoredPage]]) -> None:
         """A call was cut off: these are the loads under way. O(pages)."""
-        for page in self._pages.values():
+        pages = self.in_order()
+        for page in pages:
             page.readers = 0
-        for pages in loads:
-            self.begin_load(pages)
+        self._forget()
+        self.restore(pages)
+        for read in loads:
+            self.begin_load(page for page in read if self.holds(page))
 
     def demote(self, tokens: Tokens, first: int, pages: Pages) -> None:
         """Pages leave the pool: `pages` from index `first` of the page table of the prefix
-        `tokens`. O(tokens)."""
+        `tokens`, to its end. O(tokens), and O(1) for a page that nobody looks at."""
         size = self.page_size
-        digest = blake2b(tokens[: first * size].tobytes(), digest_size=16)
-        gone: list[tuple[int, StoredPage]] = []
-        key = digest.digest()
-        for index, number in enumerate(pages.tolist(), first):
-            piece = tokens[index * size : (index + 1) * size].copy()
-            digest.update(piece)
-            parent, key = key, digest.digest()
-            gone.append((number, StoredPage(-1, parent, key, piece)))
-        new = []
-        ends = range((first + len(gone)) * size, first * size, -size)
-        for end, (number, page) in zip(ends, reversed(gone), strict=True):
-            # Reversed, so that what follows goes before what it follows.
-            there, length = self._child(page.parent, page.key, page.tokens)
-            if there is not None and length == len(page.tokens):
-                self._order_of(there).pop(there.key)
-                self._only[there.key] = there
-            elif self._add(page):
-                new.append((number, page))
-                if self.listener is not None:
-                    self.listener.added(page, tokens[:end])
+        at, used = first * size, list[StoredPage]()
+        digest = blake2b(tokens[:at].tobytes(), digest_size=16)
+        shorter: StoredPage | None = None
+        while at < len(tokens):
+            piece, before = tokens[at : at + size], digest.copy()
+            there, length = self._child(digest, piece)
+            if there is None or length < len(piece):
                 if there is not None and length == len(there.tokens):
-                    self._supersede(there)
-        new = [(number, page) for number, page in new if self.holds(page)]
-        if new:
-            numbers, stored = zip(*new, strict=True)
-            self.store.save(numbers, stored)
+                    shorter = there
+                digest = before
+                break
+            used.append(there)
+            at += size
+        group = self._use(used, self._only)
+        if at < len(tokens):
+            is_there = self._add(tokens, at, digest, pages[at // size - first :], group)
+            if is_there and shorter is not None and self.holds(shorter) and not shorter.readers:
+                self._drop(shorter)  # all of it is in a longer one now
 
     def restore(self, pages: Iterable[StoredPage]) -> None:
         """Take in what the store holds from before, least recently used first."""
-        taken = set()
+        free, groups = {*range(self.num_slots)}, list[list[StoredPage]]()
         for page in pages:
-            self._insert(page)
-            taken.add(page.slot)
-        self._free = [slot for slot in range(self.num_slots) if slot not in taken][::-1]
+            if page.key in self._pages or page.slot not in free:
+                continue  # a call was cut off
+            free.remove(page.slot)
+            self._enter(page)
+            self._num_tokens += len(page.tokens)
+            page.group = None
+            if groups and groups[-1][-1].parent == page.key:
+                groups[-1].append(page)
+            else:
+                groups.append([page])
+        for group in groups:
+            self._use(group[::-1], self._only)
+        self._free = sorted(free, reverse=True)
 
     def from_root(self) -> Iterator[tuple[StoredPage, Tokens]]:
         """Pages that follow the empty prefix without a gap, parents first, and their prefixes:
         views of one array a path. O(tokens of all paths)."""
+        for page in [*self._pages.values()]:
+            self._page(page.key)
         pages = defaultdict[bytes, list[StoredPage]](list)
-        for page in self._pages.values():
+        for page in self.in_order():
             pages[page.parent].append(page)
         paths = [[page] for page in pages[blake2b(digest_size=16).digest()]]
         while paths:
@@ -263,49 +362,97 @@ class LowerTier:
                 yield page, tokens[: at * self.page_size]
 
     def in_order(self) -> list[StoredPage]:
-        """All pages, the next to be evicted first."""
-        return [*self._copies.values(), *self._only.values()]
+        """All pages, the next to be evicted first. O(pages)."""
+        groups = [*self._copies, *self._only]
+        return [page for group in groups for page in reversed(group.all())]
 
     def clear(self) -> None:
         """Forget all pages; those that are being read are read in vain."""
         self._forget()
         self.store.clear()
 
-    def _add(self, page: StoredPage) -> bool:
-        """Give `page` a slot, if there is one that nobody reads."""
-        if (lost := self._pages.get(page.key)) is not None:
+    def _add(
+        self, tokens: Tokens, at: int, before: blake2b, pages: Pages, last: _Group | None
+    ) -> bool:
+        """Save what of the prefix `tokens` begins at `at`, in slots that nobody reads; as much as
+        there is room for, and whether there is any. It goes before `last`, which stays."""
+        digest = before.copy()
+        digest.update(tokens[at : at + self.page_size].tobytes())
+        if (lost := self._page(digest.digest())) is not None:
             if lost.readers:
                 return False
             self._drop(lost)
-        if not self._free:
-            victim = self._first_unread(self._copies) or self._first_unread(self._only)
-            if victim is None:
-                return False
-            self._drop(victim)
-            self.num_evicted += 1
-        page.slot = self._free.pop()
-        self._insert(page)
+        if not (count := self._make_room(len(pages), last)):
+            return False
+        slots = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        held = tokens[at : at + count * self.page_size].copy()
+        run = StoredRun(slots, held, before, self.page_size)
+        group = run.first.group = _Group(self._only, {run.first: None}, run, count)
+        self._enter(run.first)
+        self._only[group] = None
+        self._num_tokens += len(held)
+        if last is not None:
+            self._only.move_to_end(last)
+        if self.listener is not None:
+            self._look_at(group)
+            for end, page in enumerate(run, at // self.page_size + 1):
+                if page.group is group:
+                    self.listener.added(page, tokens[: end * self.page_size])
+        self.store.save(pages[:count], run)
         return True
 
+    def _make_room(self, count: int, last: _Group | None) -> int:
+        """Evict until `count` slots are free, but nothing of `last`; returns how many of these are.
+        The least recently used go first, and the ends of their paths before what they follow."""
+        while (missing := count - len(self._free)) > 0:
+            groups = (group for group in chain(self._copies, self._only) if group is not last)
+            if (victim := next(filter(self._is_unread, groups), None)) is None:
+                self.num_evicted += missing
+                return len(self._free)
+            self.num_evicted += self._evict(victim, missing)
+        return count
+
     @staticmethod
-    def _first_unread(order: OrderedDict[bytes, StoredPage]) -> StoredPage | None:
-        for page in order.values():
-            if not page.readers:
-                return page
-        return None
+    def _is_unread(group: _Group) -> bool:
+        return group.run is not None or not all(page.readers for page in group.pages)
 
-    def _supersede(self, page: StoredPage) -> None:
-        """All of it is in a longer one now."""
-        if self.holds(page) and not page.readers:
+    def _evict(self, group: _Group, count: int) -> int:
+        """Up to `count` pages from the end of a group; returns how many."""
+        gone = 0
+        if group.run is not None:
+            keep, size = max(1, group.left - count), self.page_size
+            slots = group.run.slots[keep : group.left]
+            self._free += reversed(slots)
+            self._num_tokens -= len(group.run.tokens[keep * size : group.left * size])
+            group.left, gone = keep, len(slots)
+            if keep > 1:
+                return gone
+            group.run = None
+        for page in [page for page in reversed(group.pages) if not page.readers][: count - gone]:
             self._drop(page)
+            gone += 1
+        return gone
 
-    def _insert(self, page: StoredPage) -> None:
-        self._pages[page.key] = self._only[page.key] = page
+    def _use(self, pages: list[StoredPage], order: OrderedDict[_Group, None]) -> _Group | None:
+        """Pages of one path are used together now; they are the last in that order."""
+        if not pages:
+            return None
+        for page in pages:
+            self._leave(page)
+        group = _Group(order, dict.fromkeys(pages))
+        for page in pages:
+            page.group = group
+        order[group] = None
+        return group
+
+    def _enter(self, page: StoredPage) -> None:
+        self._pages[page.key] = page
         self._children.setdefault((page.parent, page.tokens.item(0)), []).append(page)
 
     def _drop(self, page: StoredPage) -> None:
         del self._pages[page.key]
-        del self._order_of(page)[page.key]
+        self._leave(page)
         place = page.parent, page.tokens.item(0)
         siblings = self._children[place]
         if len(siblings) == 1:
@@ -313,22 +460,32 @@ class LowerTier:
         else:
             siblings.remove(page)
         self._free.append(page.slot)
+        self._num_tokens -= len(page.tokens)
         if self.listener is not None:
             self.listener.dropped(page)
 
-    def _order_of(self, page: StoredPage) -> OrderedDict[bytes, StoredPage]:
-        return self._only if page.key in self._only else self._copies
+    @staticmethod
+    def _leave(page: StoredPage) -> None:
+        if (group := page.group) is not None:
+            page.group = None
+            del group.pages[page]
+            if not group.pages:
+                del group.order[group]
 
     def check(self) -> None:
         """Assert the invariants: every slot is free or holds one page, found under its tokens."""
-        slots = [page.slot for page in self._pages.values()]
-        assert sorted(slots + self._free) == [*range(self.num_slots)], "a slot is lost, or in use"
-        assert self._pages.keys() == self._only.keys() | self._copies.keys()
-        assert not self._only.keys() & self._copies.keys(), "a page in two orders"
-        children = [page for pages in self._children.values() for page in pages]
-        assert {*map(id, children)} == {*map(id, self._pages.values())}
-        for key, page in self._pages.items():
-            assert page.key == key and 0 < len(page.tokens) <= self.page_size
-            assert page.readers >= 0
+        pages = self.in_order()
+        assert sorted([page.slot for page in pages] + self._free) == [*range(self.num_slots)]
+        assert self._num_tokens == sum(len(page.tokens) for page in pages)
+        found = list[StoredPage]()
+        for order in (self._copies, self._only):
+            for group in order:
+                assert group.order is order and group.pages, "a group strayed, or is empty"
+                assert group.run is None or [*group.pages] == [group.run.first]
+                found += group.pages
+                assert all(page.group is group for page in group.pages)
+        for page in found:
+            assert self._pages[page.key] is page
             assert page in self._children[page.parent, page.tokens.item(0)]
-            assert np.dtype(np.int32) == page.tokens.dtype
+            assert page.readers >= 0 and 0 < len(page.tokens) <= self.page_size
+        assert len(found) == len(self._pages) == sum(map(len, self._children.values()))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, cast
 
 from radixcache.base import Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, Pages
 from radixcache.radix import RadixCache
-from radixcache.tier import LowerTier, StoredPage
+from radixcache.tier import LowerTier, StoredRun
 
 if TYPE_CHECKING:
     from radixcache.runtime.engine.request import Sequence
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 class NoBytes:
     """A store of numbers alone."""
 
-    def save(self, pages: Items[int], stored: Items[StoredPage]) -> None:
-        for page in stored:
-            page.state = "stored"
+    def save(self, pages: Pages, stored: StoredRun) -> None:
+        stored.finish("stored")
 
     def clear(self) -> None:
         pass

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.pages import Pages
 from radixcache.runtime.kv_offload import files
 from radixcache.runtime.kv_offload.files import (
     ABOUT,
@@ -40,7 +41,7 @@ from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sizes import format_memory
-from radixcache.tier import StoredPage
+from radixcache.tier import StoredPage, StoredRun
 
 MAX_QUEUED_BYTES = 256 << 20
 """Of pages that wait to be written; what comes then is not kept."""
@@ -58,10 +59,20 @@ _log = logging.getLogger("radixcache")
 
 
 class _Write(NamedTuple):
-    """Pages to be written, and their bytes."""
+    """Pages of a run from index `first` on, to be written, and their bytes.
+
+    Attributes:
+        last_use: of the first page of the run; that of each other one is before that of its parent.
+            Later than what the last process has left.
+    """
 
     rows: torch.Tensor
-    stored: Sequence[StoredPage]
+    run: StoredRun
+    first: int
+    last_use: int
+
+    def pages(self) -> list[StoredPage]:
+        return self.run[self.first : self.first + len(self.rows)]
 
 
 class DiskStore(Store):
@@ -145,12 +156,12 @@ class DiskStore(Store):
         left = [(slot,) for (slot,) in rows if slot not in self._checksums]
         self._index.executemany("delete from pages where slot = ?", left)
 
-    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
-        some = max(1, _WRITTEN_BYTES // self.page_bytes)
+    def save(self, pages: Pages, stored: StoredRun) -> None:
+        some, now = max(1, _WRITTEN_BYTES // self.page_bytes), time_ns()
         for at in range(0, len(pages), some):
-            self._save(pages[at : at + some], stored[at : at + some])
+            self._save(pages[at : at + some], stored, at, now)
 
-    def _save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+    def _save(self, pages: Pages, run: StoredRun, first: int, now: int) -> None:
         size = len(pages) * self.page_bytes
         if self.is_closing and self._queued + size > MAX_QUEUED_BYTES:
             self.flush()
@@ -159,14 +170,14 @@ class DiskStore(Store):
             self._queued += 0 if full else size
         try:
             if not full:
-                self._writes.put(_Write(self._pool.read_pages(np.array(pages)), stored))
+                self._writes.put(_Write(self._pool.read_pages(pages), run, first, now))
                 return
             self._count(dropped_pages=len(pages))
         except Exception as error:  # for want of memory
             with self._lock:
                 self._queued -= size
             self._failed(len(pages), error)
-        for page in stored:
+        for page in run[first : first + len(pages)]:
             page.state = "lost"
 
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
@@ -256,7 +267,7 @@ class DiskStore(Store):
             self._failed(0, error)
 
     def _write(self, writes: Sequence[_Write]) -> None:
-        pages = [page for write in writes for page in write.stored]
+        pages = [page for write in writes for page in write.pages()]
         state: Literal["stored", "lost"] = "lost"
         try:
             for page in pages:
@@ -268,14 +279,14 @@ class DiskStore(Store):
             for page, row in zip(pages, rows, strict=True):
                 write_all(self._file, row, page.slot * self.page_bytes)
             files.sync(self._file)
+            uses = [w.last_use - w.first - at for w in writes for at in range(len(w.rows))]
             found = [checksum_of(_about(page), row) for page, row in zip(pages, rows, strict=True)]
-            now = time_ns()  # later than what the last process has left
             with self._index:
                 self._index.executemany(
                     "insert or replace into pages values (?, ?, ?, ?, ?, ?)",
                     [
                         (page.slot, page.parent, page.key, page.tokens.tobytes(), checksum, use)
-                        for use, (page, checksum) in enumerate(zip(pages, found, strict=True), now)
+                        for use, page, checksum in zip(uses, pages, found, strict=True)
                     ],
                 )
             self._checksums.update((p.slot, c) for p, c in zip(pages, found, strict=True))

@@ -10,8 +10,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from radixcache.pages import Pages
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.tier import Medium, StoredPage
+from radixcache.tier import Medium, StoredPage, StoredRun
 
 
 class Rate:
@@ -66,7 +67,7 @@ class Store(ABC):
         return []
 
     @abstractmethod
-    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+    def save(self, pages: Pages, stored: StoredRun) -> None:
         """See `PageStore`."""
 
     @abstractmethod

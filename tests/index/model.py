@@ -26,7 +26,8 @@ from radixcache import (
     RadixCache,
     Stored,
 )
-from radixcache.tier import StoredPage
+from radixcache.pages import Pages
+from radixcache.tier import StoredPage, StoredRun
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")
 SENTINEL = 1_000_000
@@ -88,7 +89,7 @@ class Store:
     def fails(self) -> bool:
         return self.rng is not None and self.rng.random() < 0.2
 
-    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
+    def save(self, pages: Pages, stored: StoredRun) -> None:
         for number, page in zip(pages, stored, strict=True):
             self.slots[page.slot] = self.kv.slots[number].copy()
             self.late.append(page)

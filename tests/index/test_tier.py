@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, PagePool, RadixCache
-from radixcache.tier import LowerTier, StoredPage
+from radixcache.pages import Pages
+from radixcache.tier import LowerTier, StoredRun
 from tests.index.drive import put
 
 
@@ -21,10 +22,9 @@ class Slots:
     def __init__(self) -> None:
         self.saved: list[list[int]] = []
 
-    def save(self, pages: Sequence[int], stored: Sequence[StoredPage]) -> None:
-        self.saved.append([*pages])
-        for page in stored:
-            page.state = "stored"
+    def save(self, pages: Pages, stored: StoredRun) -> None:
+        self.saved.append(pages.tolist())
+        stored.finish("stored")
 
     def clear(self) -> None:
         self.saved.clear()
@@ -71,6 +71,23 @@ def test_what_follows_goes_before_what_it_follows() -> None:
     assert tier.num_evicted == 1
 
 
+def test_what_left_together_is_found_page_by_page() -> None:
+    cache, tier, store = tier_of(6)
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.evict(8)
+    put(cache, [9, 9, 9, 9, 9, 9])
+    cache.evict(8)
+    tier.check()
+    assert tier.num_evicted == 1 and tier.num_tokens == 12
+    assert found(tier, [5, 6, 7, 8]) == 0, "after other tokens"
+    assert found(tier, [1, 2, 3, 0, 0, 0]) == 3
+    assert found(tier, [1, 2, 3, 4, 5, 6, 7, 8], start=4) == 6
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.evict(8)  # one page is new, and what was used longest ago makes room for it
+    assert store.saved[-1:] == [[3]] and found(tier, [9] * 6) == 4
+    tier.check()
+
+
 def test_a_page_that_was_loaded_goes_first_and_is_not_written_twice() -> None:
     cache, tier, store = tier_of(4)
     for text in ([1, 2, 3, 4], [5, 6, 7, 8]):
@@ -100,6 +117,30 @@ def test_what_is_read_stays() -> None:
     put(cache, [3, 4])
     cache.evict(8)
     assert found(tier, [3, 4]) == 2
+
+
+def test_beside_what_is_read_other_pages_go() -> None:
+    cache, tier, _ = tier_of(3)
+    put(cache, [1, 2, 3, 4, 5, 6])
+    cache.evict(8)
+    pages, _ = tier.find(np.array([1, 2, 3, 4], np.int32), 0)
+    tier.begin_load(pages)
+    put(cache, [7, 7, 8, 8])
+    cache.evict(8)
+    tier.check()
+    assert found(tier, [7, 7, 8, 8]) == 2 and found(tier, [1, 2, 3, 4, 5, 6]) == 4
+
+
+def test_a_page_that_went_down_twice_is_kept_once() -> None:
+    cache, tier, store = tier_of(8)
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.evict(8)
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])  # computed, and nobody has looked into the tier
+    cache.evict(1)
+    assert store.saved[1:] == [[3]] and len(tier) == 5
+    assert found(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 8
+    tier.check()
+    assert len(tier) == 4 and tier.num_tokens == 8
 
 
 @pytest.mark.parametrize("state", ["writing", "lost"])

@@ -9,16 +9,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from radixcache import RadixCache, SamplingParams
+from radixcache.pages import Pages
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.kv_offload.store import Store
-from radixcache.tier import LowerTier, StoredPage
+from radixcache.tier import LowerTier, StoredPage, StoredRun
 from tests.engines import generated
 from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.traffic import Asked
@@ -33,8 +33,8 @@ class MemoryStore(Store):
         super().__init__(pool, num_slots)
         self.slots = dict[int, torch.Tensor]()
 
-    def save(self, pages: Items[int], stored: Items[StoredPage]) -> None:
-        rows = self._pool.read_pages(np.array(pages))
+    def save(self, pages: Pages, stored: StoredRun) -> None:
+        rows = self._pool.read_pages(pages)
         for row, page in zip(rows, stored, strict=True):
             self.slots[page.slot] = row
             page.state = "stored"
