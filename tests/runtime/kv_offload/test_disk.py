@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import time
@@ -21,6 +22,7 @@ import torch
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.files import (
+    ABOUT,
     INDEX,
     PAGES,
     write_all,
@@ -331,3 +333,57 @@ def test_rows_hold_each_layers_page_and_bring_it_back(dtype: torch.dtype) -> Non
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a[pages], b[targets]) and not b[3:].any()
     assert len(pool.read_pages(pages[:0])) == 0
+
+
+def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
+    engine = Disk(tmp_path / "kv", num_pages=20)
+    engine.answer(TEXT)
+    shutil.rmtree(tmp_path / "kv")
+    for start in range(60):
+        text = [start % 20, *TEXT]
+        assert engine.answer(text)[0] == greedy(text, 4)
+    engine.close()
+
+
+@pytest.mark.exhaustive
+def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
+    rng = Random(0)
+    for number in range(200):
+
+        def work(number: int = number) -> None:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.02, 0.3))
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            traffic(tmp_path, number)
+
+        rng.random()
+        assert in_a_process(work) in (0, -signal.SIGKILL)
+    assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
+
+
+def test_a_reset_holds_though_the_manifest_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Disk(tmp_path)
+    first.put_down(TEXT)
+    first.store.flush()
+    first.store._on_thread(lambda: first.store._index.execute("pragma busy_timeout = 1"))
+    other = sqlite3.connect(tmp_path / INDEX)
+    other.execute("begin immediate")
+    first.engine.reset_cache()
+    first.store.flush()
+    other.rollback()
+    first.close()
+    assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), 0)
+
+
+@pytest.mark.parametrize("cell", ["pages set tokens", "notes set value"])
+def test_text_that_is_no_text_in_the_manifest_is_dropped(tmp_path: Path, cell: str) -> None:
+    first = Disk(tmp_path)
+    first.answer(TEXT)
+    first.close()
+    with sqlite3.connect(tmp_path / INDEX) as index:
+        index.execute(f"update {cell} = cast(x'ffff' as text)")
+    second = Disk(tmp_path)
+    assert second.store.notes() == {ABOUT: second.store.notes()[ABOUT]}
+    assert second.answer(TEXT)[0] == greedy(TEXT, 4)
+    second.close()
