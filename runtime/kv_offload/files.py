@@ -157,8 +157,10 @@ def remove_others(kv_dir: Path, own: Path, about: str) -> None:
     no folder of a model is left alone."""
     for folder in _models(kv_dir):
         if folder != own:
+            found = None
             with suppress(RadixCacheError):
                 found = _look(folder)
+            if found is not None:
                 other = "other weights or another version of " if found.about == about else ""
                 _log.warning(
                     "kv_dir %s: %s tokens are removed, of %s%s; it is for %s now",
@@ -232,7 +234,8 @@ class Contents:
 
 def contents(kv_dir: Path) -> list[Contents]:
     """What is in `kv_dir`; `InvalidRequest` for what is no such folder."""
-    return [_look(folder) for folder in _models(kv_dir) if (folder / INDEX).is_file()]
+    found = [_look(folder) for folder in _models(kv_dir) if (folder / INDEX).is_file()]
+    return [one for one in found if one is not None]
 
 
 def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple[int, int]:
@@ -292,13 +295,19 @@ def _open(folder: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=rw", uri=True)
 
 
-def _look(folder: Path) -> Contents:
+def _look(folder: Path) -> Contents | None:
+    """None if the process that made it was killed at once."""
     try:
         with _open(folder) as index:
+            tables = {name for (name,) in index.execute("select name from sqlite_master")}
+            notes = (
+                dict(index.execute("select name, value from notes")) if "notes" in tables else {}
+            )
+            if ABOUT not in notes:
+                return None
             ((pages, tokens),) = index.execute(
                 "select count(*), coalesce(sum(length(tokens)) / 4, 0) from pages"
             )
-            notes = dict(index.execute("select name, value from notes"))
         about = json.loads(notes[ABOUT])
         _, texts, turns = json.loads(notes.get("texts", '["", [], []]'))
         prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
