@@ -4,7 +4,8 @@ A page that leaves the radix tree is copied into a slot of the tier, and a promp
 what the tree holds finds it there. Pages are known by what they hold: a digest of all tokens up to
 their end. So nothing in the tree changes, and a page may be in both tiers: after a load, its copy
 stays, and is the first to be evicted, for the pool has it too. Then the two tiers together hold
-what one LRU cache of both sizes would, and a page that leaves the pool again is not written twice.
+what one LRU cache of both sizes would, and a page that leaves the pool again is not written twice
+(but for pages that are computed again though the tier has them).
 
 As in the pool, slots are numbers: a `PageStore` copies the bytes. Other than `None`, namespaces
 stay out: what is salted is somebody's secret, and a store may outlive the process.
@@ -16,11 +17,11 @@ that never hits, what a tier costs grows with the requests, not with their pages
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import Literal, NamedTuple, Protocol, overload
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class StoredPage:
     group: _Group | None = None
 
 
-class StoredRun(Sequence[StoredPage]):
+class StoredRun:
     """Pages that left the pool together, in the order of their path; for any thread.
 
     All but the first are made when somebody asks for one: most are evicted before that.
@@ -84,18 +85,12 @@ class StoredRun(Sequence[StoredPage]):
         for page in self._made.get(None, [self.first]):
             page.state = state
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    @overload
-    def __getitem__(self, at: int) -> StoredPage: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[StoredPage]: ...
-    def __getitem__(self, at: int | slice) -> StoredPage | list[StoredPage]:
+    def pages(self) -> list[StoredPage]:
+        """All of them; the same list for everybody."""
         pages = self._made.get(None)
         if pages is None:
             pages = self._made.setdefault(None, [self.first, *islice(self._make(), 1, None)])
-        return pages[at]
+        return pages
 
     def _make(self) -> Iterator[StoredPage]:
         size, digest = self._page_size, self._before.copy()
@@ -123,7 +118,7 @@ class _Group:
     left: int = 0
 
     def all(self) -> list[StoredPage]:
-        return [*self.pages] if self.run is None else self.run[: self.left]
+        return [*self.pages] if self.run is None else self.run.pages()[: self.left]
 
 
 class LoadCost(NamedTuple):
@@ -245,7 +240,7 @@ class LowerTier:
                     best, length = page, same
                     if same == len(piece):
                         break
-        return best and self._page(best.key), length
+        return best, length
 
     def _page(self, key: bytes) -> StoredPage | None:
         """The page of that key; if a run begins with it, all of that can be found from now on."""
@@ -258,8 +253,9 @@ class LowerTier:
         """Each of its pages can be found from now on."""
         pages, group.run = group.all()[1:], None
         for page in pages:
-            twin = self._page(page.key)  # for which nobody has looked
-            if twin is not None and (twin.readers or page.state == "lost"):
+            twin = self._pages.get(page.key)  # for which nobody has looked
+            unseen = twin is not None and twin.group is not None and twin.group.run is not None
+            if twin is not None and (unseen or twin.readers or page.state == "lost"):
                 self._free.append(page.slot)
                 self._num_tokens -= len(page.tokens)
                 continue
@@ -276,6 +272,7 @@ class LowerTier:
     def begin_load(self, pages: Iterable[StoredPage]) -> None:
         """These are being read: their slots stay until `end_load`."""
         for page in pages:
+            self._page(page.key)
             page.readers += 1
 
     def end_load(self, pages: Iterable[StoredPage], *, loaded: bool) -> None:
@@ -363,8 +360,7 @@ class LowerTier:
 
     def in_order(self) -> list[StoredPage]:
         """All pages, the next to be evicted first. O(pages)."""
-        groups = [*self._copies, *self._only]
-        return [page for group in groups for page in reversed(group.all())]
+        return [p for group in [*self._copies, *self._only] for p in reversed(group.all())]
 
     def clear(self) -> None:
         """Forget all pages; those that are being read are read in vain."""
@@ -388,6 +384,7 @@ class LowerTier:
         del self._free[-count:]
         held = tokens[at : at + count * self.page_size].copy()
         run = StoredRun(slots, held, before, self.page_size)
+        self.store.save(pages[:count], run)  # first: what it has not heard of will never be stored
         group = run.first.group = _Group(self._only, {run.first: None}, run, count)
         self._enter(run.first)
         self._only[group] = None
@@ -396,10 +393,9 @@ class LowerTier:
             self._only.move_to_end(last)
         if self.listener is not None:
             self._look_at(group)
-            for end, page in enumerate(run, at // self.page_size + 1):
+            for end, page in enumerate(run.pages(), at // self.page_size + 1):
                 if page.group is group:
                     self.listener.added(page, tokens[: end * self.page_size])
-        self.store.save(pages[:count], run)
         return True
 
     def _make_room(self, count: int, last: _Group | None) -> int:
@@ -429,30 +425,39 @@ class LowerTier:
             if keep > 1:
                 return gone
             group.run = None
-        for page in [page for page in reversed(group.pages) if not page.readers][: count - gone]:
-            self._drop(page)
-            gone += 1
+        while gone < count and group.pages:
+            page, _ = group.pages.popitem()  # `reversed` would go over all that have gone before
+            group.pages[page] = None
+            if page.readers:
+                unread = [page for page in group.pages if not page.readers]
+                return gone + sum(map(self._drop, unread[gone - count :]))
+            gone += self._drop(page)
         return gone
 
     def _use(self, pages: list[StoredPage], order: OrderedDict[_Group, None]) -> _Group | None:
         """Pages of one path are used together now; they are the last in that order."""
         if not pages:
             return None
-        for page in pages:
-            self._leave(page)
-        group = _Group(order, dict.fromkeys(pages))
-        for page in pages:
-            page.group = group
+        group = _Group(order, {})
         order[group] = None
+        for page in pages:  # which is in two groups, never in none, if this is cut off
+            self._page(page.key)
+            before = page.group
+            group.pages[page] = None
+            page.group = group
+            if before is not None:
+                self._leave(before, page)
         return group
 
     def _enter(self, page: StoredPage) -> None:
         self._pages[page.key] = page
         self._children.setdefault((page.parent, page.tokens.item(0)), []).append(page)
 
-    def _drop(self, page: StoredPage) -> None:
+    def _drop(self, page: StoredPage) -> bool:
         del self._pages[page.key]
-        self._leave(page)
+        if page.group is not None:
+            self._leave(page.group, page)
+            page.group = None
         place = page.parent, page.tokens.item(0)
         siblings = self._children[place]
         if len(siblings) == 1:
@@ -463,14 +468,13 @@ class LowerTier:
         self._num_tokens -= len(page.tokens)
         if self.listener is not None:
             self.listener.dropped(page)
+        return True
 
     @staticmethod
-    def _leave(page: StoredPage) -> None:
-        if (group := page.group) is not None:
-            page.group = None
-            del group.pages[page]
-            if not group.pages:
-                del group.order[group]
+    def _leave(group: _Group, page: StoredPage) -> None:
+        del group.pages[page]
+        if not group.pages:
+            del group.order[group]
 
     def check(self) -> None:
         """Assert the invariants: every slot is free or holds one page, found under its tokens."""

@@ -72,7 +72,7 @@ class _Write(NamedTuple):
     last_use: int
 
     def pages(self) -> list[StoredPage]:
-        return self.run[self.first : self.first + len(self.rows)]
+        return self.run.pages()[self.first : self.first + len(self.rows)]
 
 
 class DiskStore(Store):
@@ -177,7 +177,7 @@ class DiskStore(Store):
             with self._lock:
                 self._queued -= size
             self._failed(len(pages), error)
-        for page in run[first : first + len(pages)]:
+        for page in run.pages()[first : first + len(pages)]:
             page.state = "lost"
 
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
@@ -267,9 +267,10 @@ class DiskStore(Store):
             self._failed(0, error)
 
     def _write(self, writes: Sequence[_Write]) -> None:
-        pages = [page for write in writes for page in write.pages()]
+        pages: list[StoredPage] = []
         state: Literal["stored", "lost"] = "lost"
         try:
+            pages += [page for write in writes for page in write.pages()]
             for page in pages:
                 self._checksums.pop(page.slot, None)
             with self._index:
@@ -293,7 +294,7 @@ class DiskStore(Store):
             self._count(stored_pages=len(pages))
             state = "stored"
         except Exception as error:
-            self._failed(len(pages), error)
+            self._failed(sum(len(write.rows) for write in writes), error)
         finally:
             for page in pages:
                 page.state = state

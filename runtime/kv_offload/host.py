@@ -65,13 +65,13 @@ class HostStore(Store):
 
     @torch.inference_mode()
     def save(self, pages: Pages, stored: StoredRun) -> None:
-        for page in stored:
+        for page in stored.pages():
             page.state = "lost"
         some, done = max(1, _DOWN // self.page_bytes), 0
         with suppress(torch.OutOfMemoryError):
             for start in range(0, len(pages), some):
                 rows = self._pool.gather_pages(pages[start : start + some])
-                for row, page in zip(rows, stored[start : start + some], strict=True):
+                for row, page in zip(rows, stored.pages()[start : start + some], strict=True):
                     self._slots[page.slot].copy_(row, non_blocking=True)
                     page.state = "stored"
                     done += 1

@@ -90,7 +90,7 @@ class Store:
         return self.rng is not None and self.rng.random() < 0.2
 
     def save(self, pages: Pages, stored: StoredRun) -> None:
-        for number, page in zip(pages, stored, strict=True):
+        for number, page in zip(pages, stored.pages(), strict=True):
             self.slots[page.slot] = self.kv.slots[number].copy()
             self.late.append(page)
         if self.rng is None or self.rng.random() < 0.5:

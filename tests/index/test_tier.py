@@ -104,6 +104,30 @@ def test_a_page_that_was_loaded_goes_first_and_is_not_written_twice() -> None:
     assert found(tier, [1, 2, 3, 4]) == 4
 
 
+def test_many_runs_within_each_other_are_looked_at() -> None:
+    size = 600
+    tier = LowerTier(size * (size + 1) // 2, 1, Slots())
+    for first in range(size):
+        tier.demote(np.arange(size, dtype=np.int32), first, np.arange(first, size, dtype=np.int32))
+    assert found(tier, [*range(size)]) == size
+    tier.check()
+
+
+def test_a_call_that_is_cut_off_loses_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tier, _ = tier_of(8)
+    put(cache, [1, 2, 3, 4, 5, 6])
+    cache.evict(8)
+    pages, _ = tier.find(np.array([1, 2, 3, 4, 5, 6], np.int32), 0)
+    tier.begin_load(pages)
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "_leave", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tier.end_load(pages, loaded=True)
+    tier.recover([])
+    tier.check()
+    assert found(tier, [1, 2, 3, 4, 5, 6]) == 6
+
+
 def test_what_is_read_stays() -> None:
     cache, tier, _ = tier_of(1)
     put(cache, [1, 2])
@@ -131,13 +155,15 @@ def test_beside_what_is_read_other_pages_go() -> None:
     assert found(tier, [7, 7, 8, 8]) == 2 and found(tier, [1, 2, 3, 4, 5, 6]) == 4
 
 
-def test_a_page_that_went_down_twice_is_kept_once() -> None:
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_page_that_went_down_twice_is_kept_once(seen: bool) -> None:
     cache, tier, store = tier_of(8)
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.evict(8)
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8])  # computed, and nobody has looked into the tier
     cache.evict(1)
     assert store.saved[1:] == [[3]] and len(tier) == 5
+    assert not seen or found(tier, [1, 2, 3, 4, 5, 6, 7, 8], start=6) == 8
     assert found(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 8
     tier.check()
     assert len(tier) == 4 and tier.num_tokens == 8

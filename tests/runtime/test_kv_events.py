@@ -132,7 +132,7 @@ class LateStore:
         self.saved: list[StoredPage] = []
 
     def save(self, pages: Any, stored: Any) -> None:
-        self.saved += stored
+        self.saved += stored.pages()
 
     def clear(self) -> None:
         self.saved.clear()

@@ -35,7 +35,7 @@ class MemoryStore(Store):
 
     def save(self, pages: Pages, stored: StoredRun) -> None:
         rows = self._pool.read_pages(pages)
-        for row, page in zip(rows, stored, strict=True):
+        for row, page in zip(rows, stored.pages(), strict=True):
             self.slots[page.slot] = row
             page.state = "stored"
 
