@@ -11,7 +11,7 @@ As in the pool, slots are numbers: a `PageStore` copies the bytes. Other than `N
 stay out: what is salted is somebody's secret, and a store may outlive the process.
 
 Pages that leave the pool together are one entry, until somebody looks for one of them: in a cache
-that never hits, what a tier costs grows with the requests, not with their pages.
+that never hits, what this costs grows with the requests, and hardly with their pages.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class StoredPage:
     state: State = "writing"
     readers: int = 0
     group: _Group | None = None
+
+    @property
+    def unseen(self) -> _Group | None:
+        """The group, if this is the first page of a run that nobody has looked at."""
+        return self.group if self.group is not None and self.group.run is not None else None
 
 
 class StoredRun:
@@ -245,8 +250,8 @@ class LowerTier:
     def _page(self, key: bytes) -> StoredPage | None:
         """The page of that key; if a run begins with it, all of that can be found from now on."""
         page = self._pages.get(key)
-        if page is not None and page.group is not None and page.group.run is not None:
-            self._look_at(page.group)
+        if page is not None and (group := page.unseen) is not None:
+            self._look_at(group)
         return page
 
     def _look_at(self, group: _Group) -> None:
@@ -254,8 +259,7 @@ class LowerTier:
         pages, group.run = group.all()[1:], None
         for page in pages:
             twin = self._pages.get(page.key)  # for which nobody has looked
-            unseen = twin is not None and twin.group is not None and twin.group.run is not None
-            if twin is not None and (unseen or twin.readers or page.state == "lost"):
+            if twin is not None and (twin.unseen or twin.readers or page.state == "lost"):
                 self._free.append(page.slot)
                 self._num_tokens -= len(page.tokens)
                 continue
@@ -442,11 +446,9 @@ class LowerTier:
         order[group] = None
         for page in pages:  # which is in two groups, never in none, if this is cut off
             self._page(page.key)
-            before = page.group
+            before, page.group = page.group, group
             group.pages[page] = None
-            page.group = group
-            if before is not None:
-                self._leave(before, page)
+            self._leave(before, page)
         return group
 
     def _enter(self, page: StoredPage) -> None:
@@ -455,9 +457,7 @@ class LowerTier:
 
     def _drop(self, page: StoredPage) -> bool:
         del self._pages[page.key]
-        if page.group is not None:
-            self._leave(page.group, page)
-            page.group = None
+        self._leave(page.group, page)
         place = page.parent, page.tokens.item(0)
         siblings = self._children[place]
         if len(siblings) == 1:
@@ -471,10 +471,11 @@ class LowerTier:
         return True
 
     @staticmethod
-    def _leave(group: _Group, page: StoredPage) -> None:
-        del group.pages[page]
-        if not group.pages:
-            del group.order[group]
+    def _leave(group: _Group | None, page: StoredPage) -> None:
+        if group is not None:
+            del group.pages[page]
+            if not group.pages:
+                del group.order[group]
 
     def check(self) -> None:
         """Assert the invariants: every slot is free or holds one page, found under its tokens."""

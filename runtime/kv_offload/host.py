@@ -65,8 +65,7 @@ class HostStore(Store):
 
     @torch.inference_mode()
     def save(self, pages: Pages, stored: StoredRun) -> None:
-        for page in stored.pages():
-            page.state = "lost"
+        stored.finish("lost")
         some, done = max(1, _DOWN // self.page_bytes), 0
         with suppress(torch.OutOfMemoryError):
             for start in range(0, len(pages), some):

@@ -6,13 +6,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, PagePool, RadixCache
 from radixcache.pages import Pages
-from radixcache.tier import LowerTier, StoredRun
+from radixcache.tier import LowerTier, StoredPage, StoredRun
 from tests.index.drive import put
 
 
@@ -119,8 +120,14 @@ def test_a_call_that_is_cut_off_loses_no_page(monkeypatch: pytest.MonkeyPatch) -
     cache.evict(8)
     pages, _ = tier.find(np.array([1, 2, 3, 4, 5, 6], np.int32), 0)
     tier.begin_load(pages)
+    leave, left = tier._leave, list[StoredPage | None]()
+
+    def leave_once(group: Any, page: StoredPage) -> None:
+        left.append(page if not left else 1 / 0)  # type: ignore[arg-type]
+        leave(group, page)
+
     with monkeypatch.context() as patched:
-        patched.setattr(tier, "_leave", lambda *_: 1 / 0)
+        patched.setattr(tier, "_leave", leave_once)
         with pytest.raises(ZeroDivisionError):
             tier.end_load(pages, loaded=True)
     tier.recover([])

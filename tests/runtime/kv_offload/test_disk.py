@@ -345,6 +345,19 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_the_manifest_is_in_the_order_of_eviction_before_it_is_closed(tmp_path: Path) -> None:
+    engine = Disk(tmp_path)
+    for start in range(3):
+        engine.put_down([start, *TEXT])
+    engine.store.flush()
+    query = engine.store._index.execute
+    order = engine.store._on_thread(
+        lambda: query("select slot from pages order by last_use").fetchall()
+    )
+    assert [slot for (slot,) in order] == [page.slot for page in engine.tier.in_order()]
+    engine.close()
+
+
 @pytest.mark.exhaustive
 def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
     rng = Random(0)
