@@ -8,7 +8,8 @@ what one LRU cache of both sizes would, and a page that leaves the pool again is
 (but for pages that are computed again though the tier has them).
 
 As in the pool, slots are numbers: a `PageStore` copies the bytes. Other than `None`, namespaces
-stay out: what is salted is somebody's secret, and a store may outlive the process.
+stay out: what is salted is somebody's secret, and a store may outlive the process. A tier may have
+another one below it, as host memory has a disk: what leaves the one goes to the other.
 
 Pages that leave the pool together are one entry, until somebody looks for one of them: in a cache
 that never hits, what this costs grows with the requests, and hardly with their pages.
@@ -17,11 +18,10 @@ that never hits, what this costs grows with the requests, and hardly with their 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, islice
-from typing import Literal, NamedTuple, Protocol
+from itertools import chain
 
 import numpy as np
 
@@ -29,82 +29,10 @@ from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.pages import Pages, as_count
-
-Medium = Literal["host", "disk"]
-State = Literal["writing", "stored", "lost"]
+from radixcache.stored import Medium, PageStore, StoredPage, StoredPages, StoredRun, TierListener
 
 _SIBLINGS = 64
 """Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
-
-
-@dataclass(eq=False, slots=True)
-class StoredPage:
-    """A page of the tier.
-
-    Attributes:
-        slot: where its bytes are.
-        parent: digest of all tokens before the page.
-        key: digest of all tokens up to its end.
-        tokens: [1 to page_size] int32, those that it holds.
-        state: "writing" until the store has its bytes, "lost" if it never will.
-        readers: loads under way; the slot stays as long.
-        group: with which pages it was last used.
-    """
-
-    slot: int
-    parent: bytes
-    key: bytes
-    tokens: Tokens
-    state: State = "writing"
-    readers: int = 0
-    group: _Group | None = None
-
-    @property
-    def unseen(self) -> _Group | None:
-        """The group, if this is the first page of a run that nobody has looked at."""
-        return self.group if self.group is not None and self.group.run is not None else None
-
-
-class StoredRun:
-    """Pages that left the pool together, in the order of their path; for any thread.
-
-    All but the first are made when somebody asks for one: most are evicted before that.
-
-    Args:
-        slots: one for each.
-        tokens: of all of them.
-        before: the digest of all tokens before.
-    """
-
-    def __init__(self, slots: list[int], tokens: Tokens, before: blake2b, page_size: int) -> None:
-        self.slots, self.tokens = slots, tokens
-        self._before, self._page_size = before, page_size
-        self._state: State = "writing"
-        self.first = next(self._make())
-        self._made: dict[None, list[StoredPage]] = {}
-        """One list, however many threads make one at a time, and no lock that a fork could copy."""
-
-    def finish(self, state: State) -> None:
-        """The state of all of them; for the thread that saves them."""
-        self._state = state
-        for page in self._made.get(None, [self.first]):
-            page.state = state
-
-    def pages(self) -> list[StoredPage]:
-        """All of them; the same list for everybody."""
-        pages = self._made.get(None)
-        if pages is None:
-            pages = self._made.setdefault(None, [self.first, *islice(self._make(), 1, None)])
-        return pages
-
-    def _make(self) -> Iterator[StoredPage]:
-        size, digest = self._page_size, self._before.copy()
-        key = digest.digest()
-        for at, slot in enumerate(self.slots):
-            piece = self.tokens[at * size : (at + 1) * size].copy()
-            digest.update(piece)
-            parent, key = key, digest.digest()
-            yield StoredPage(slot, parent, key, piece, self._state)
 
 
 @dataclass(eq=False, slots=True)
@@ -126,41 +54,10 @@ class _Group:
         return [*self.pages] if self.run is None else self.run.pages()[: self.left]
 
 
-class LoadCost(NamedTuple):
-    """Seconds to load pages, and to compute their tokens, as measured while running; None before
-    anything was."""
-
-    load: float | None = None
-    compute: float | None = None
-
-    @property
-    def pays(self) -> bool:
-        """Whether to load them."""
-        return self.load is None or self.compute is None or self.load < self.compute
-
-
-UNMEASURED = LoadCost()
-
-
-class PageStore(Protocol):
-    """What copies bytes for a tier."""
-
-    def save(self, pages: Pages, stored: StoredRun) -> None:
-        """Copy the bytes of `pages`, which may be overwritten when the call returns, into the slots
-        of `stored`. Sets their `state` when it is done, at once or from a thread. Saves of a slot
-        take effect in their order. Raises nothing."""
-
-    def clear(self) -> None:
-        """Nothing is in any slot."""
-
-
-class TierListener(Protocol):
-    """Hears what comes into a tier, and leaves it other than by `clear`."""
-
-    def added(self, page: StoredPage, tokens: Tokens) -> None:
-        """`page`, at the end of the prefix `tokens`; its bytes may be on their way."""
-
-    def dropped(self, page: StoredPage) -> None: ...
+def _unseen(page: StoredPage) -> _Group | None:
+    """The group of a page, if that is the first one of a run that nobody has looked at."""
+    group: _Group | None = page.group
+    return group if group is not None and group.run is not None else None
 
 
 class LowerTier:
@@ -171,16 +68,22 @@ class LowerTier:
         page_size: tokens of a page.
         store: copies the bytes.
         medium: what it is.
+        below: the tier to which pages go from this one.
     """
 
     def __init__(
-        self, num_slots: int, page_size: int, store: PageStore, medium: Medium = "disk"
+        self,
+        num_slots: int,
+        page_size: int,
+        store: PageStore,
+        medium: Medium = "disk",
+        below: LowerTier | None = None,
     ) -> None:
         self.num_slots = as_count(num_slots, "the number of slots")
         if self.num_slots < 1:
             raise InvalidRequest("a tier has at least one slot")
         self.page_size = page_size
-        self.store, self.medium = store, medium
+        self.store, self.medium, self.below = store, medium, below
         self.listener: TierListener | None = None
         self.num_evicted = 0
         self._forget()
@@ -199,6 +102,13 @@ class LowerTier:
 
     def __len__(self) -> int:
         return self.num_slots - len(self._free)
+
+    def chain(self) -> Iterator[LowerTier]:
+        """This tier, and those below it."""
+        tier: LowerTier | None = self
+        while tier is not None:
+            yield tier
+            tier = tier.below
 
     @property
     def num_tokens(self) -> int:
@@ -250,7 +160,7 @@ class LowerTier:
     def _page(self, key: bytes) -> StoredPage | None:
         """The page of that key; if a run begins with it, all of that can be found from now on."""
         page = self._pages.get(key)
-        if page is not None and (group := page.unseen) is not None:
+        if page is not None and (group := _unseen(page)) is not None:
             self._look_at(group)
         return page
 
@@ -259,7 +169,7 @@ class LowerTier:
         pages, group.run = group.all()[1:], None
         for page in pages:
             twin = self._pages.get(page.key)  # for which nobody has looked
-            if twin is not None and (twin.unseen or twin.readers or page.state == "lost"):
+            if twin is not None and (_unseen(twin) or twin.readers or page.state == "lost"):
                 self._free.append(page.slot)
                 self._num_tokens -= len(page.tokens)
                 continue
@@ -279,18 +189,19 @@ class LowerTier:
             self._page(page.key)
             page.readers += 1
 
-    def end_load(self, pages: Iterable[StoredPage], *, loaded: bool) -> None:
-        """The reading has ended; if they were `loaded`, the pool holds these pages as well."""
-        here = []
+    def end_load(self, pages: Iterable[StoredPage], loaded: int = 0) -> None:
+        """The reading has ended; of their tokens the pool holds the first `loaded` as well."""
+        whole, part = list[StoredPage](), list[StoredPage]()
         for page in pages:
             page.readers -= 1
             if self.holds(page):
                 if page.state == "lost" and not page.readers:
                     self._drop(page)
-                elif page.state != "lost":
-                    here.append(page)
-        if loaded:
-            self._use(here, self._copies)
+                elif page.state != "lost" and loaded > 0:
+                    (whole if len(page.tokens) <= loaded else part).append(page)
+            loaded -= self.page_size
+        self._use(part, self._only)
+        self._use(whole, self._copies)
 
     def recover(self, loads: Iterable[Iterable[StoredPage]]) -> None:
         """A call was cut off: these are the loads under way. O(pages)."""
@@ -320,10 +231,40 @@ class LowerTier:
             used.append(there)
             at += size
         group = self._use(used, self._only)
-        if at < len(tokens):
-            is_there = self._add(tokens, at, digest, pages[at // size - first :], group)
-            if is_there and shorter is not None and self.holds(shorter) and not shorter.readers:
+        while at < len(tokens):
+            count = self._add(tokens, at, digest, pages[at // size - first :], group)
+            if count and shorter is not None and self.holds(shorter) and not shorter.readers:
                 self._drop(shorter)  # all of it is in a longer one now
+            if not count or self.below is None:
+                break
+            digest.update(tokens[at : at + count * size].tobytes())
+            at += count * size
+
+    def take(self, pages: Sequence[StoredPage]) -> None:
+        """Pages of one path, in its order, leave the tier above, in whose slots they still are."""
+        used = list[StoredPage]()
+        for page in pages:
+            there = self._page(page.key)
+            if there is not None and there.state == "lost" and not there.readers:
+                self._drop(there)
+            elif there is not None:
+                used.append(there)
+        group = self._use(used, self._only)
+        new = [page for page in pages if page.key not in self._pages]
+        new = new[: self._make_room(len(new), group)]
+        if not new:
+            return
+        copies = [StoredPage(self._free.pop(), page.parent, page.key, page.tokens) for page in new]
+        self.store.save(np.array([page.slot for page in new], np.int32), StoredPages(copies))
+        for page in copies:
+            self._enter(page)
+            self._num_tokens += len(page.tokens)
+        here = (self._pages.get(page.key) for page in pages)
+        self._use([page for page in here if page is not None], self._only)
+
+    def evict_all(self) -> None:
+        """All that nobody reads leaves the tier, for the one below."""
+        self._make_room(self.num_slots, None)
 
     def restore(self, pages: Iterable[StoredPage]) -> None:
         """Take in what the store holds from before, least recently used first."""
@@ -367,23 +308,25 @@ class LowerTier:
         return [p for group in [*self._copies, *self._only] for p in reversed(group.all())]
 
     def clear(self) -> None:
-        """Forget all pages; those that are being read are read in vain."""
+        """Forget all pages, also below; those that are being read are read in vain."""
         self._forget()
         self.store.clear()
+        if self.below is not None:
+            self.below.clear()
 
     def _add(
         self, tokens: Tokens, at: int, before: blake2b, pages: Pages, last: _Group | None
-    ) -> bool:
-        """Save what of the prefix `tokens` begins at `at`, in slots that nobody reads; as much as
-        there is room for, and whether there is any. It goes before `last`, which stays."""
+    ) -> int:
+        """Save what of the prefix `tokens` begins at `at`, in slots that nobody reads; returns for
+        how many pages there was room. They go before `last`."""
         digest = before.copy()
         digest.update(tokens[at : at + self.page_size].tobytes())
         if (lost := self._page(digest.digest())) is not None:
             if lost.readers:
-                return False
+                return 0
             self._drop(lost)
         if not (count := self._make_room(len(pages), last)):
-            return False
+            return 0
         slots = self._free[: -count - 1 : -1]
         del self._free[-count:]
         held = tokens[at : at + count * self.page_size].copy()
@@ -393,18 +336,21 @@ class LowerTier:
         self._enter(run.first)
         self._only[group] = None
         self._num_tokens += len(held)
-        if last is not None:
+        if last is not None and last.pages:
             self._only.move_to_end(last)
         if self.listener is not None:
             self._look_at(group)
             for end, page in enumerate(run.pages(), at // self.page_size + 1):
                 if page.group is group:
                     self.listener.added(page, tokens[: end * self.page_size])
-        return True
+        return count
 
     def _make_room(self, count: int, last: _Group | None) -> int:
-        """Evict until `count` slots are free, but nothing of `last`; returns how many of these are.
-        The least recently used go first, and the ends of their paths before what they follow."""
+        """Evict until `count` slots are free, but of `last` nothing that would be lost; returns how
+        many of these are. The least recently used go first, and the ends of their paths before what
+        they follow."""
+        if self.below is not None:
+            last = None
         while (missing := count - len(self._free)) > 0:
             groups = (group for group in chain(self._copies, self._only) if group is not last)
             if (victim := next(filter(self._is_unread, groups), None)) is None:
@@ -420,6 +366,8 @@ class LowerTier:
     def _evict(self, group: _Group, count: int) -> int:
         """Up to `count` pages from the end of a group; returns how many."""
         gone = 0
+        if self.below is not None:
+            return self._push_down(group, self.below, count)
         if group.run is not None:
             keep, size = max(1, group.left - count), self.page_size
             slots = group.run.slots[keep : group.left]
@@ -437,6 +385,15 @@ class LowerTier:
                 return gone + sum(map(self._drop, unread[gone - count :]))
             gone += self._drop(page)
         return gone
+
+    def _push_down(self, group: _Group, below: LowerTier, count: int) -> int:
+        """The same, of which `below` gets what the pool has not got as well."""
+        if group.run is not None:
+            self._look_at(group)
+        pages = [page for page in group.pages if not page.readers][-count:]
+        if group.order is self._only:
+            below.take([page for page in pages if page.state == "stored"])
+        return sum(map(self._drop, pages))
 
     def _use(self, pages: list[StoredPage], order: OrderedDict[_Group, None]) -> _Group | None:
         """Pages of one path are used together now; they are the last in that order."""
@@ -494,3 +451,5 @@ class LowerTier:
             assert page in self._children[page.parent, page.tokens.item(0)]
             assert page.readers >= 0 and 0 < len(page.tokens) <= self.page_size
         assert len(found) == len(self._pages) == sum(map(len, self._children.values()))
+        if self.below is not None:
+            self.below.check()

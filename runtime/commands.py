@@ -169,7 +169,7 @@ def serve(args: argparse.Namespace) -> int:
             def close() -> None:
                 llm.close()
                 if llm.offload is not None:
-                    print(llm.offload.describe(), file=sys.stderr, flush=True)
+                    print(*llm.offload.describe(), sep="\n", file=sys.stderr, flush=True)
 
             loading.serve(create_app(llm, server), close)
     return 0

@@ -113,7 +113,7 @@ class LLM:
             count = states.index.num_slots
             memory = format_memory(count * self.engine.model.bytes_per_state)
             hybrid = f"; {count:,} recurrent states in {memory}"
-        kept = [] if self.offload is None else [self.offload.describe()]
+        kept = [] if self.offload is None else self.offload.describe()
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,

@@ -9,7 +9,8 @@ from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
 from radixcache.radix import RadixCache
-from radixcache.tier import LowerTier, StoredRun
+from radixcache.stored import StoredPages
+from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
     from radixcache.runtime.engine.request import Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class NoBytes:
     """A store of numbers alone."""
 
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         stored.finish("stored")
 
     def clear(self) -> None:
@@ -74,7 +75,7 @@ def load(cache: RadixCache, tokens: Tokens) -> int:
     except OutOfPages:
         pass
     loaded = lease.num_tokens - start
-    tier.end_load(pages, loaded=loaded > 0)
+    tier.end_load(pages, loaded and end - start // tier.page_size * tier.page_size)
     cache.release(lease)
     return loaded
 

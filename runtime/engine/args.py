@@ -118,5 +118,5 @@ class EngineArgs:
                 raise InvalidRequest(
                     f"{name} is for one process: no rank keeps its part of a page there"
                 )
-        if self.host_memory is not None and self.kv_dir is not None:
-            raise InvalidRequest("host_memory and kv_dir do not go together: one tier at a time")
+        if None not in (self.host_memory, self.kv_dir, self.kv_events_config):
+            raise InvalidRequest("kv_events_config goes with host_memory or kv_dir, not with both")

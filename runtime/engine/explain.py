@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
-from radixcache.tier import UNMEASURED, LoadCost, Medium
+from radixcache.stored import UNMEASURED, LoadCost, Medium
 
 Reason = Literal[
     "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "on_host", "on_disk",
@@ -239,7 +239,7 @@ class Explainer:
         self.num_tokens = num_tokens
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
-        self.cost: Callable[[int, int], LoadCost] = lambda *_: UNMEASURED
+        self.cost: Callable[[Medium, int, int], LoadCost] = lambda *_: UNMEASURED
         """Of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
@@ -262,11 +262,12 @@ class Explainer:
         if kv > hit:
             no_state = Miss("no_state", hit, min(kv, last), len(tokens))
             return [no_state, *self.explain(tokens, kv, namespace)]
-        if (lower := self.cache.lower) is not None and namespace is None:
-            pages, end = lower.find(tokens[:last], hit)
+        lower = self.cache.lower if namespace is None else None
+        for tier in () if lower is None else lower.chain():
+            pages, end = tier.find(tokens[:last], hit)
             if end > hit:
-                cost = self.cost(len(pages), end - hit)
-                below = Miss(_BELOW[lower.medium], hit, end, len(tokens), cost=cost)
+                cost = self.cost(tier.medium, len(pages), end - hit)
+                below = Miss(_BELOW[tier.medium], hit, end, len(tokens), cost=cost)
                 return [below, *self.explain(tokens, end, namespace)]
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))

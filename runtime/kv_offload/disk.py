@@ -37,11 +37,11 @@ from radixcache.runtime.kv_offload.files import (
     write_all,
 )
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
-from radixcache.runtime.kv_offload.store import Store
+from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sizes import format_memory
-from radixcache.tier import StoredPage, StoredRun
+from radixcache.stored import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
 """Of pages that wait to be written; what comes then is not kept."""
@@ -67,7 +67,7 @@ class _Write(NamedTuple):
     """
 
     rows: torch.Tensor
-    run: StoredRun
+    run: StoredPages
     first: int
     last_use: int
 
@@ -89,6 +89,7 @@ class DiskStore(Store):
         lock: a file that is closed at the end.
 
     Attributes:
+        source: whose pages `save` is given: the pool's, or slots of a store above.
         is_closing: nobody waits for an engine any more, so that `save` may wait for the disk.
 
     Raises:
@@ -102,6 +103,7 @@ class DiskStore(Store):
     ) -> None:
         super().__init__(pool, num_slots)
         self.place, self._folder, self._held = f"on disk, {folder.parent}", folder, lock
+        self.source: PageSource = pool
         self.is_closing = False
         self._checksums: dict[int, bytes] = {}
         self._queued = 0
@@ -156,12 +158,12 @@ class DiskStore(Store):
         left = [(slot,) for (slot,) in rows if slot not in self._checksums]
         self._index.executemany("delete from pages where slot = ?", left)
 
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         some, now = max(1, _WRITTEN_BYTES // self.page_bytes), time_ns()
         for at in range(0, len(pages), some):
             self._save(pages[at : at + some], stored, at, now)
 
-    def _save(self, pages: Pages, run: StoredRun, first: int, now: int) -> None:
+    def _save(self, pages: Pages, run: StoredPages, first: int, now: int) -> None:
         size = len(pages) * self.page_bytes
         if self.is_closing and self._queued + size > MAX_QUEUED_BYTES:
             self.flush()
@@ -170,7 +172,7 @@ class DiskStore(Store):
             self._queued += 0 if full else size
         try:
             if not full:
-                self._writes.put(_Write(self._pool.read_pages(pages), run, first, now))
+                self._writes.put(_Write(self.source.read_pages(pages), run, first, now))
                 return
             self._count(dropped_pages=len(pages))
         except Exception as error:  # for want of memory

@@ -21,7 +21,7 @@ from radixcache.pages import Pages
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool, count_pages
 from radixcache.runtime.sizes import format_memory
-from radixcache.tier import StoredPage, StoredRun
+from radixcache.stored import StoredPage, StoredPages
 
 MOST_BYTES = 256 << 20
 """Loaded in one step: 5 ms at 55 GB/s (computed, PCIe 5), 2,048 tokens of Llama-3.1-8B."""
@@ -50,6 +50,8 @@ class HostStore(Store):
     def __init__(self, memory: int | str, pool: KVPool) -> None:
         super().__init__(pool, count_pages(memory, pool.page_bytes, torch.device("cpu")))
         size = format_memory(self.num_slots * self.page_bytes)
+        self._copied: dict[int, torch.cuda.Event] = {}
+        """After the copy into a slot."""
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
         """Around the last read, and how many bytes that was."""
         try:
@@ -64,9 +66,10 @@ class HostStore(Store):
             raise InvalidRequest(f"host_memory: {size} cannot be pinned (CUDA error {code})")
 
     @torch.inference_mode()
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         stored.finish("lost")
         some, done = max(1, _DOWN // self.page_bytes), 0
+        copied = torch.cuda.Event()
         with suppress(torch.OutOfMemoryError):
             for start in range(0, len(pages), some):
                 rows = self._pool.gather_pages(pages[start : start + some])
@@ -74,6 +77,8 @@ class HostStore(Store):
                     self._slots[page.slot].copy_(row, non_blocking=True)
                     page.state = "stored"
                     done += 1
+        self._copied.update(dict.fromkeys((page.slot for page in stored.pages()[:done]), copied))
+        copied.record()
         self._count(stored_pages=done, failed_pages=len(pages) - done)
 
     @torch.inference_mode()
@@ -97,6 +102,12 @@ class HostStore(Store):
             self._count(failed_pages=len(pages))
             done.set_result(torch.empty(0, self.page_bytes, dtype=torch.uint8))
         return done
+
+    def read_pages(self, pages: Pages) -> torch.Tensor:
+        """[n, page_bytes] uint8 on the host: a copy of the slots `pages`, for the store below."""
+        for copied in {self._copied[slot] for slot in pages.tolist()}:
+            copied.synchronize()
+        return self._slots[torch.from_numpy(pages).long()]
 
     def read_seconds(self, size: int) -> float | None:
         if self._timed is not None and self._timed[1].query():

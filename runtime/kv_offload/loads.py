@@ -1,6 +1,6 @@
-"""Brings pages up from the tier below the pool, for requests that wait for them.
+"""Brings pages up from the tiers below the pool, for requests that wait for them.
 
-The pages by which a waiting request goes on in the tier are read, so many bytes at a time, while
+The pages by which a waiting request goes on in a tier are read, so many bytes at a time, while
 others run. Once they are there, they are copied into the pool and published, as if they had been
 computed, and the request finds them as any other: one such piece a step, which is all that others
 wait for; what it takes is taken off the tokens that the step may compute. What a load cannot bring
@@ -12,8 +12,10 @@ both while running. What is cheaper to compute is computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from operator import itemgetter
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,8 @@ from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
 from radixcache.runtime.kv_offload.store import Rate, Store
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.tier import LoadCost, LowerTier, StoredPage
+from radixcache.stored import LoadCost, Medium, StoredPage
+from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
     from radixcache.runtime.engine.request import Sequence
@@ -42,10 +45,27 @@ _WAIT = 0.005
 """Seconds for which an engine that has nothing to compute waits for a load at a time."""
 
 
+class Level:
+    """A tier, and the store that reads its pages.
+
+    Attributes:
+        copying: bytes of them into the pool.
+    """
+
+    def __init__(self, tier: LowerTier, store: Store) -> None:
+        self.tier, self.store, self.copying = tier, store, Rate()
+
+    def load_seconds(self, num_bytes: int) -> float | None:
+        """As measured; None before anything was."""
+        read, copy = self.store.read_seconds(num_bytes), self.copying.seconds(num_bytes)
+        return None if read is None or copy is None else read + copy
+
+
 @dataclass
 class _Load:
     """Pages on their way, from index `first` of the page table, for the prefix of `end` tokens."""
 
+    level: Level
     pages: list[StoredPage]
     first: int
     end: int
@@ -57,17 +77,16 @@ class Loads:
     """The loads of one engine.
 
     Args:
-        cache: whose tier it is.
-        tier: where the pages are.
-        store: reads them.
+        cache: below whose pool the tiers are.
+        levels: where the pages are; what is in two of them comes from the first.
         pool: where they go.
+
+    Attributes:
+        computing: prompt tokens.
     """
 
-    def __init__(self, cache: PrefixCache, tier: LowerTier, store: Store, pool: KVPool) -> None:
-        self.tier, self.store = tier, store
-        self._most_pages = max(1, store.most_bytes // pool.page_bytes)
-        self.copying, self.computing = Rate(), Rate()
-        """Bytes into the pool, and prompt tokens."""
+    def __init__(self, cache: PrefixCache, levels: Items[Level], pool: KVPool) -> None:
+        self.levels, self.computing = levels, Rate()
         self._cache, self._pool = cache, pool
         self._loads: dict[Sequence, _Load] = {}
         self._tries: dict[Sequence, int] = {}
@@ -85,7 +104,7 @@ class Loads:
         self._step_is_full, self._seconds = False, 0.0
         for load in [load for load in self._left if load.rows.done()]:
             self._left.remove(load)
-            self.tier.end_load(load.pages, loaded=False)
+            load.level.tier.end_load(load.pages)
             self._num_ended += 1
 
     def waits(self, sequence: Sequence) -> bool:
@@ -96,49 +115,53 @@ class Loads:
         if not load.rows.done() or self._step_is_full:
             return True
         start, loaded = self._publish(sequence, load)
-        self.tier.end_load(self._loads.pop(sequence).pages, loaded=loaded > 0)
+        tier = self._loads.pop(sequence).level.tier
+        tier.end_load(load.pages, start + loaded - load.first * self._pool.page_size)
         self._num_ended += 1
         if loaded:
             self._tries.pop(sequence, None)
             seconds = perf_counter() - load.began
-            sequence.note_load(self.tier.medium, start, start + loaded, seconds)
+            sequence.note_load(tier.medium, start, start + loaded, seconds)
             self._cache.stats.loaded_tokens += loaded
         return False
 
     def begin(self, sequence: Sequence, lease: Lease) -> bool:
-        """Begin to read what the tier has beyond the lease; False if there is nothing that pays.
+        """Begin to read what a tier has beyond the lease; False if there is nothing that pays.
 
         True means: release the lease, and come again in a later step.
         """
         start, size = lease.num_tokens, self._pool.page_size
         if sequence.request.namespace is not None or sequence.scoring is not None:
             return False
-        pages, end = self.tier.find(sequence.tokens[:-1], start)
+        found = ((level, *level.tier.find(sequence.tokens[:-1], start)) for level in self.levels)
+        level, pages, end = next(filter(itemgetter(1), found), (self.levels[0], [], start))
         if not pages or self._tries.get(sequence, 0) == _TRIES:
             return False
-        first, most = start // size, self._most_pages
+        store, page_bytes = level.store, self._pool.page_bytes
+        first, most = start // size, max(1, store.most_bytes // page_bytes)
         if len(pages) > most:
             pages, end = pages[:most], (first + most) * size
-        if not self.cost(len(pages), end - start).pays:
+        if not self.cost(level.tier.medium, len(pages), end - start).pays:
             self._num_refused += 1
             if self._num_refused % _TRY_AGAIN:
                 return False
         is_coming = pages[0].readers > 0  # with another
-        if len(self._loads) < self.store.most_loading and not is_coming:
-            if self.store.in_stream:
-                self._wait_for(self.store.read_seconds(len(pages) * self._pool.page_bytes))
-            self._loads[sequence] = _Load(pages, first, end, self.store.read(pages), perf_counter())
+        loading = sum(load.level is level for load in self._loads.values())
+        if loading < store.most_loading and not is_coming:
+            if store.in_stream:
+                self._wait_for(store.read_seconds(len(pages) * page_bytes))
+            rows = store.read(pages)
+            self._loads[sequence] = _Load(level, pages, first, end, rows, perf_counter())
             self._tries[sequence] = self._tries.get(sequence, 0) + 1
-            self.tier.begin_load(pages)
+            level.tier.begin_load(pages)
         else:
             self._looked[sequence] = self._num_ended
         return True
 
-    def cost(self, num_pages: int, num_tokens: int) -> LoadCost:
+    def cost(self, medium: Medium, num_pages: int, num_tokens: int) -> LoadCost:
         """Of loading so many pages, and of computing so many tokens instead."""
-        size = num_pages * self._pool.page_bytes
-        read, copy = self.store.read_seconds(size), self.copying.seconds(size)
-        load = None if read is None or copy is None else read + copy
+        (level,) = (level for level in self.levels if level.tier.medium == medium)
+        load = level.load_seconds(num_pages * self._pool.page_bytes)
         return LoadCost(load, self.computing.seconds(num_tokens))
 
     def _wait_for(self, seconds: float | None) -> None:
@@ -158,7 +181,7 @@ class Loads:
         it."""
         begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
         end = min(load.end, (load.first + len(rows)) * size)
-        if end <= load.first * size or not self.tier.holds(load.pages[0]):
+        if end <= load.first * size or not load.level.tier.holds(load.pages[0]):
             return 0, 0
         lease = self._cache.acquire(sequence.tokens[: end + 1])
         try:
@@ -173,7 +196,7 @@ class Loads:
             self._cache.publish(lease, sequence.tokens[start:end], written=True)
             self._step_is_full = True
             seconds = perf_counter() - begun
-            self.copying.note(rows.nbytes, seconds)
+            load.level.copying.note(rows.nbytes, seconds)
             self._wait_for(seconds)
             return start, lease.num_tokens - start
         except OutOfPages:
@@ -191,7 +214,9 @@ class Loads:
 
     def recover(self) -> None:
         """Anything was cut off."""
-        self.tier.recover([load.pages for load in [*self._loads.values(), *self._left]])
+        loads = [*self._loads.values(), *self._left]
+        for level in self.levels:
+            level.tier.recover([load.pages for load in loads if load.level is level])
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step has taken so long, which prefilled so many tokens; few tell little."""
@@ -205,6 +230,7 @@ class Loads:
     def check(self, waiting: set[Sequence]) -> None:
         """Verify between two steps that each load is somebody's."""
         assert {*self._loads, *self._tries, *self._looked} <= waiting, "loads of nobody"
-        readers = sum(page.readers for page in self.tier.in_order())
+        tiers = (level.tier for level in self.levels)
+        readers = sum(page.readers for tier in tiers for page in tier.in_order())
         loads = [*self._loads.values(), *self._left]
         assert readers <= sum(len(load.pages) for load in loads), "pages are read by nobody"

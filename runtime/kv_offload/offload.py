@@ -1,4 +1,4 @@
-"""The tier below the pool of one engine: opened when it is built, closed when it ends."""
+"""The tiers below the pool of one engine: opened when it is built, closed when it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore
-from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.loads import Level, Loads
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -29,31 +29,45 @@ class Offload:
     """Evicted pages of `cache` go to a store, and come back from there.
 
     Args:
-        store: of pages of `pool`.
-        disk: the same, if it is one on disk.
+        host: of pages of `pool`.
+        disk: the same; below `host` if there are both.
 
     Attributes:
         disk: where texts can be kept for the next process; None if nowhere.
     """
 
     def __init__(
-        self, cache: RadixCache, pool: KVPool, store: Store, disk: DiskStore | None = None
+        self,
+        cache: RadixCache,
+        pool: KVPool,
+        host: HostStore | None = None,
+        disk: DiskStore | None = None,
     ) -> None:
-        self._cache, self.store, self.disk = cache, store, disk
+        self._cache, self._pool, self.disk = cache, pool, disk
         self._process = os.getpid()
-        self.tier = LowerTier(store.num_slots, pool.page_size, store, store.medium)
-        self.tier.restore(store.stored())
-        cache.lower = self.tier
-        self.loads = Loads(cache, self.tier, store, pool)
+        self.levels: list[Level] = []
+        stores: list[Store] = [store for store in (disk, host) if store is not None]
+        for store in stores:
+            below = self.levels[0].tier if self.levels else None
+            tier = LowerTier(store.num_slots, pool.page_size, store, store.medium, below)
+            tier.restore(store.stored())
+            self.levels.insert(0, Level(tier, store))
+        cache.lower = self.levels[0].tier
+        if host is not None and disk is not None:
+            disk.source = host
+        self.loads = Loads(cache, self.levels, pool)
 
-    def describe(self) -> str:
-        """Where, how much room, what is there, and what had no room; in one line."""
-        tier, gone = self.tier, ""
-        if tier.num_evicted:
-            gone = f" ({tier.num_evicted:,} pages had no room)"
-        size = format_memory(tier.num_slots * self.store.page_bytes)
-        room = tier.num_slots * tier.page_size
-        return f"KV {self.store.place} ({size}): {tier.num_tokens:,} of {room:,} tokens{gone}"
+    def describe(self) -> list[str]:
+        """Where, how much room, what is there, and what found no room below; a line for each."""
+        lines = []
+        for tier, store in ((level.tier, level.store) for level in self.levels):
+            gone = ""
+            if tier.num_evicted and tier.below is None:
+                gone = f" ({tier.num_evicted:,} pages had no room)"
+            size = format_memory(tier.num_slots * store.page_bytes)
+            room = tier.num_slots * tier.page_size
+            lines += [f"KV {store.place} ({size}): {tier.num_tokens:,} of {room:,} tokens{gone}"]
+        return lines
 
     def close(
         self, turns: Conversations | None = None, prefixes: Iterable[session.Prefix] = ()
@@ -72,11 +86,15 @@ class Offload:
                 self.disk.is_closing = True
                 session.save(self.disk, turns, prefixes)
                 self._cache.recover()
+                for level in self.levels[:-1]:  # what was used last is written last
+                    level.tier.evict_all()
+                self.disk.source, self._cache.lower = self._pool, self.levels[-1].tier
                 for namespace, name in self._cache.pins:
                     self._cache.unpin(name, namespace)
                 self._cache.evict(self._cache.pool.num_pages)
         finally:
-            self.store.close(self.tier.in_order())
+            for level in self.levels:
+                level.store.close(level.tier.in_order())
 
 
 def open_offload(
@@ -98,12 +116,19 @@ def open_offload(
             "kept"
         )
     assert isinstance(cache, RadixCache)
+    host = disk = None
     if args.host_memory is not None:
         report("pinning host memory", 1.0)
-        return Offload(cache, pool, HostStore(args.host_memory, pool))
-    from radixcache.runtime.kv_offload.disk import open_disk
+        host = HostStore(args.host_memory, pool)
+    try:
+        if args.kv_dir is not None:
+            from radixcache.runtime.kv_offload.disk import open_disk
 
-    report("reading the KV directory", 1.0)
-    folder, size = Path(args.kv_dir or "").expanduser(), parse_memory(args.kv_dir_size)
-    disk = open_disk(folder, size, model, name_or_path, pool)
-    return Offload(cache, pool, disk, disk)
+            report("reading the KV directory", 1.0)
+            folder, size = Path(args.kv_dir).expanduser(), parse_memory(args.kv_dir_size)
+            disk = open_disk(folder, size, model, name_or_path, pool)
+        return Offload(cache, pool, host, disk)
+    except BaseException:
+        if host is not None:
+            host.close([])
+        raise

@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from threading import Lock
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from radixcache.pages import Pages
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.tier import Medium, StoredPage, StoredRun
+from radixcache.stored import Medium, StoredPage, StoredPages
 
 
 class Rate:
@@ -41,6 +41,13 @@ class Counters(NamedTuple):
     """Not written, or not as they were when they were read."""
 
 
+class PageSource(Protocol):
+    """What has the bytes of pages."""
+
+    def read_pages(self, pages: Pages) -> torch.Tensor:
+        """[n, page_bytes] uint8 on the host: a copy of n pages."""
+
+
 class Store(ABC):
     """The slots of a tier; a `PageStore` that is read, too.
 
@@ -67,7 +74,7 @@ class Store(ABC):
         return []
 
     @abstractmethod
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         """See `PageStore`."""
 
     @abstractmethod

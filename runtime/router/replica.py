@@ -104,11 +104,12 @@ class Replica:
         """What it is; None if it is not the one that was meant, or has nothing to answer with."""
         if name != self._name or not self._llm.worker.alive:
             return None
-        cache, model, lower = self._llm.cache, self._llm.engine.model, self._llm.cache.lower
+        cache, model = self._llm.cache, self._llm.engine.model
+        tiers = () if cache.lower is None else cache.lower.chain()
         return Description(
             replica=self._name,
             kv_tokens=cache.pool.num_pages * cache.page_size,
-            lower_tokens=0 if lower is None else lower.num_slots * lower.page_size,
+            lower_tokens=sum(tier.num_slots * tier.page_size for tier in tiers),
             max_context=model.max_context,
             max_num_seqs=self._llm.engine.scheduler.max_num_seqs,
             placement=model.placement,

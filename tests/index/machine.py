@@ -45,8 +45,8 @@ class Machine:
 
     Args:
         counts: is told how often what happened.
-        slots: of a tier below the pool; one that holds all that is ever evicted loses nothing, in
-            others saves and loads fail at random.
+        slots: of each tier below the pool; if the last one holds all that is ever evicted, nothing
+            is lost, else saves and loads fail at random.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Machine:
         num_pages: int,
         budget: int | None = None,
         counts: Counter[str] | None = None,
-        slots: int = 0,
+        slots: tuple[int, ...] = (),
     ) -> None:
         self.kind, self.page_size = kind, page_size
         self.pool = PagePool(num_pages, page_size)
@@ -78,10 +78,15 @@ class Machine:
         """Of each eviction, pages that were free before, and pages that it touched."""
         self.failing = False
         self.cache.events.append(self.hear)
-        self.store = Store(self.kv, None if slots == ENDLESS else Random(0))
-        self.gone: set[tuple[int, ...]] = set()  # evicted into the tier
-        if slots and isinstance(self.cache, RadixCache):
-            self.cache.lower = LowerTier(slots, page_size, self.store)
+        self.gone: set[tuple[int, ...]] = set()  # evicted into a tier
+        self.stores: list[Store] = []
+        for _ in slots:
+            above = self.stores[-1] if self.stores else self.kv
+            self.stores.append(Store(above, None if ENDLESS in slots else Random(0)))
+        tier = None
+        for count, store in zip(reversed(slots), reversed(self.stores), strict=True):
+            tier = self.cache.lower = LowerTier(count, page_size, store, below=tier)
+        self.tiers = [] if tier is None else [*tier.chain()]
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -217,33 +222,39 @@ class Machine:
             self.admit(request)
 
     def load(self, request: Request) -> None:
-        """What the tier has of the prompt, in pages of the request's own."""
-        tier, start = self.cache.lower, len(request.tokens)
-        if tier is None or request.namespace is not None or request in self.flight:
+        """What the first tier that goes on has of the prompt, in pages of the request's own."""
+        start = len(request.tokens)
+        if not self.tiers or request.namespace is not None or request in self.flight:
             return
-        self.store.settle()
-        pages, end = tier.find(np.array(request.prompt[:-1], np.int32), start)
+        for tier, store in zip(self.tiers, self.stores, strict=True):
+            store.settle()
+            pages, end = tier.find(np.array(request.prompt[:-1], np.int32), start)
+            if pages:
+                break
         first, last = start // self.page_size, -(-end // self.page_size)
         assert len(pages) == (last - first if end > start else 0)
         tier.begin_load(pages)
         loads = bool(pages) and request.tokens == request.prompt[:start]
-        if pages and self.store.fails():
+        if pages and store.fails():
             pages[0].state, loads = "lost", False
-        if loads and self.make_room(request, end):
-            loaded = np.concatenate([self.store.slots[page.slot] for page in pages])
+        loads = loads and self.make_room(request, end)
+        if loads:
+            loaded = np.concatenate([store.slots[page.slot] for page in pages])
             names = names_of(None, request.prompt)[first * self.page_size : end]
             assert loaded[: len(names)].tolist() == names
             self.publish(request, request.prompt[start:end], True)
-            self.counts["loads"] += len(request.tokens) == end
-        tier.end_load(pages, loaded=loads)
+            self.counts[f"loads from tier {self.stores.index(store)}"] += 1
+        tier.end_load(pages, loads * (end - first * self.page_size))
 
     def find_evicted(self) -> None:
-        """A tier with room for all has all that was evicted, but what the pool has."""
-        tier = self.cache.lower
-        if tier is not None and tier.num_slots == ENDLESS:
+        """Tiers with room for all have all that was evicted, but what the pool has."""
+        self.counts["pages in a second tier"] += any(map(len, self.tiers[1:]))
+        if any(tier.num_slots == ENDLESS for tier in self.tiers):
             for path in self.gone:
-                found = tier.find(np.array(path, np.int32), self.model.written(None, path))
-                assert found[1] == len(path), "an evicted page is lost"
+                end = self.model.written(None, path)
+                for tier in len(path) * self.tiers:
+                    end = tier.find(np.array(path, np.int32), end)[1]
+                assert end == len(path), "an evicted page is lost"
 
     def release(self, request: Request) -> bool:
         """The lease ends and content stays; refused while the step writes for it."""
@@ -312,6 +323,8 @@ class Machine:
                     self.kv.slots[slot] = self.kv.garbage()
         self.failing = True
         self.cache.rollback()
+        for tier in self.tiers:
+            tier.recover([])
         self.failing = False
         self.counts["failed steps"] += bool(self.steps)
         self.model.rollback(self.flight)

@@ -27,7 +27,7 @@ from radixcache import (
     Stored,
 )
 from radixcache.pages import Pages
-from radixcache.tier import StoredPage, StoredRun
+from radixcache.stored import StoredPage, StoredPages
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")
 SENTINEL = 1_000_000
@@ -78,20 +78,21 @@ class Store:
     """What a lower tier's store does with bytes, for names.
 
     Args:
+        above: what has the pages that are saved.
         rng: some slots are written only at the next `settle`, or never; with None, all at once.
     """
 
-    def __init__(self, kv: KV, rng: Random | None) -> None:
-        self.kv, self.rng = kv, rng
+    def __init__(self, above: KV | Store, rng: Random | None) -> None:
+        self.above, self.rng = above, rng
         self.slots: dict[int, NDArray[np.int64]] = {}
         self.late: list[StoredPage] = []
 
     def fails(self) -> bool:
         return self.rng is not None and self.rng.random() < 0.2
 
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         for number, page in zip(pages, stored.pages(), strict=True):
-            self.slots[page.slot] = self.kv.slots[number].copy()
+            self.slots[page.slot] = self.above.slots[number].copy()
             self.late.append(page)
         if self.rng is None or self.rng.random() < 0.5:
             self.settle()

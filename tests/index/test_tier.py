@@ -13,7 +13,8 @@ import pytest
 
 from radixcache import InvalidRequest, PagePool, RadixCache
 from radixcache.pages import Pages
-from radixcache.tier import LowerTier, StoredPage, StoredRun
+from radixcache.stored import StoredPage, StoredPages
+from radixcache.tier import LowerTier
 from tests.index.drive import put
 
 
@@ -23,7 +24,7 @@ class Slots:
     def __init__(self) -> None:
         self.saved: list[list[int]] = []
 
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         self.saved.append(pages.tolist())
         stored.finish("stored")
 
@@ -45,9 +46,10 @@ def load(cache: RadixCache, tier: LowerTier, tokens: Sequence[int]) -> None:
     lease = cache.acquire([*tokens, -1])
     pages, end = tier.find(np.array(tokens, np.int32), lease.num_tokens)
     tier.begin_load(pages)
+    before = lease.num_tokens // tier.page_size * tier.page_size
     cache.reserve(lease, end)
     cache.publish(lease, tokens[lease.num_tokens : end], written=True)
-    tier.end_load(pages, loaded=True)
+    tier.end_load(pages, end - before)
     cache.release(lease)
     cache.check()
 
@@ -129,7 +131,7 @@ def test_a_call_that_is_cut_off_loses_no_page(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         patched.setattr(tier, "_leave", leave_once)
         with pytest.raises(ZeroDivisionError):
-            tier.end_load(pages, loaded=True)
+            tier.end_load(pages, 6)
     tier.recover([])
     tier.check()
     assert found(tier, [1, 2, 3, 4, 5, 6]) == 6
@@ -144,7 +146,7 @@ def test_what_is_read_stays() -> None:
     put(cache, [3, 4])
     cache.evict(8)
     assert found(tier, [3, 4]) == 0 and found(tier, [1, 2]) == 2
-    tier.end_load(pages, loaded=False)
+    tier.end_load(pages)
     put(cache, [3, 4])
     cache.evict(8)
     assert found(tier, [3, 4]) == 2
@@ -225,7 +227,7 @@ def test_both_tiers_hold_what_one_lru_cache_of_both_sizes_would(seed: int) -> No
         tier.begin_load(stored)
         cache.reserve(lease, 1)
         cache.publish(lease, [] if lease.num_tokens else [token], written=True)
-        tier.end_load(stored, loaded=True)
+        tier.end_load(stored, len(stored))
         cache.release(lease)
         cache.check()
         recent[token] = None

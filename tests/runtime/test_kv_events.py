@@ -25,7 +25,8 @@ from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.block_hash import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from radixcache.tier import LowerTier, StoredPage
+from radixcache.stored import StoredPage
+from radixcache.tier import LowerTier
 from tests.index.test_contract import Contract, run_examples
 from tests.runtime.kv_consumer import (
     AllBlocksCleared,

@@ -121,9 +121,10 @@ def _statistics(backend: Backend) -> dict[str, Any]:
         "pages": cache.pool.num_pages,
         "free_pages": cache.pool.num_free,
         "pinned_pages": cache.pinned_pages,
-        "lower_medium": None if cache.lower is None else cache.lower.medium,
-        "lower_pages": 0 if cache.lower is None else cache.lower.num_slots,
-        "used_lower_pages": 0 if cache.lower is None else len(cache.lower),
+        "tiers": [
+            {"medium": tier.medium, "pages": tier.num_slots, "used_pages": len(tier)}
+            for tier in ([] if cache.lower is None else cache.lower.chain())
+        ],
         "page_size": cache.page_size,
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),

@@ -194,14 +194,20 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "evicted_pages": ("Pages evicted.", stats.evicted_pages),
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
-    tier = cache.lower
-    if (offload := llm.offload) is not None and tier is not None:
-        where = _MEDIA[tier.medium]
-        counters["loaded_tokens"] = (f"Hit tokens that came up from {where}.", stats.loaded_tokens)
-        for name, count in offload.store.counters._asdict().items():
-            counters[f"{tier.medium}_{name}"] = (_LOWER[name].format(where), count)
+    lower = []
+    for level in [] if llm.offload is None else llm.offload.levels:
+        tier, medium = level.tier, level.tier.medium
+        where = _MEDIA[medium]
+        counters["loaded_tokens"] = (
+            "Hit tokens that came up from host memory or disk.",
+            stats.loaded_tokens,
+        )
+        for name, count in level.store.counters._asdict().items():
+            counters[f"{medium}_{name}"] = (_LOWER[name].format(where), count)
         evicted = f"KV pages that {where} had no room for.", tier.num_evicted
-        counters[f"{tier.medium}_evicted_pages"] = evicted
+        counters[f"{medium}_evicted_pages"] = evicted
+        slots = {"used": len(tier), "free": tier.num_slots - len(tier)}
+        lower.append(_by_state(f"{medium}_pages", _SLOTS, slots))
     gauges: dict[str, tuple[str, float]] = {
         "hit_rate": ("Share of the queried tokens hit since the last flush.", cache.stats.hit_rate),
         "requests_running": ("Completions that run.", len(scheduler.running)),
@@ -220,7 +226,6 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         missed.add_metric([reason], count)
     pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pinned_pages}
     states = scheduler.states.index.counts if scheduler.states is not None else {}
-    lower = {"used": len(tier), "free": tier.num_slots - len(tier)} if tier is not None else {}
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
         *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
@@ -232,7 +237,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
             pages,
         ),
         *([_by_state("recurrent_states", _STATES, states)] if states else []),
-        *([_by_state(f"{tier.medium}_pages", _SLOTS, lower)] if tier is not None else []),
+        *lower,
     ]
 
 

@@ -22,9 +22,11 @@ export function showTree(news) {
   const used = `${format.format(stats.pages - stats.free_pages)} of ${count(stats.pages, "page")} in use`;
   const nodes = stats.cached_nodes > 1 ? ` in ${count(stats.cached_nodes, "node")}` : "";
   $("pages").textContent = `${count(stats.cached_tokens, "token")}${nodes}; ${used}; ${format.format(stats.evicted_tokens)} evicted`
-    + (stats.lower_pages ? `; ${format.format(stats.used_lower_pages)} of ${count(stats.lower_pages, "page")} ${stats.lower_medium === "disk" ? "on disk" : "in host memory"}` : "");
+    + stats.tiers.map(inTier).join("");
   show();
 }
+
+const inTier = (tier) => `; ${format.format(tier.used_pages)} of ${count(tier.pages, "page")} ${tier.medium === "disk" ? "on disk" : "in host memory"}`;
 
 function show() {
   if (!view) return;

@@ -91,9 +91,14 @@ class CacheNamespace(Body):
     tree: CacheNode
 
 
+class LowerTierPages(Body):
+    medium: Literal["host", "disk"]
+    pages: int
+    used_pages: int
+
+
 class CacheStatistics(Body):
-    """Counters since the last flush, and pages now; `lower_pages` are those of the tier below,
-    `used_lower_pages` of them in use."""
+    """Counters since the last flush, and pages now; `tiers` are those below the KV memory."""
 
     requests: int
     query_tokens: int
@@ -108,9 +113,7 @@ class CacheStatistics(Body):
     pages: int
     free_pages: int
     pinned_pages: int
-    lower_medium: Literal["host", "disk"] | None
-    lower_pages: int
-    used_lower_pages: int
+    tiers: list[LowerTierPages]
     page_size: int
     running: int
     waiting: int

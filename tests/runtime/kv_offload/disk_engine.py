@@ -16,9 +16,10 @@ from radixcache.pages import Pages
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.kv_offload.disk import DiskStore
-from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.loads import Level, Loads
 from radixcache.runtime.kv_offload.store import Store
-from radixcache.tier import LowerTier, StoredPage, StoredRun
+from radixcache.stored import StoredPage, StoredPages
+from radixcache.tier import LowerTier
 from tests.engines import generated
 from tests.hash_model import VOCAB, greedy, hash_engine
 from tests.traffic import Asked
@@ -33,7 +34,7 @@ class MemoryStore(Store):
         super().__init__(pool, num_slots)
         self.slots = dict[int, torch.Tensor]()
 
-    def save(self, pages: Pages, stored: StoredRun) -> None:
+    def save(self, pages: Pages, stored: StoredPages) -> None:
         rows = self._pool.read_pages(pages)
         for row, page in zip(rows, stored.pages(), strict=True):
             self.slots[page.slot] = row
@@ -56,7 +57,7 @@ def attach(engine: Engine, store: Store, slots: int) -> LowerTier:
     cache, pool = engine.cache, engine.kv_pool
     assert isinstance(cache, RadixCache)
     tier = cache.lower = LowerTier(slots, cache.page_size, store)
-    engine.scheduler.loads = Loads(cache, tier, store, pool)
+    engine.scheduler.loads = Loads(cache, [Level(tier, store)], pool)
     engine.scheduler.loads.note_step = lambda *_: None  # type: ignore[method-assign]
     return tier
 

@@ -1,9 +1,10 @@
-"""An engine on a pretended GPU whose evicted pages go to pinned host memory."""
+"""An engine on a pretended GPU whose evicted pages go to pinned host memory, and on to a disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from radixcache import PagePool, RadixCache, SamplingParams
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
@@ -110,8 +112,8 @@ class DeviceHashModel(HashModel):
 
 
 class Pinned:
-    """An engine over the model of hashes, in whose tier there are `slots` pages; loads and saves
-    must not wait for the device."""
+    """An engine over the model of hashes, in whose tier there are `slots` pages, and in another one
+    in `folder` as many as `on_disk`; loads and saves of the first must not wait for the device."""
 
     def __init__(
         self,
@@ -119,6 +121,8 @@ class Pinned:
         page_size: int = 4,
         num_pages: int = 40,
         slots: int = 300,
+        folder: Path | None = None,
+        on_disk: int = 300,
         max_num_batched_tokens: int = 200,
         max_num_seqs: int = 16,
     ) -> None:
@@ -130,11 +134,14 @@ class Pinned:
         model: Any = DeviceHashModel()
         scheduler = Scheduler(cache, max_num_batched_tokens, max_num_seqs)
         self.engine = Engine(model, pool, cache, scheduler)
-        self.host = Offload(cache, pool, HostStore(slots * pool.page_bytes, pool))
-        self.store, self.tier = self.host.store, self.host.tier
-        for owner, name in ((self.store, "save"), (self.store, "read"), (pool, "write_pages")):
+        disk = None if folder is None else DiskStore(folder, pool, on_disk)
+        self.offload = Offload(cache, pool, HostStore(slots * pool.page_bytes, pool), disk)
+        self.store, self.tier = self.offload.levels[0].store, self.offload.levels[0].tier
+        calls: list[tuple[Any, str]] = [(self.store, "save"), (self.store, "read")]
+        calls += [(pool, "write_pages")] if folder is None else []  # of a disk it waits
+        for owner, name in calls:
             setattr(owner, name, self._without_waiting(getattr(owner, name)))
-        scheduler.loads = self.host.loads
+        scheduler.loads = self.offload.loads
 
     def _without_waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:

@@ -19,6 +19,7 @@ from radixcache.runtime.engine import build
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.kv_offload import host
+from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.load import load_model
@@ -44,14 +45,18 @@ def device() -> Iterator[PinnedDevice]:
 
 @seeds(20_261_125, 8)
 def test_random_requests_get_the_tokens_of_their_own_texts(
-    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch, seed: int
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch, seed: int, tmp_path: Path
 ) -> None:
-    """With copies that fail, aborts, preemptions, failing steps and resets; all checks after every
-    step."""
+    """With copies that fail, aborts, preemptions, failing steps and resets; without a disk below,
+    and with one that outlives the process; all checks after every step."""
     rng, total = Random(seed), Counter[str]()
     asker = Asker(rng)
-    for most in (1, 3, 1000):  # pages of a load, and of a copy down
+    kv = tmp_path / "kv"
+    lives = [(1, None), (3, None), (1000, None), (1000, kv), (2, kv)]
+    for most, folder in lives:  # pages of a load, and of a copy down
         page_size, tokens = rng.choice([1, 3, 4, 16]), rng.choice([130, 170, 400])
+        if folder is not None:
+            page_size, tokens = 4, 130
         size = page_size * 5 * 8
         monkeypatch.setattr(HostStore, "most_bytes", most * size)
         monkeypatch.setattr(host, "_DOWN", most * size)
@@ -59,9 +64,10 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
             device,
             page_size,
             -(-tokens // page_size) + 2,
-            slots=rng.choice([20, 300]),
+            slots=rng.choice([20, 300] if folder is None else [5, 20]),
             max_num_batched_tokens=rng.choice([7, 30, 200]),
             max_num_seqs=rng.choice([1, 4, 8]),
+            folder=folder,
         )
         assert engine.store.page_bytes == size
         device.failures, device.rng = rng.choice([0.0, 0.02]), rng
@@ -70,12 +76,15 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
             arrivals=0.2, failures=0.04, resets=0.003,
         )  # fmt: skip
         total["loaded"] += engine.engine.lifetime_stats.loaded_tokens
-        total.update(engine.store.counters._asdict())
-        engine.host.close()
+        for level in engine.offload.levels:
+            counts = level.store.counters._asdict()
+            total.update({f"{level.tier.medium} {name}": n for name, n in counts.items()})
+        engine.offload.close()
         assert not device.registered
     print(f"seed {seed}: {dict(total)}")
     if seed == 20_261_125:
-        assert total["loaded"] > 20 and total["failed_pages"] and total["preempted"]
+        assert total["loaded"] > 20 and total["host failed_pages"] and total["preempted"]
+        assert total["disk loaded_pages"] > 20 and total["disk stored_pages"]
 
 
 def evict_all(engine: Pinned) -> None:
@@ -98,23 +107,23 @@ def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
 
 def test_what_is_cheaper_to_compute_is_computed(device: PinnedDevice) -> None:
     engine = Pinned(device)
-    loads = engine.host.loads
+    loads = engine.offload.loads
     for speed, loaded in ((1e-9, 0), (1e-9, len(TEXT) - 1), (1e9, 0), (1e-9, len(TEXT) - 1)):
         for _ in range(200):  # outweigh what was measured
             loads.computing.note(1e6, 1e6 / speed)
         assert engine.answer(TEXT) == (greedy(TEXT, 4), loaded)
         pages, _ = engine.tier.find(np.array(TEXT, np.int32), 0)
-        assert not pages or loads.cost(len(pages), 24).pays == (speed < 1)
+        assert not pages or loads.cost("host", len(pages), 24).pays == (speed < 1)
         evict_all(engine)
-    assert loads.cost(7, 24).load is not None, "by the events around the copies"
+    assert loads.cost("host", 7, 24).load is not None, "by the events around the copies"
 
 
 def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> None:
     engine = Pinned(device, max_num_batched_tokens=40)
-    loads, long = engine.host.loads, [5] * 60
+    loads, long = engine.offload.loads, [5] * 60
     engine.answer(TEXT)
     evict_all(engine)
-    loads.store.reading.note(1, 1e-9)
+    engine.store.reading.note(1, 1e-9)
     loads.computing.note(1e9, 1.0)
     loads._wait_for(10e-9)  # as long as 10 tokens
     assert loads.charge(40) == 30 and loads.charge(40) == 40, "once"
@@ -133,6 +142,35 @@ def test_what_is_salted_stays_in_the_pool(device: PinnedDevice) -> None:
         engine.engine.step()
     evict_all(engine)
     assert not len(engine.tier)
+
+
+def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
+    device: PinnedDevice, tmp_path: Path
+) -> None:
+    engine = Pinned(device, slots=7, folder=tmp_path / "kv")
+    disk = engine.offload.levels[1]
+    assert isinstance(disk.store, DiskStore)
+    for first in (1, 2, 3):
+        engine.answer([first, *TEXT[1:]])
+        evict_all(engine)
+    disk.store.flush()
+    assert len(engine.tier) == 7 and len(disk.tier) == 14, "the first two"
+    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+    assert disk.store.counters.loaded_pages == 6
+    stored = disk.store.counters.stored_pages
+    evict_all(engine)
+    disk.store.flush()
+    assert disk.store.counters.stored_pages == stored + 7, "the third; the first has a copy there"
+    half = [3, *TEXT[1:10], 9, 9]
+    assert engine.answer(half) == (greedy(half, 4), 10), "in mid-page"
+    engine.offload.close()
+    again = Pinned(device, slots=7, folder=tmp_path / "kv")
+    assert len(again.offload.levels[1].tier) >= 21, "all is on disk"
+    assert again.answer(half) == (greedy(half, 4), len(half) - 1)
+    assert again.answer([2, *TEXT[1:]])[1] == len(TEXT) - 1
+    again.engine.reset_cache()
+    assert again.answer(TEXT) == (greedy(TEXT, 4), 0)
+    again.offload.close()
 
 
 def test_a_reset_forgets_host_memory_too(device: PinnedDevice) -> None:
@@ -157,7 +195,10 @@ def test_memory_that_cannot_be_pinned_is_refused(device: PinnedDevice) -> None:
     ("settings", "sentence"),
     [
         ({"device": "cpu"}, "host_memory is for a GPU; on a CPU, KV memory is memory of the host"),
-        ({"kv_dir": "kv"}, "host_memory and kv_dir do not go together"),
+        (
+            {"kv_dir": "kv", "kv_events_config": '{"enable_kv_cache_events": true}'},
+            "kv_events_config goes with host_memory or kv_dir, not with both",
+        ),
         ({"cache": "hash-block"}, "host_memory is for cache='radix', not 'hash-block'"),
         ({"tensor_parallel_size": 2}, "host_memory is for one process"),
         ({"host_memory": "much"}, "host_memory must be an amount like 2GB"),

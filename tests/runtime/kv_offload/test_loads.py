@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from radixcache import SamplingParams
-from radixcache.tier import StoredPage
+from radixcache.stored import StoredPage
 from tests.engines import generated
 from tests.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Disk
