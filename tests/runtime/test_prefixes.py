@@ -24,8 +24,16 @@ def llm(path: Path) -> LLM:
     return LLM(path, page_size=4, kv_cache_memory_bytes=60 * 4 * BYTES_PER_TOKEN)  # 60 pages
 
 
-def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
+def fill(llm: LLM) -> None:
+    """Ask for more than the pool holds."""
+    for i in range(20):
+        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
+
+
+def test_a_prompt_goes_on_from_a_prefix_by_name_under_any_pressure(llm: LLM) -> None:
     llm.pin_prefix("system", SYSTEM)
+    fill(llm)
+    assert llm.cache.stats.evicted_pages > 20
     (named,) = llm.generate("Hello", GREEDY, prefix="system")
     assert named.num_cached_tokens == len(SYSTEM)
     assert named.prompt_token_ids == llm.encode(SYSTEM + "Hello")
@@ -33,15 +41,6 @@ def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
     llm.reset_prefix_cache()
     (whole,) = llm.generate(SYSTEM + "Hello", GREEDY)
     assert named.outputs[0].token_ids == whole.outputs[0].token_ids
-
-
-def test_a_pinned_prefix_survives_any_pressure(llm: LLM) -> None:
-    llm.pin_prefix("system", SYSTEM)
-    for i in range(20):
-        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
-    assert llm.cache.stats.evicted_pages > 20
-    assert llm.generate("Hi", GREEDY, prefix="system")[0].num_cached_tokens == len(SYSTEM)
-    llm.cache.check()
 
 
 def test_prefixes_are_listed_unpinned_and_expire(path: Path) -> None:
@@ -61,7 +60,7 @@ def test_prefixes_are_listed_unpinned_and_expire(path: Path) -> None:
     engine.cache.reset()  # refuses while a pin lives
 
 
-def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
+def test_bad_prefixes_are_one_sentence_and_cost_nothing(path: Path, llm: LLM) -> None:
     llm.pin_prefix("system", SYSTEM)
     for call, error, sentence in (
         (lambda: llm.generate(["a", "b"], prefix="sytem"), PinError, "no prefix named 'sytem'"),
@@ -77,9 +76,6 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
             (None, "system"): len(SYSTEM)
         }
         llm.cache.check()
-
-
-def test_without_a_prefix_cache_nothing_can_be_pinned(path: Path) -> None:
     bare = LLM(path, cache="none", kv_cache_memory_bytes="1MiB")
     with pytest.raises(PinError, match="runs without a prefix cache"):
         bare.pin_prefix("system", SYSTEM)
@@ -101,21 +97,6 @@ def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
                 call(salt)
     asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt="a"))
     assert llm.prefixes.list() == [] and llm.cache.pins == {}
-
-
-def test_a_name_and_a_share_of_the_pins_belong_to_a_salt(llm: LLM) -> None:
-    for salt, text in (("a", "1" * 60), ("b", "2" * 60)):
-        llm.pin_prefix("system", text, cache_salt=salt)
-        named = llm.generate("x", GREEDY, prefix="system", cache_salt=salt)[0]
-        assert named.prompt_token_ids == llm.encode(f"{text}x")
-        with pytest.raises(PinError, match="makes 16 pinned pages, the share is 15"):
-            llm.pin_prefix("more", "z", cache_salt=salt)
-        llm.cache.check()
-    with pytest.raises(PinError, match="more pages than all pins together have left"):
-        llm.pin_prefix("system", "z")
-    llm.unpin_prefix("system", cache_salt="a")
-    assert llm.cache.pins == {("b", "system"): 60}
-    llm.pin_prefix("system", "z")
 
 
 def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> None:
@@ -156,8 +137,7 @@ def test_what_is_preferred_survives_pressure_and_yields_to_need(llm: LLM) -> Non
         return [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
 
     prefer(SYSTEM)
-    for i in range(20):
-        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
+    fill(llm)
     assert llm.generate(SYSTEM + "Hi", GREEDY)[0].num_cached_tokens == len(SYSTEM)
     # A named prefix takes the place: with both, more than the share were pinned.
     llm.pin_prefix("named", "y" * 40)
@@ -219,7 +199,7 @@ def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(l
     assert preferred() == [(30, None), (40, "a"), (10, None)]
     prefer(30, 7200)
     assert preferred() == [(40, "a"), (30, None)]
-    llm.reset_prefix_cache()
+    asyncio.run(AsyncLLM(llm).reset_prefix_cache())
     assert preferred() == []
 
 
@@ -236,11 +216,3 @@ def test_of_many_that_are_preferred_those_asked_for_last_stay(
         told = [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
         last = [*range(min(20, length + 3), length - 1, -1)]
         assert told == ([14] if seconds == 10 else last)
-
-
-def test_async_reset_prefix_cache_drops_preferred(llm: LLM) -> None:
-    llm.generate(SYSTEM, GREEDY)
-    llm.call(lambda: llm.prefixes.prefer(llm.encode(SYSTEM), 60.0))
-    asyncio.run(AsyncLLM(llm).reset_prefix_cache())
-    assert not llm.call(llm.prefixes.list)
-    assert llm.generate(SYSTEM, GREEDY)[0].num_cached_tokens == 0
