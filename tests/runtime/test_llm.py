@@ -273,6 +273,7 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
             {"kv_cache_memory_bytes": "10TB"},
             r"9,313.2 GiB of KV memory are more than .* machine has [0-9.,]+ GiB",
         ),
+        ({"kv_cache_memory_bytes": "9" * 400}, "GiB of KV memory are more than"),
         ({"exact": "no"}, "exact must be one of True, False, not 'no'"),
         ({"device": "abacus"}, "unknown device"),
     ):
