@@ -99,14 +99,3 @@ def test_the_schemes_prefill_what_can_be_counted_by_hand_without_torch() -> None
         hits = [stem // block * block for block in (64, 16, 1)]
         expected = [8 * hit + 200 * (stem - hit + question) for hit in hits]
         assert found == [200 * (stem + question), *expected]
-
-
-def test_every_example_says_how_to_run_it_and_is_short() -> None:
-    examples = sorted(FOLDER.glob("*.py"))
-    assert len(examples) == 4
-    readme = (ROOT / "README.md").read_text()
-    for path in examples:
-        text = path.read_text()
-        assert text.startswith('"""') and f"python examples/{path.name}" in text
-        assert len(text.splitlines()) <= 55
-        assert f"(examples/{path.name})" in readme

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,7 @@ def test_tools_calls_and_results_are_said_in_words() -> None:
 
 
 @pytest.mark.parametrize("refused", ["{{ raise_exception('system?') }}", ""])
-def test_where_no_system_message_is_taken_the_first_user_tells(
-    refused: str,
-) -> None:
+def test_where_no_system_message_is_taken_the_first_user_tells(refused: str) -> None:
     plain = make_tokenizer()
     plain.chat_template = (
         f"{{% for m in messages %}}{{% if m.role == 'system' %}}{refused}{{% else %}}"
@@ -85,12 +82,12 @@ def test_a_template_that_knows_tools_in_an_unknown_form_is_left_alone(template: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": TOOL["function"]}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
 def test_a_call_that_must_come_follows_its_schema(
     server: LiveServer, choice: Any, stream: bool
 ) -> None:
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": "weather"}}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         answer: Any = client.chat.completions.create(
             model="", messages=QUESTION, tools=[TOOL], tool_choice=choice,
@@ -119,18 +116,3 @@ def test_a_conversation_with_calls_goes_on_from_its_tokens(server: LiveServer) -
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     forced = len("\n</tool_call>")  # at the end: no step computes it
     assert cached >= first["usage"]["total_tokens"] - 2 - forced
-
-
-def test_that_it_is_the_generic_form_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        LLM(tiny_model("llama", tmp_path), kv_cache_memory_bytes="4MiB") as llm,
-        caplog.at_level(logging.INFO),
-    ):
-        for _ in range(2):
-            llm.turns.encode(QUESTION, tools=[TOOL])
-    assert [record.message for record in caplog.records if "knows no tools" in record.message] == [
-        "the chat template of this model knows no tools: they are described in the system message, "
-        "and calls are read in Hermes' form"
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,15 +161,3 @@ def test_the_model_calls_its_tool_and_answers_from_what_it_found(
         assert output.num_cached_tokens == seen
         seen = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     llm.cache.check()
-
-
-@pytest.mark.exhaustive
-def test_twenty_turns_of_calls_fit_into_the_context(tokenizer: PreTrainedTokenizerFast) -> None:
-    rng = random.Random(17)
-    asked = [column for column in COLUMNS if column != "Name"]
-    cells = [(rng.choice(list(PEOPLE)), rng.choice(asked)) for _ in range(20)]
-    turns = [
-        (f"What is the {c if c == 'ID' else c.lower()} of {name}?", name, c) for name, c in cells
-    ]
-    *_, last = agent(LLM(), tokenizer, turns)
-    assert len(last.prompt_token_ids) < 4_000

@@ -7,23 +7,18 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
-from radixcache import LLM, SamplingParams
+from bench.workloads.byte_level_bpe import DELIMITERS
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.models import tiny_model
 from tests.runtime.tokens.tiny_tokenizers import (
-    CORPUS,
     KINDS,
     LOSSLESS,
-    VOCAB_SIZE,
     awkward_added_tokens,
     byte_level,
     prepending,
@@ -388,40 +383,6 @@ def test_a_tokenizer_without_delimiters_is_used_plainly() -> None:
     prompt = history.encode("<|user|>What?")
     history.remember(prompt, tokenizer.encode("x"))
     assert prompt.tokens.tolist() == tokenizer.encode("<|user|>What?") and not history._texts
-
-
-# ------------------------------------------------------------------------------- through the engine
-
-TURNS = 20
-
-
-def drifting_model(folder: Path) -> Path:
-    """A random Llama, whose answers its byte-level BPE tokenizer would spell otherwise."""
-    tokenizer = train_byte_level_bpe(CORPUS, VOCAB_SIZE)
-    options = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-    tiny_model("llama", folder, SEED, tokenizer=False, **options)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Path) -> None:
-    llm = LLM(drifting_model(tmp_path), page_size=4, kv_cache_memory_bytes="16MiB")
-    tokenizer = llm.history.tokenizer
-    messages = [{"role": "system", "content": CORPUS[0]}]
-    seen = drifted = 0
-    for turn in range(TURNS):
-        messages.append({"role": "user", "content": f"{turn}: {CORPUS[turn % 3][:turn]}"})
-        params = SamplingParams(
-            temperature=1, seed=SEED + turn, max_tokens=12, stop_token_ids=[*tokenizer.delimiters]
-        )
-        (output,) = llm.chat(messages, params)
-        answer = output.outputs[0]
-        drifted += tokenizer.encode(answer.text, special=False) != answer.token_ids
-        assert output.metrics.prefilled_tokens == len(output.prompt_token_ids) - seen
-        llm.cache.check()
-        seen = len(output.prompt_token_ids) + len(answer.token_ids) - 1
-        messages.append({"role": "assistant", "content": answer.text})
-    assert drifted > TURNS // 2, f"seed {SEED}"
 
 
 def test_a_long_text_holds_up_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
