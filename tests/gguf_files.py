@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,22 +135,15 @@ def _f32(values: NDArray[np.int64]) -> Floats:
     return values.astype(np.float32)
 
 
-def _q4_0(b: Bytes, i: int) -> Floats:
-    return _half(b, 0) * _f32(_nibble(b, 2 + i % 16, i // 16) - 8)
-
-
-def _q4_1(b: Bytes, i: int) -> Floats:
-    return _half(b, 0) * _f32(_nibble(b, 4 + i % 16, i // 16)) + _half(b, 2)
-
-
-def _q5_0(b: Bytes, i: int) -> Floats:
-    number = _nibble(b, 6 + i % 16, i // 16) + 16 * _bit(b, 2 + i // 8, i % 8)
-    return _half(b, 0) * _f32(number - 16)
-
-
-def _q5_1(b: Bytes, i: int) -> Floats:
-    number = _nibble(b, 8 + i % 16, i // 16) + 16 * _bit(b, 4 + i // 8, i % 8)
-    return _half(b, 0) * _f32(number) + _half(b, 2)
+def _q45(b: Bytes, i: int, bits: int, has_minimum: bool) -> Floats:
+    """Q4_0, Q4_1, Q5_0 and Q5_1; a weight's fifth bit stands before all nibbles."""
+    at = 4 if has_minimum else 2
+    number = _nibble(b, (at + 4 if bits == 5 else at) + i % 16, i // 16)
+    if bits == 5:
+        number = number + 16 * _bit(b, at + i // 8, i % 8)
+    if has_minimum:
+        return _half(b, 0) * _f32(number) + _half(b, 2)
+    return _half(b, 0) * _f32(number - 2 ** (bits - 1))
 
 
 def _q8_0(b: Bytes, i: int) -> Floats:
@@ -212,10 +206,10 @@ def _iq4_xs(b: Bytes, i: int) -> Floats:
 
 
 _WEIGHTS = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q4_0": partial(_q45, bits=4, has_minimum=False),
+    "Q4_1": partial(_q45, bits=4, has_minimum=True),
+    "Q5_0": partial(_q45, bits=5, has_minimum=False),
+    "Q5_1": partial(_q45, bits=5, has_minimum=True),
     "Q8_0": _q8_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,

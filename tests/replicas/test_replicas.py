@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import pytest
 from openai import APIConnectionError
 
 from radixcache import LLM, SamplingParams
-from tests.replicas.conftest import KEY, Deployment
+from tests.replicas.conftest import Deployment
 from tests.replicas.load import Load
 
 pytest.importorskip("ray")
@@ -68,67 +67,6 @@ def test_a_stream_is_the_same_as_one_server_gives(deployment: Deployment, alone:
     assert not load.failed and len(load.answered) == 6
     for messages, text in load.answered:
         assert text == alone.chat(messages, GREEDY)[0].outputs[0].text
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "one two three", "max_tokens": 2}),
-        ("/v1/messages", {**_chat("one two three"), "model": "tabletalk"}),
-        ("/v1/responses", {"input": "one two three", "max_output_tokens": 2}),
-        ("/v1/explain", {"prompt": "one two three"}),
-        ("/tokenize", {"prompt": "one two three"}),
-    ],
-)
-def test_every_api_answers(deployment: Deployment, path: str, body: dict[str, Any]):
-    answer = deployment.http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-
-
-def test_explain_asks_the_replica_that_the_prompt_would_go_to(deployment: Deployment):
-    _flush(deployment)
-    body = _chat("What is a prompt that only one of them has seen so far?")
-    answer = deployment.http.post("/v1/chat/completions", json=body)
-    told = deployment.http.post("/v1/explain", json=body)
-    assert told.headers[REPLICA] == answer.headers[REPLICA]
-    assert told.json()["cached_tokens"] > 0
-
-
-def test_a_conversation_of_the_responses_api_goes_on_where_it_is_kept(deployment: Deployment):
-    for _ in range(4):  # the replicas take turns
-        first = deployment.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2})
-        name = first.json()["id"]
-        then = {"input": "and?", "max_output_tokens": 2, "previous_response_id": name}
-        second = deployment.http.post("/v1/responses", json=then)
-        assert second.status_code == 200, second.text
-        assert second.headers[REPLICA] == first.headers[REPLICA]
-        assert deployment.http.get(f"/v1/responses/{name}").json()["id"] == name
-        assert deployment.http.delete(f"/v1/responses/{name}").json()["deleted"]
-        assert deployment.http.get(f"/v1/responses/{name}").status_code == 404
-
-
-def test_who_has_no_key_is_not_let_in(deployment: Deployment):
-    url, key = deployment.url, {"Authorization": f"Bearer {KEY}"}
-    assert httpx.post(f"{url}/v1/chat/completions", json=_chat("x")).status_code == 401
-    assert httpx.get(f"{url}/health").status_code == 200
-    for path in ("/v1/replicas", "/metrics", "/v1/cache"):
-        assert httpx.get(f"{url}{path}", headers=key).status_code == 401, path
-    assert httpx.post(f"{url}/v1/cache/flush", headers=key).status_code == 401
-
-
-def test_what_is_wrong_is_said_as_by_one_server(deployment: Deployment):
-    bad = deployment.http.post("/v1/chat/completions", json={"messages": 1})
-    assert bad.status_code == 400 and "messages" in bad.json()["error"]["message"]
-    assert deployment.http.post("/v1/completions", content=b"{").status_code == 400
-    assert deployment.http.post("/v1/completions", content=b" " * (17 << 20)).status_code == 413
-    assert deployment.http.get("/nowhere").status_code == 404
-    assert deployment.http.get("/v1/cache?replica=nobody").status_code == 404
-
-
-def test_the_cache_of_each_replica_can_be_seen(deployment: Deployment):
-    for name in deployment.replicas():
-        view = deployment.http.get("/v1/cache", params={"replica": name})
-        assert view.headers[REPLICA] == name and view.json()["stats"]["pages"] > 0
 
 
 def test_who_hangs_up_leaves_nothing_running(deployment: Deployment):
@@ -189,20 +127,6 @@ def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, a
     pinned = deployment.metric("radixcache_pages", ',state="pinned"')
     assert pinned[joined] == max(pinned.values()) > 0
     assert deployment.http.delete("/v1/prefixes/kept").status_code == 200
-
-
-def test_a_stream_that_is_cut_ends_with_an_error_event(deployment: Deployment):
-    running = deployment.wait_for(3)
-    body = _chat("A very long story, please.", max_tokens=3000, ignore_eos=True, stream=True)
-    with deployment.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        os.kill(running[answer.headers[REPLICA]]["pid"], signal.SIGKILL)
-        *_, told, end = (line for line in lines if line)
-    assert end == "data: [DONE]"
-    error = json.loads(told.removeprefix("data: "))["error"]
-    assert error["type"] == "server_error" and "died" in error["message"]
-    deployment.wait_for(3)
 
 
 def test_routing_saves_what_several_caches_lose(deployment: Deployment):
