@@ -233,22 +233,28 @@ _MATRICES = {
 }
 
 
+# What a config and the metadata of a GGUF file call it.
+_SHAPE = [
+    ("vocab_size", "vocab_size", VOCABULARY),
+    ("hidden_size", "embedding_length", HIDDEN),
+    ("intermediate_size", "feed_forward_length", INNER),
+    ("num_hidden_layers", "block_count", LAYERS),
+    ("num_attention_heads", "attention.head_count", HEADS),
+    ("num_key_value_heads", "attention.head_count_kv", KV_HEADS),
+    ("head_dim", "attention.key_length", DIM),
+    ("max_position_embeddings", "context_length", 512),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", 1e-5),
+    ("rope_theta", "rope.freq_base", 10_000.0),
+]
+
+
 def config_of(family: str) -> dict[str, Any]:
     """config.json of the tiny models."""
     return {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
+        **{name: value for name, _, value in _SHAPE},
         "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         **({"sliding_window": 7} if family == "mistral" else {}),
@@ -260,17 +266,8 @@ def metadata_of(family: str, more: Mapping[str, Any] | None = None) -> dict[str,
     name = "llama" if family == "mistral" else family
     metadata = {
         "general.architecture": name,
-        "{}.vocab_size": VOCABULARY,
-        "{}.embedding_length": HIDDEN,
-        "{}.feed_forward_length": INNER,
-        "{}.block_count": LAYERS,
-        "{}.attention.head_count": HEADS,
-        "{}.attention.head_count_kv": KV_HEADS,
-        "{}.attention.key_length": DIM,
+        **{f"{{}}.{key}": value for _, key, value in _SHAPE},
         "{}.attention.value_length": DIM,
-        "{}.context_length": 512,
-        "{}.attention.layer_norm_rms_epsilon": 1e-5,
-        "{}.rope.freq_base": 10_000.0,
         **({"{}.attention.sliding_window": 7} if family == "mistral" else {}),
         **(more or {}),
     }

@@ -76,14 +76,6 @@ def test_the_openai_client_is_told_what_was_cached(
     assert int(none) == 0 and int(total) - int(cached) <= 12
 
 
-def test_the_openai_client_says_in_a_line_that_there_is_no_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["openai_client.py", "http://127.0.0.1:1"])
-    with pytest.raises(SystemExit, match="There is no server at http://127"):
-        run("openai_client.py")
-
-
 def test_the_toy_engine_finds_its_tokens_in_the_pages_without_torch() -> None:
     output = run_without_torch("own_engine.py")
     # cached, computed, copies: what the prompts have in common can be counted by hand.

@@ -34,11 +34,10 @@ class Load:
 
     client: AsyncOpenAI
     seed: int
-    chats: int = 30
-    turns: int = 6
-    documents: int = 6
-    at_a_time: int = 6
-    max_tokens: int = 40
+    chats: int
+    turns: int
+    documents: int
+    at_a_time: int
     answered: list[tuple[Messages, str]] = field(default_factory=list)
     failed: list[tuple[Exception, str]] = field(default_factory=list)
 
@@ -73,9 +72,5 @@ class Load:
 
     async def _ask(self, messages: Any) -> Any:
         return await self.client.chat.completions.create(
-            model="tabletalk",
-            messages=messages,
-            max_tokens=self.max_tokens,
-            temperature=0,
-            stream=True,
+            model="tabletalk", messages=messages, max_tokens=40, temperature=0, stream=True
         )

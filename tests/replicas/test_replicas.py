@@ -61,14 +61,6 @@ def test_prompts_with_one_stem_go_to_one_replica_and_it_says_why(deployment: Dep
     assert chosen[last["replica"]]["cost"] == min(s["cost"] for s in chosen.values())
 
 
-def test_a_stream_is_the_same_as_one_server_gives(deployment: Deployment, alone: LLM):
-    load = Load(deployment.client(), seed=0, chats=3, turns=2, documents=2)
-    asyncio.run(load.run())
-    assert not load.failed and len(load.answered) == 6
-    for messages, text in load.answered:
-        assert text == alone.chat(messages, GREEDY)[0].outputs[0].text
-
-
 def test_who_hangs_up_leaves_nothing_running(deployment: Deployment):
     body = _chat("Tell me a long story.", max_tokens=3000, ignore_eos=True, stream=True)
     with deployment.http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -77,23 +69,6 @@ def test_who_hangs_up_leaves_nothing_running(deployment: Deployment):
     with pytest.raises(httpx.TimeoutException):
         deployment.http.post("/v1/chat/completions", json=body, timeout=0.3)
     _wait_until_idle(deployment)
-
-
-def test_a_named_prefix_is_pinned_on_all_and_unpinned_on_all(deployment: Deployment):
-    prefix = {"name": "rules", "messages": [{"role": "system", "content": "Be kind. " * 20}]}
-    assert deployment.http.post("/v1/prefixes", json=prefix).status_code == 200
-    assert set(deployment.metric("radixcache_pages", ',state="pinned"').values()) != {0.0}
-    for _ in range(3):
-        body = _chat("Well?", prefix="rules")
-        answer = deployment.http.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
-    again = deployment.http.post("/v1/prefixes", json=prefix)
-    assert again.status_code == 409
-    assert deployment.http.post("/v1/cache/flush").status_code == 409, "one was pinned"
-    assert deployment.http.delete("/v1/prefixes/rules").status_code == 200
-    assert deployment.http.delete("/v1/prefixes/rules").status_code == 404
-    _flush(deployment)
 
 
 def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, alone: LLM):
@@ -127,17 +102,3 @@ def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, a
     pinned = deployment.metric("radixcache_pages", ',state="pinned"')
     assert pinned[joined] == max(pinned.values()) > 0
     assert deployment.http.delete("/v1/prefixes/kept").status_code == 200
-
-
-def test_routing_saves_what_several_caches_lose(deployment: Deployment):
-    _flush(deployment)
-    before = deployment.computed()
-    load = Load(deployment.client(), seed=2)
-    asyncio.run(load.run())
-    computed = deployment.computed() - before
-    reference = LLM(kv_cache_memory_bytes="256MiB")
-    for messages, _ in sorted(load.answered, key=lambda item: len(item[0])):
-        reference.chat(messages, GREEDY)
-    stats = reference.cache.stats
-    print(f"{computed:.0f} computed, one server {stats.query_tokens - stats.hit_tokens}")
-    assert computed <= 1.2 * (stats.query_tokens - stats.hit_tokens)

@@ -83,35 +83,6 @@ def test_a_conversation_without_tools_has_the_tokens_that_it_always_had(
     assert digest == "8af90bddd2dfcf0651044fdda5097faea5c8c3a4a2470f424e6709896aa7a4d2"
 
 
-def test_the_template_writes_tools_calls_and_their_results(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    calls = [call(name="f", arguments={"a": 1, "b": 'é"'}), call(name="g", arguments={})]
-    asked: list[Message] = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": "found"},
-    ]
-    tools = [call(name="f", parameters={"type": "object"}), call(name="g", description="é")]
-    offered = '# Tools\n{"name": "f", "parameters": {"type": "object"}}\n'
-    offered += '{"name": "g", "description": "é"}\n<|end|>'
-    written = (
-        '<|user|>?<|end|><|assistant|><tool_call>\n{"name": "f", "arguments": '
-        '{"a": 1, "b": "é\\""}}\n</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n'
-        "</tool_call><|end|><|tool|>found<|end|>"
-    )
-
-    def render(messages: list[Message], tools: list[Any] | None) -> str:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
-
-    assert render(asked, None) == written
-    assert render(asked, tools) == "<|system|>" + offered + written
-    system = {"role": "system", "content": "Be brief."}
-    assert render([system, *asked], tools) == "<|system|>Be brief.\n" + offered + written
-    asked[1]["content"] = "Wait."
-    assert "<|assistant|>Wait.\n<tool_call>\n" in render(asked, tools)
-
-
 # -------------------------------------------------------------------------------------- the tool
 
 

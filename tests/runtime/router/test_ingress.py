@@ -290,8 +290,7 @@ async def test_one_that_hangs_as_it_joins_holds_up_no_other(
 
 
 async def test_a_lifetime_goes_on_where_a_replica_joins_and_may_be_written_as_text(
-    world: World,
-    llms: dict[str, LLM],
+    world: World, llms: dict[str, LLM]
 ) -> None:
     answer = await world.ask("/v1/prefixes", {**PREFIX, "lifetime": "50"})
     assert answer.status == 200

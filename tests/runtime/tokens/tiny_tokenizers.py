@@ -6,15 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -147,9 +139,7 @@ def _sentencepiece(pre_tokenizer: Any, normalizer: Any) -> Backend:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[*SPECIAL, "<unk>"],
-        show_progress=False,
+        vocab_size=VOCAB_SIZE, special_tokens=[*SPECIAL, "<unk>"], show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
     parts = json.loads(backend.to_str())
