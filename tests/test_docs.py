@@ -16,7 +16,6 @@ from tests.sources import SOURCES
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
-PICTURES = [p for p in (ROOT / "docs").rglob("*") if p.suffix in (".gif", ".png", ".svg")]
 # The programs of server.md need a server: tests/runtime/server/test_server_docs.py runs them.
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
@@ -70,15 +69,6 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert target.exists(), f"{page.name}: {link}"
             if anchor:
                 assert anchor in anchors_of(target), f"{page.name}: {link}#{anchor}"
-
-
-def test_every_picture_is_shown() -> None:
-    shown = {
-        (page.parent / link).resolve()
-        for page in PAGES
-        for link in re.findall(r"!\[[^\]]*\]\((?!http)([^)]+)\)", page.read_text())
-    }
-    assert PICTURES and shown == set(PICTURES)
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -56,11 +56,8 @@ def test_reasons_are_those_of_a_brute_force(
     asked = chats(72, seed=5)
     told = serve(observer, asked, block)
     head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head.pop("run") and head == {
-        "engine": "a test",
-        "capacity": CAPACITY,
-        "block_size": block,
-    }
+    told_of = {"engine": "a test", "capacity": CAPACITY, "block_size": block}
+    assert head.pop("run") and head == told_of
     wanted = expected(asked, told, block)
     seen, texts = set(), list[list[int]]()
     for line, (tokens, _), (answer, hit), stretches in zip(lines, asked, told, wanted, strict=True):

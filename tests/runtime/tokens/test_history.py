@@ -9,20 +9,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tokenizers import AddedToken, Regex, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bench.workloads.byte_level_bpe import DELIMITERS
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.tokens.tiny_tokenizers import (
+    DELIMITERS,
     KINDS,
     LOSSLESS,
     awkward_added_tokens,
     byte_level,
     prepending,
     tabletalk,
+    train_on_bytes,
     word_piece,
     wrap,
 )
@@ -268,13 +269,7 @@ def test_text_right_behind_an_answer_is_tokenised_as_one_with_it() -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    trainer = trainers.BpeTrainer(
-        special_tokens=[AddedToken(text, normalized=False) for text in DELIMITERS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    lines = ["The end.\nThe end.\n", "It is the end.\nUser: Why?"]
-    backend.train_from_iterator(lines * 3, trainer)
+    train_on_bytes(backend, ["The end.\nThe end.\n", "It is the end.\nUser: Why?"])
     tokenizer = wrap(backend)
     history = TokenHistory(tokenizer)
     prompt = history.encode("<|user|>What?\n[assistant]")
