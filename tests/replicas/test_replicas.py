@@ -14,7 +14,7 @@ from openai import APIConnectionError
 
 from radixcache import LLM, SamplingParams
 from tests.replicas.conftest import Deployment
-from tests.replicas.load import Load
+from tests.replicas.load import CHATS, TURNS, Load
 
 pytest.importorskip("ray")
 
@@ -74,7 +74,7 @@ def test_who_hangs_up_leaves_nothing_running(deployment: Deployment):
 def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, alone: LLM):
     prefix = {"name": "kept", "prompt": "A prefix that whoever joins must know. " * 5}
     assert deployment.http.post("/v1/prefixes", json=prefix).status_code == 200
-    load = Load(deployment.client(), seed=1, chats=24, turns=4, documents=6, at_a_time=12)
+    load = Load(deployment.client(), seed=1)
     before = deployment.replicas()
 
     async def kill() -> str:
@@ -94,7 +94,7 @@ def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, a
     for error, text in load.failed:
         assert text, f"nothing had come, and it failed: {error}"
         assert not isinstance(error, APIConnectionError), "it ended without an event"
-    assert len(load.answered) + len(load.failed) == 24 * 4
+    assert len(load.answered) + len(load.failed) == CHATS * TURNS
     for messages, text in load.answered:
         assert text == alone.chat(messages, GREEDY)[0].outputs[0].text
     (joined,) = deployment.wait_for(3).keys() - before.keys()
