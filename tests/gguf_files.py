@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,7 +205,7 @@ def _iq4_xs(b: Bytes, i: int) -> Floats:
     return _half(b, 0) * _f32(scale - 32) * _f32(number)
 
 
-_WEIGHTS = {
+_WEIGHTS: dict[str, Callable[[Bytes, int], Floats]] = {
     "Q4_0": partial(_q45, bits=4, has_minimum=False),
     "Q4_1": partial(_q45, bits=4, has_minimum=True),
     "Q5_0": partial(_q45, bits=5, has_minimum=False),

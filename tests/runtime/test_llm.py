@@ -70,15 +70,6 @@ def test_a_chat_whose_template_rewrites_history_falls_back_to_tokenising(tableta
     assert chat.ask("How old is Clara Frost?").outputs[0].text.endswith(" 77.")
 
 
-def test_an_unread_turn_leaves_the_conversation_as_it_was(tabletalk: LLM) -> None:
-    chat = Chat(tabletalk, system=TABLE)
-    stream = chat.stream("How old is Hugo Marsh?")
-    next(stream)
-    stream.close()
-    assert len(chat.messages) == 1 and not tabletalk.call(lambda: tabletalk.engine.has_work)
-    assert chat.ask("How old is Hugo Marsh?").outputs[0].text.endswith(" 36.")
-
-
 def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> None:
     llm.stream("never read").close()
     assert not llm.call(lambda: llm.engine.has_work)
@@ -131,18 +122,6 @@ def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     tokens = [completion.token_ids for completion in alone.outputs]
     assert tokens == [completion.token_ids for completion in crowd[0].outputs]
     assert tokens[0] != tokens[1]
-
-
-def test_stop_tokens_and_eos_end_the_text_and_are_not_part_of_it(llm: LLM) -> None:
-    free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    tokens = llm.generate("stop", free)[0].outputs[0].token_ids
-    stop = tokens[10]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
-    completion = llm.generate("stop", params)[0].outputs[0]
-    assert completion.token_ids == tokens[: tokens.index(stop) + 1]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert llm.tokenizer is not None
-    assert completion.text == llm.tokenizer.decode(completion.token_ids[:-1])
 
 
 ODD_VALUES: list[Any] = [
