@@ -16,14 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from radixcache import (
-    HashBlockCache,
-    NoCache,
-    PagePool,
-    PrefixCache,
-    RadixCache,
-    SamplingParams,
-)
+from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,22 +135,15 @@ def _f32(values: NDArray[np.int64]) -> Floats:
     return values.astype(np.float32)
 
 
-def _q4_0(b: Bytes, i: int) -> Floats:
-    return _half(b, 0) * _f32(_nibble(b, 2 + i % 16, i // 16) - 8)
-
-
-def _q4_1(b: Bytes, i: int) -> Floats:
-    return _half(b, 0) * _f32(_nibble(b, 4 + i % 16, i // 16)) + _half(b, 2)
-
-
-def _q5_0(b: Bytes, i: int) -> Floats:
-    number = _nibble(b, 6 + i % 16, i // 16) + 16 * _bit(b, 2 + i // 8, i % 8)
-    return _half(b, 0) * _f32(number - 16)
-
-
-def _q5_1(b: Bytes, i: int) -> Floats:
-    number = _nibble(b, 8 + i % 16, i // 16) + 16 * _bit(b, 4 + i // 8, i % 8)
-    return _half(b, 0) * _f32(number) + _half(b, 2)
+def _q45(b: Bytes, i: int, bits: int, has_minimum: bool) -> Floats:
+    """Q4_0, Q4_1, Q5_0 and Q5_1; a weight's fifth bit stands before all nibbles."""
+    at = 4 if has_minimum else 2
+    number = _nibble(b, (at + 4 if bits == 5 else at) + i % 16, i // 16)
+    if bits == 5:
+        number = number + 16 * _bit(b, at + i // 8, i % 8)
+    if has_minimum:
+        return _half(b, 0) * _f32(number) + _half(b, 2)
+    return _half(b, 0) * _f32(number - 2 ** (bits - 1))
 
 
 def _q8_0(b: Bytes, i: int) -> Floats:
@@ -211,11 +205,11 @@ def _iq4_xs(b: Bytes, i: int) -> Floats:
     return _half(b, 0) * _f32(scale - 32) * _f32(number)
 
 
-_WEIGHTS = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+_WEIGHTS: dict[str, Callable[[Bytes, int], Floats]] = {
+    "Q4_0": partial(_q45, bits=4, has_minimum=False),
+    "Q4_1": partial(_q45, bits=4, has_minimum=True),
+    "Q5_0": partial(_q45, bits=5, has_minimum=False),
+    "Q5_1": partial(_q45, bits=5, has_minimum=True),
     "Q8_0": _q8_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
@@ -239,22 +233,28 @@ _MATRICES = {
 }
 
 
+# What a config and the metadata of a GGUF file call it.
+_SHAPE = [
+    ("vocab_size", "vocab_size", VOCABULARY),
+    ("hidden_size", "embedding_length", HIDDEN),
+    ("intermediate_size", "feed_forward_length", INNER),
+    ("num_hidden_layers", "block_count", LAYERS),
+    ("num_attention_heads", "attention.head_count", HEADS),
+    ("num_key_value_heads", "attention.head_count_kv", KV_HEADS),
+    ("head_dim", "attention.key_length", DIM),
+    ("max_position_embeddings", "context_length", 512),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", 1e-5),
+    ("rope_theta", "rope.freq_base", 10_000.0),
+]
+
+
 def config_of(family: str) -> dict[str, Any]:
     """config.json of the tiny models."""
     return {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
+        **{name: value for name, _, value in _SHAPE},
         "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         **({"sliding_window": 7} if family == "mistral" else {}),
@@ -266,17 +266,8 @@ def metadata_of(family: str, more: Mapping[str, Any] | None = None) -> dict[str,
     name = "llama" if family == "mistral" else family
     metadata = {
         "general.architecture": name,
-        "{}.vocab_size": VOCABULARY,
-        "{}.embedding_length": HIDDEN,
-        "{}.feed_forward_length": INNER,
-        "{}.block_count": LAYERS,
-        "{}.attention.head_count": HEADS,
-        "{}.attention.head_count_kv": KV_HEADS,
-        "{}.attention.key_length": DIM,
+        **{f"{{}}.{key}": value for _, key, value in _SHAPE},
         "{}.attention.value_length": DIM,
-        "{}.context_length": 512,
-        "{}.attention.layer_norm_rms_epsilon": 1e-5,
-        "{}.rope.freq_base": 10_000.0,
         **({"{}.attention.sliding_window": 7} if family == "mistral" else {}),
         **(more or {}),
     }

@@ -2,8 +2,8 @@
 
     python -m tests.mutants            # or with words of the names: python -m tests.mutants salt
 
-Each mutant of `mutants.yaml` is a copy of the project with one change; the tests named beside it
-must fail on it. On the project as it is they pass, which `make test` shows.
+Each mutant of `mutants.yaml` is a copy of the project with one change; the tests that it stands
+under must fail on it. On the project as it is they pass, which `make test` shows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ class Mutant(NamedTuple):
     tests: str
 
 
+TABLE = Path(__file__).with_suffix(".yaml").read_text()
 MUTANTS = [
-    Mutant(**fields) for fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    Mutant(name, path, old, new, tests)
+    for path, groups in yaml.safe_load(TABLE).items()
+    for tests, faults in groups.items()
+    for name, (old, new) in faults.items()
 ]
 
 

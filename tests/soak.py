@@ -25,9 +25,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import httpx2 as httpx
 
@@ -46,6 +47,10 @@ MODES: list[dict[str, Any]] = [
     {"cache": "hash-block", "page_size": 8},
     {"cache": "none", "page_size": 4},
 ]
+LITTLE: dict[str, Any] = {
+    "kv_cache_memory_bytes": "384KiB", "max_num_batched_tokens": 64, "max_num_seqs": 8,
+}  # fmt: skip
+"""Room for a few of the longest requests: eviction and preemption all the time."""
 SALTS = (None, "blue", "red")
 _ARENA_MAX = -8  # glibc's M_ARENA_MAX
 GROWTH = 8.0
@@ -186,26 +191,23 @@ def failing(llm: LLM, rng: random.Random, tally: Counter[str]) -> Iterator[None]
         (engine.model, "forward"), (engine.kv_pool, "copy"), (engine.sampler, "sample"),
         (engine.cache.pool, "allocate"), (engine.cache.pool, "drop"),
     ]  # fmt: skip
-    changed = []
-    for owner, name in owners:
-        original = getattr(owner, name)
 
-        def flaky(*args: Any, _call: Callable[..., Any] = original, **kwargs: Any) -> Any:
+    def flaky(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             chance = rng.random()
             if chance > FAILURES:
-                return _call(*args, **kwargs)
+                return call(*args, **kwargs)
             tally["failures"] += 1
             if chance > FAILURES / 2:
-                _call(*args, **kwargs)
+                call(*args, **kwargs)
             raise MemoryError("planted")
 
-        setattr(owner, name, flaky)
-        changed.append((owner, name))
-    try:
+        return run
+
+    with ExitStack() as stack:
+        for owner, name in owners:
+            stack.enter_context(patch.object(owner, name, flaky(getattr(owner, name))))
         yield
-    finally:
-        for owner, name in changed:
-            delattr(owner, name)
 
 
 def make_cases(path: Path, rng: random.Random) -> list[Case]:
@@ -271,13 +273,7 @@ def main() -> int:
         end, rounds = time.monotonic() + args.minutes * 60, 0
         while len(held) < 6 or time.monotonic() < end:
             for mode in MODES:
-                # Room for a few of the longest requests: eviction and preemption all the time.
-                memory: dict[str, Any] = {
-                    "kv_cache_memory_bytes": "384KiB",
-                    "max_num_batched_tokens": 64,
-                    "max_num_seqs": 8,
-                }
-                with LLM(path, **mode, **memory) as llm:
+                with LLM(path, **mode, **LITTLE) as llm:
                     llm.cache.events.append(lambda event: tally.update([type(event).__name__]))
                     soak = Soak(llm, cases, tally)
                     soak.run(min(5.0, args.minutes * 60 / 24), rng)

@@ -63,9 +63,3 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path):
     verify = ["systemd-analyze", "verify", "--man=no", str(unit)]
     done = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_prometheus_is_told_of_the_port_that_is_served():
-    yaml = pytest.importorskip("yaml")
-    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]

@@ -76,14 +76,6 @@ def test_the_openai_client_is_told_what_was_cached(
     assert int(none) == 0 and int(total) - int(cached) <= 12
 
 
-def test_the_openai_client_says_in_a_line_that_there_is_no_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["openai_client.py", "http://127.0.0.1:1"])
-    with pytest.raises(SystemExit, match="There is no server at http://127"):
-        run("openai_client.py")
-
-
 def test_the_toy_engine_finds_its_tokens_in_the_pages_without_torch() -> None:
     output = run_without_torch("own_engine.py")
     # cached, computed, copies: what the prompts have in common can be counted by hand.
@@ -99,14 +91,3 @@ def test_the_schemes_prefill_what_can_be_counted_by_hand_without_torch() -> None
         hits = [stem // block * block for block in (64, 16, 1)]
         expected = [8 * hit + 200 * (stem - hit + question) for hit in hits]
         assert found == [200 * (stem + question), *expected]
-
-
-def test_every_example_says_how_to_run_it_and_is_short() -> None:
-    examples = sorted(FOLDER.glob("*.py"))
-    assert len(examples) == 4
-    readme = (ROOT / "README.md").read_text()
-    for path in examples:
-        text = path.read_text()
-        assert text.startswith('"""') and f"python examples/{path.name}" in text
-        assert len(text.splitlines()) <= 55
-        assert f"(examples/{path.name})" in readme

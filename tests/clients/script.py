@@ -19,9 +19,6 @@ def answer(prompt: str) -> str | list[str]:
     role, text = turns(prompt)[-2]
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text, re.DOTALL)
     tools = _tools(prompt)
-    asked = [text for role, text in turns(prompt) if role == "user" and "<tool_r" not in text][-1]
-    if "rooms" in asked:
-        return _walk(results)
     if results:
         return f"It is {' and '.join(results)}."
     if cities := re.findall(r"weather in (\w+)(?: and (\w+))?", text):
@@ -30,14 +27,6 @@ def answer(prompt: str) -> str | list[str]:
     if "Nora" in text:
         return _nora(tools, "JSON" in prompt)
     return [f"You are the {role}, and said: {text}", call("get_weather", city="Oslo")]
-
-
-def _walk(results: list[str]) -> str:
-    """Through one room after the other; each says which the next one is."""
-    if not results:
-        return call("room", number=1)
-    (number,) = re.findall(r"the next is (\d+)", results[-1]) or [None]
-    return call("room", number=int(number)) if number else "There is no further room."
 
 
 def _nora(tools: dict[str, Any], told_json: bool) -> list[str]:

@@ -24,6 +24,18 @@ from radixcache.plugins.observer import Observer, looking, prometheus, summary
 CAPACITY = 12_000
 
 
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where observers write."""
+    monkeypatch.setenv("RADIXCACHE_REPORT", str(tmp_path / "report.jsonl"))
+    return tmp_path / "report.jsonl"
+
+
+def last_misses(report: Path) -> list[list[object]]:
+    found: list[list[object]] = json.loads(report.read_text().splitlines()[-1])["misses"]
+    return found
+
+
 def serve(observer: Observer, asked: list[Chat], block: int) -> list[tuple[list[int], int]]:
     """An engine that answers one at a time: answers and hits."""
     cache: HashBlockCache | RadixCache
@@ -47,20 +59,13 @@ def serve(observer: Observer, asked: list[Chat], block: int) -> list[tuple[list[
 
 
 @pytest.mark.parametrize("block", [1, 16])
-def test_reasons_are_those_of_a_brute_force(
-    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "report.jsonl"
-    monkeypatch.setenv("RADIXCACHE_REPORT", str(path))
+def test_reasons_are_those_of_a_brute_force(block: int, report: Path) -> None:
     observer = Observer("a test", CAPACITY, block)
     asked = chats(72, seed=5)
     told = serve(observer, asked, block)
-    head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head.pop("run") and head == {
-        "engine": "a test",
-        "capacity": CAPACITY,
-        "block_size": block,
-    }
+    head, *lines = map(json.loads, report.read_text().splitlines())
+    told_of = {"engine": "a test", "capacity": CAPACITY, "block_size": block}
+    assert head.pop("run") and head == told_of
     wanted = expected(asked, told, block)
     seen, texts = set(), list[list[int]]()
     for line, (tokens, _), (answer, hit), stretches in zip(lines, asked, told, wanted, strict=True):
@@ -68,14 +73,12 @@ def test_reasons_are_those_of_a_brute_force(
         assert (line["tokens"], line["hit"]) == (len(tokens), hit)
         assert is_told_rightly(line["misses"], stretches, tokens, texts)
         texts.append([*tokens, *answer[:-1]])
-        assert hit + sum(end - start for _, start, end in line["misses"]) == max(
-            hit, len(tokens) - 1
-        )
+        missed = sum(end - start for _, start, end in line["misses"])
+        assert hit + missed == max(hit, len(tokens) - 1)
         # Nothing was forgotten: everybody's memory holds all of it.
         known = hit + sum(e - s for r, s, e in line["misses"] if r in ("evicted", "block_size"))
-        assert (
-            line["exact"] == known and line["twice"] == line["fourfold"] == known // block * block
-        )
+        assert line["exact"] == known
+        assert line["twice"] == line["fourfold"] == known // block * block
     wanted_reasons = {"first_seen", "diverged", "evicted", "salt", "block_size"}
     assert seen == (wanted_reasons if block > 1 else wanted_reasons - {"block_size"})
     counts = observer.take()
@@ -109,39 +112,30 @@ def test_who_did_not_look_missed_nothing_else() -> None:
     assert told["missed_tokens:not_read"] == 19 and not told["fourfold_tokens"]
 
 
-def test_of_a_change_only_what_comes_again_is_diverged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_change_only_what_comes_again_is_diverged(report: Path) -> None:
     """The time of day, an instruction that is always the same, a document that is new."""
-    monkeypatch.setenv("RADIXCACHE_REPORT", str(tmp_path / "r.jsonl"))
     observer = Observer("a test", 1000, 1)
     for day in range(2):
-        text = [
-            *range(7 * day, 7 * day + 3),
-            *range(100, 124),
-            *range(1000 * (day + 1), 1000 * (day + 1) + 50),
-        ]
+        document = range(1000 * (day + 1), 1000 * (day + 1) + 50)
+        text = [*range(7 * day, 7 * day + 3), *range(100, 124), *document]
         observer.admit(str(day), text, 0)
         observer.compute(text)
-    misses = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])["misses"]
-    assert misses == [["first_seen", 0, 3], ["diverged", 3, 27], ["first_seen", 27, 76]]
+    changed = [["first_seen", 0, 3], ["diverged", 3, 27], ["first_seen", 27, 76]]
+    assert last_misses(report) == changed
 
 
-def test_the_first_salt_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RADIXCACHE_REPORT", str(tmp_path / "r.jsonl"))
+def test_the_first_salt_is_told_too(report: Path) -> None:
     observer = Observer("a test", 1000, 1)
     observer.compute(range(40))
     observer.admit("salted", range(60), 0, "a")
-    misses = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])["misses"]
-    assert misses == [["salt", 0, 40], ["first_seen", 40, 59]]
+    assert last_misses(report) == [["salt", 0, 40], ["first_seen", 40, 59]]
 
 
 def test_prometheus_counts_the_same() -> None:
-    counters: dict[str, Counter] = {}
     for labels in ({}, {"engine": "0"}):
         registry = CollectorRegistry()
         kind = partial(Counter, registry=registry)
-        counters = {}
+        counters: dict[str, Counter] = {}
         for _ in range(2):
             prometheus(kind, counters, {"requests": 2, "missed_tokens:salt": 5}, labels)
         assert registry.get_sample_value("radixcache_requests_total", labels) == 4

@@ -53,14 +53,6 @@ class Deployment:
             if line.startswith(start) and labels in line
         }
 
-    def computed(self) -> float:
-        """Prompt tokens that the replicas have computed, as they count themselves."""
-        asked, hit = (
-            sum(self.metric(f"radixcache_{name}_tokens_total").values())
-            for name in ("query", "hit")
-        )
-        return asked - hit
-
     def client(self) -> AsyncOpenAI:
         """An OpenAI client that does not try again by itself."""
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
@@ -92,14 +84,8 @@ def deployed(*flags: str) -> Iterator[tuple[Deployment, subprocess.Popen[bytes]]
     """A server of these flags, and its process, which is killed in the end."""
     port = free_port()
     command = [sys.executable, "-m", "radixcache", "serve", *flags, "--port", str(port)]
-    command += [
-        "--kv-cache-memory-bytes",
-        str(KV_TOKENS * 4096),
-        "--api-key",
-        KEY,
-        "--admin-key",
-        ADMIN,
-    ]
+    command += ["--kv-cache-memory-bytes", str(KV_TOKENS * 4096)]
+    command += ["--api-key", KEY, "--admin-key", ADMIN]
     process = subprocess.Popen(command, env=environment())
     try:
         found = Deployment(f"http://127.0.0.1:{port}")

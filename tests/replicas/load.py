@@ -12,6 +12,7 @@ from openai import APIError, AsyncOpenAI
 from radixcache.bench.probes.people import FIELDS, make_table
 
 Messages = list[dict[str, str]]
+CHATS, TURNS, DOCUMENTS, AT_A_TIME = 24, 4, 6, 12
 
 
 def make_document(rng: random.Random) -> tuple[str, list[str]]:
@@ -25,7 +26,7 @@ def make_document(rng: random.Random) -> tuple[str, list[str]]:
 
 @dataclass
 class Load:
-    """Chats of `turns` questions, `at_a_time`, streamed and greedy.
+    """Chats of `TURNS` questions, `AT_A_TIME`, streamed and greedy.
 
     Attributes:
         answered: each conversation with its answer.
@@ -34,30 +35,25 @@ class Load:
 
     client: AsyncOpenAI
     seed: int
-    chats: int = 30
-    turns: int = 6
-    documents: int = 6
-    at_a_time: int = 6
-    max_tokens: int = 40
     answered: list[tuple[Messages, str]] = field(default_factory=list)
     failed: list[tuple[Exception, str]] = field(default_factory=list)
 
     async def run(self) -> None:
         print(f"seed {self.seed}")
         rng = random.Random(self.seed)
-        documents = [make_document(rng) for _ in range(self.documents)]
-        places = asyncio.Semaphore(self.at_a_time)
+        documents = [make_document(rng) for _ in range(DOCUMENTS)]
+        places = asyncio.Semaphore(AT_A_TIME)
 
         async def chat(number: int) -> None:
             async with places:
                 await self._chat(*documents[number % len(documents)], number)
 
-        await asyncio.gather(*map(chat, range(self.chats)))
+        await asyncio.gather(*map(chat, range(CHATS)))
 
     async def _chat(self, document: str, people: list[str], number: int) -> None:
         rng = random.Random(f"{self.seed} {number}")
         messages = [{"role": "system", "content": f"{document}\n"}]
-        for _ in range(self.turns):
+        for _ in range(TURNS):
             question = f"What is the {rng.choice([*FIELDS])} of {rng.choice(people)}?"
             messages.append({"role": "user", "content": question})
             text = ""
@@ -73,9 +69,5 @@ class Load:
 
     async def _ask(self, messages: Any) -> Any:
         return await self.client.chat.completions.create(
-            model="tabletalk",
-            messages=messages,
-            max_tokens=self.max_tokens,
-            temperature=0,
-            stream=True,
+            model="tabletalk", messages=messages, max_tokens=40, temperature=0, stream=True
         )

@@ -17,7 +17,6 @@ import pytest
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.gguf_files import write_model
 from tests.models import tiny_model
 
@@ -58,51 +57,36 @@ def change(file: Path, **more: Any) -> None:
     file.write_text(json.dumps(before | more))
 
 
-def plant(folder: Path, module: str, trace: Path) -> None:
-    """A module that writes the file, whatever class is wanted of it."""
-    code = f"open({str(trace)!r}, 'w').close()\nclass Planted: pass\n"
-    (folder / f"{module}.py").write_text(code)
+PLANTED = "planted.Planted"
+TOKENIZER, CONFIG = "tokenizer_config.json", "config.json"
+CODE_OF_ALL = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoModel"), PLANTED)
 
 
-def test_a_tokenizer_that_needs_code_is_refused_and_its_code_never_runs(folder, trace):
-    plant(folder, "planted", trace)
-    change(
-        folder / "tokenizer_config.json",
-        tokenizer_class="Planted",
-        auto_map={"AutoTokenizer": ["planted.Planted", None]},
-    )
-    with pytest.raises(ModelError, match=r"the tokenizer .*: .* custom code") as refused:
-        LLM(folder, kv_cache_memory_bytes="1MiB")
-    assert "\n" not in str(refused.value)
-
-
-def test_a_tokenizer_with_code_that_it_does_not_need_loads_without(folder, trace):
-    plant(folder, "planted", trace)
-    config = folder / "tokenizer_config.json"
-    change(config, auto_map={"AutoTokenizer": ["planted.Planted", "planted.Planted"]})
-    tokenizer = Tokenizer.load(str(folder))
-    assert tokenizer is not None and tokenizer.encode("hi") == [71, 72]
-
-
-@pytest.mark.parametrize("name", ["llama", "nonesuch"])
-def test_code_for_a_config_or_a_model_never_runs(folder, trace, name):
-    plant(folder, "planted", trace)
-    kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoModel")
-    auto_map = dict.fromkeys(kinds, "planted.Planted")
-    change(folder / "config.json", model_type=name, auto_map=auto_map)
-    if name == "llama":  # transformers' own
-        load_model(folder, device="cpu")
-    else:
-        with pytest.raises(ModelError, match=r"does not load: .* custom code"):
-            load_model(folder, device="cpu")
-
-
-def test_code_for_generation_never_runs(folder, trace):
+@pytest.mark.parametrize(
+    ("file", "fields", "refusal"),
+    [
+        (TOKENIZER, {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": [PLANTED, None]}},
+         r"the tokenizer .*: .* custom code"),
+        (TOKENIZER, {"auto_map": {"AutoTokenizer": [PLANTED, PLANTED]}}, None),  # it needs none
+        (CONFIG, {"model_type": "llama", "auto_map": CODE_OF_ALL}, None),  # transformers' own
+        (CONFIG, {"model_type": "nonesuch", "auto_map": CODE_OF_ALL}, r"not load: .* custom code"),
+        ("generation_config.json", {"auto_map": {"GenerationConfig": PLANTED}}, None),
+    ],
+)  # fmt: skip
+def test_code_of_a_checkpoint_never_runs(folder, trace, file, fields, refusal):
     (folder / "custom_generate").mkdir()
-    plant(folder / "custom_generate", "generate", trace)
-    change(folder / "generation_config.json", auto_map={"GenerationConfig": "planted.Planted"})
-    llm = LLM(folder, kv_cache_memory_bytes="1MiB")
-    llm.generate("a", SamplingParams(temperature=0, max_tokens=2))
+    for name in ("planted", "custom_generate/generate"):
+        code = f"open({str(trace)!r}, 'w').close()\nclass Planted: pass\n"
+        (folder / f"{name}.py").write_text(code)
+    change(folder / file, **fields)
+    if refusal is not None:
+        with pytest.raises(ModelError, match=refusal) as refused:
+            LLM(folder, kv_cache_memory_bytes="1MiB")
+        assert "\n" not in str(refused.value)
+        return
+    with LLM(folder, kv_cache_memory_bytes="1MiB") as llm:
+        llm.generate("a", SamplingParams(temperature=0, max_tokens=2))
+        assert llm.encode("hi") == [71, 72]
 
 
 def test_pickled_weights_run_nothing(folder, trace):
@@ -116,38 +100,43 @@ def test_pickled_weights_run_nothing(folder, trace):
         load_model(folder, device="cpu")
 
 
-@pytest.mark.parametrize(
-    "index",
-    ["[]", '"x"', "{}", *(f'{{"weight_map": {names}}}' for names in ('["a"]', '{"a": null}'))],
-)
-def test_an_index_of_nonsense_is_an_error_of_one_sentence(folder, index):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ModelError, match="does not load") as error:
-        load_model(folder, device="cpu")
-    assert "\n" not in str(error.value)
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(("file", "fields", "reason"), [
+@pytest.mark.parametrize(("file", "content", "reason"), [
     ("config.json", {"num_hidden_layers": 0}, "no layer"),
     ("config.json", {"head_dim": 32}, "where its config says"),
     ("config.json", {"rms_norm_eps": float("nan")}, "not numbers"),
     ("config.json", {"rope_parameters": {"rope_type": ["x"], "rope_theta": 1}}, "does not load"),
     ("config.json", {"head_dim": 10**9}, "head_dim 1000000000: no model has over 65536"),
     ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: no model has"),
-    ("config.json", None, "no dictionary"),
-    ("generation_config.json", None, "does not make sense"),
+    ("config.json", "[]", "no dictionary"),
+    ("generation_config.json", "[]", "does not make sense"),
+    (INDEX, "[]", "does not load"),
+    (INDEX, '"x"', "does not load"),
+    (INDEX, "{}", "does not load"),
+    (INDEX, {"weight_map": ["a"]}, "does not load"),
+    (INDEX, {"weight_map": {"a": None}}, "does not load"),
+    ("tokenizer.json", "{", "tokenizer of .* does not load: .*Expecting property name"),
+    ("tokenizer.json", "", "tokenizer of .* does not load: .*Expecting value"),
+    ("tokenizer.json", None, "a tokenizer_config.json, and no vocabulary beside it"),
+    ("tokenizer_config.json", "[", "tokenizer of .* does not load: .*Expecting value"),
     ("generation_config.json", {"max_new_tokens": 0}, "does not make sense"),
     ("generation_config.json", {"eos_token_id": 1.5}, "end a text"),
     ("generation_config.json", {"eos_token_id": "abc"}, "end a text"),
     ("generation_config.json", {"do_sample": True, "temperature": "hot"}, "makes no sense"),
     ("generation_config.json", {"do_sample": True, "top_k": float("nan")}, "makes no sense"),
 ])  # fmt: skip
-def test_a_config_of_nonsense_is_an_error_of_one_sentence(folder, file, fields, reason):
-    if fields is None:
-        (folder / file).write_text("[]")
+def test_a_file_of_nonsense_is_an_error_of_one_sentence(folder, file, content, reason):
+    """`content` is the file's, or fields of it; None takes it away."""
+    if file == INDEX:
+        (folder / "model.safetensors").unlink()
+    if content is None:
+        (folder / file).unlink()
+    elif isinstance(content, dict):
+        change(folder / file, **content)
     else:
-        change(folder / file, **fields)
+        (folder / file).write_text(content)
     with pytest.raises(ModelError, match=reason) as error:
         LLM(folder, kv_cache_memory_bytes="1MiB")
     assert "\n" not in str(error.value)
@@ -247,22 +236,3 @@ def test_a_checkpoint_without_a_tokenizer_completes_token_ids_only(family, tmp_p
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, params)
     assert len(output.outputs[0].token_ids) == 2 and output.outputs[0].text == ""
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "reason"),
-    [
-        ("tokenizer.json", "{", "Expecting property name"),
-        ("tokenizer.json", "", "Expecting value"),
-        ("tokenizer.json", None, "a tokenizer_config.json, and no vocabulary beside it"),
-        ("tokenizer_config.json", "[", "Expecting value"),
-    ],
-)
-def test_a_tokenizer_that_does_not_load_is_an_error(folder, file, content, reason):
-    if content is None:
-        (folder / file).unlink()
-    else:
-        (folder / file).write_text(content)
-    with pytest.raises(ModelError, match=f"the tokenizer of .* does not load: .*{reason}") as error:
-        LLM(folder, kv_cache_memory_bytes="1MiB")
-    assert "\n" not in str(error.value)

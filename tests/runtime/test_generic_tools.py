@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from radixcache import LLM
@@ -65,9 +63,7 @@ def test_tools_calls_and_results_are_said_in_words() -> None:
 
 
 @pytest.mark.parametrize("refused", ["{{ raise_exception('system?') }}", ""])
-def test_where_no_system_message_is_taken_the_first_user_tells(
-    refused: str,
-) -> None:
+def test_where_no_system_message_is_taken_the_first_user_tells(refused: str) -> None:
     plain = make_tokenizer()
     plain.chat_template = (
         f"{{% for m in messages %}}{{% if m.role == 'system' %}}{refused}{{% else %}}"
@@ -84,53 +80,19 @@ def test_a_template_that_knows_tools_in_an_unknown_form_is_left_alone(template: 
     assert knows_tools(template) and find_format(template) is None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": TOOL["function"]}])
-def test_a_call_that_must_come_follows_its_schema(
-    server: LiveServer, choice: Any, stream: bool
+def test_a_call_follows_its_schema_and_the_conversation_goes_on_from_its_tokens(
+    server: LiveServer,
 ) -> None:
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": "weather"}}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        answer: Any = client.chat.completions.create(
-            model="", messages=QUESTION, tools=[TOOL], tool_choice=choice,
-            parallel_tool_calls=False, max_tokens=400, stream=stream, seed=1,
-            extra_body={"model": None},
-        )  # fmt: skip
-        if stream:
-            parts = [p for chunk in answer for p in chunk.choices[0].delta.tool_calls or ()]
-            name = "".join(part.function.name or "" for part in parts)
-            arguments = "".join(part.function.arguments or "" for part in parts)
-        else:
-            (call,) = answer.choices[0].message.tool_calls
-            name, arguments = call.function.name, call.function.arguments
-    assert name == "weather"
-    jsonschema.validate(json.loads(arguments), SCHEMA)
-
-
-def test_a_conversation_with_calls_goes_on_from_its_tokens(server: LiveServer) -> None:
     body: dict[str, Any] = {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}
     body |= {"parallel_tool_calls": False, "max_tokens": 400, "seed": 2}
     first = server.post("/v1/chat/completions", body).json()
     message = first["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     follow = {**body, "messages": [*QUESTION, message, result], "tool_choice": "auto"}
     second = server.post("/v1/chat/completions", {**follow, "max_tokens": 1}).json()
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     forced = len("\n</tool_call>")  # at the end: no step computes it
     assert cached >= first["usage"]["total_tokens"] - 2 - forced
-
-
-def test_that_it_is_the_generic_form_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        LLM(tiny_model("llama", tmp_path), kv_cache_memory_bytes="4MiB") as llm,
-        caplog.at_level(logging.INFO),
-    ):
-        for _ in range(2):
-            llm.turns.encode(QUESTION, tools=[TOOL])
-    assert [record.message for record in caplog.records if "knows no tools" in record.message] == [
-        "the chat template of this model knows no tools: they are described in the system message, "
-        "and calls are read in Hermes' form"
-    ]

@@ -28,15 +28,7 @@ from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.stored import StoredPage
 from radixcache.tier import LowerTier
 from tests.index.test_contract import Contract, run_examples
-from tests.runtime.kv_consumer import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Consumer,
-    ask,
-    catch_up,
-    opened,
-)
+from tests.runtime.kv_consumer import AllBlocksCleared, Consumer, ask, catch_up, opened
 from tests.runtime.server.live import ask as question
 from tests.runtime.server.live import live
 from tests.sources import ROOT
@@ -73,44 +65,6 @@ def heard(publisher: KVEventPublisher, block_size: int = 4) -> Consumer:
 
 
 # What is told.
-
-
-def test_blocks_are_told_with_their_parents_their_tokens_and_their_salts():
-    cache = RadixCache(PagePool(16, 4))
-    with publishing(cache, topic="kv@pod@model") as publisher:
-        store(cache, [*range(10)])  # the third block is not whole
-        store(cache, [0, 1, 2, 3, 4, 5, 70, 71])  # branches off within the second
-        store(cache, [*range(8)], "secret")
-        first, branch, salted = heard(publisher).events
-        (message,) = ask(str(publisher.replay_endpoint), b"", bytes(8))
-    assert message[0] == b"kv@pod@model"
-    assert isinstance(first, BlockStored) and isinstance(branch, BlockStored)
-    assert first.parent_block_hash is None and first.extra_keys == [None, None]
-    assert first.token_ids == [*range(8)]
-    assert branch.parent_block_hash == first.block_hashes[0]
-    assert branch.token_ids == [4, 5, 70, 71]
-    assert isinstance(salted, BlockStored) and salted.extra_keys == [["secret"], None]
-    assert not {*salted.block_hashes} & {*first.block_hashes}
-
-
-def test_a_block_is_whole_when_its_last_token_comes_and_gone_when_that_goes():
-    cache = RadixCache(PagePool(16, 4))
-    with publishing(cache) as publisher:
-        store(cache, [*range(7)])
-        store(cache, [*range(9)])
-        cache.evict(1)  # position 8: no block
-        cache.evict(1)
-        cache.reset()
-        events = heard(publisher).events
-    assert [type(event) for event in events] == [
-        BlockStored,
-        BlockStored,
-        BlockRemoved,
-        AllBlocksCleared,
-    ]
-    assert isinstance(events[1], BlockStored) and events[1].token_ids == [4, 5, 6, 7]
-    assert isinstance(events[2], BlockRemoved)
-    assert events[2].block_hashes == events[1].block_hashes
 
 
 def test_both_caches_call_blocks_by_the_hashes_of_vllm():
@@ -207,7 +161,7 @@ class Told(Contract):
                 assert not router.held
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [8, pytest.param(150, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page_size", [3, pytest.param(2, marks=pytest.mark.exhaustive), 16])
 @pytest.mark.parametrize(("kind", "slots"), [(RadixCache, 0), (RadixCache, 5), (HashBlockCache, 0)])
 def test_routers_agree_with_the_cache(kind: Any, slots: int, page_size: int, examples: int):
@@ -223,10 +177,7 @@ def test_routers_agree_with_the_cache(kind: Any, slots: int, page_size: int, exa
 def test_a_subscriber_that_reads_nothing_holds_up_nobody(tmp_path: Path):
     cache = RadixCache(PagePool(64, 4))
     place = f"ipc://{tmp_path}/e"
-    with (
-        opened(zmq.SUB) as lazy,
-        publishing(cache, endpoint=place, hwm=1) as publisher,
-    ):
+    with opened(zmq.SUB) as lazy, publishing(cache, endpoint=place, hwm=1) as publisher:
         lazy.setsockopt(zmq.RCVHWM, 1)
         lazy.subscribe("")
         lazy.connect(place)
@@ -239,6 +190,18 @@ def test_a_subscriber_that_reads_nothing_holds_up_nobody(tmp_path: Path):
         assert consumer.next == 400
 
 
+def test_what_is_kept_for_late_ones_is_bounded():
+    cache = RadixCache(PagePool(64, 4))
+    with publishing(cache, buffer_steps=3) as publisher:
+        for start in range(0, 100, 10):
+            store(cache, [*range(start, start + 8)])
+            publisher.end_step()
+        while publisher._queue:
+            time.sleep(0.001)
+        kept = ask(str(publisher.replay_endpoint), b"", bytes(8))
+    assert [int.from_bytes(number, "big") for _, number, _ in kept] == [7, 8, 9]
+
+
 def test_who_subscribes_hears_what_comes(tmp_path: Path):
     cache = RadixCache(PagePool(64, 4))
     place = f"ipc://{tmp_path}/e"
@@ -248,19 +211,15 @@ def test_who_subscribes_hears_what_comes(tmp_path: Path):
     ):
         subscriber.subscribe("kv@a")
         subscriber.connect(place)
-        consumer, tokens = Consumer(4), 0
+        tokens = 0
         while not subscriber.poll(20):  # it takes a moment until the publisher knows of it
             tokens += 4
             assert tokens < 2000
             store(cache, [*range(tokens)])
             publisher.end_step()
-        topic, number, payload = subscriber.recv_multipart()
-        consumer.next = int.from_bytes(number, "big")
-        for earlier in ask(str(publisher.replay_endpoint), b"", bytes(8))[: consumer.next]:
-            consumer.next = int.from_bytes(earlier[1], "big")
-            consumer.hear(*earlier)
-        consumer.hear(topic, number, payload)
-        assert consumer.held
+        message = subscriber.recv_multipart()
+        assert message[0] == b"kv@a@b"
+        assert ask(str(publisher.replay_endpoint), b"", message[1])[0] == message
 
 
 def test_when_too_much_waits_routers_know_less_and_never_more(
@@ -300,19 +259,7 @@ def test_a_batch_that_cannot_be_sent_is_made_up_for(caplog: pytest.LogCaptureFix
     assert "a batch of KV events is lost" in caplog.text
 
 
-def test_what_is_kept_for_late_ones_is_bounded():
-    cache = RadixCache(PagePool(64, 4))
-    with publishing(cache, buffer_steps=3) as publisher:
-        for start in range(0, 100, 10):
-            store(cache, [*range(start, start + 8)])
-            publisher.end_step()
-        while publisher._queue:
-            time.sleep(0.001)
-        kept = ask(str(publisher.replay_endpoint), b"", bytes(8))
-    assert [int.from_bytes(number, "big") for _, number, _ in kept] == [7, 8, 9]
-
-
-# Configuration.
+# A server.
 
 
 def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
@@ -337,21 +284,15 @@ def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
         server.wait_until(told)
         tokens = [*llm.turns.encode(question("How old is Ada?"), None).tokens]
         for salt in (None, "salt", "other"):
-            whole = server.call(lambda salt=salt: llm.cache.cached_length(tokens, salt)) // 16  # type: ignore[misc]
-            assert (
-                consumer.probe(tokens, salt)
-                == whole
-                == (0 if salt == "other" else len(tokens) // 16)
-            )
+            wanted = 0 if salt == "other" else len(tokens) // 16
+            assert consumer.probe(tokens, salt) == wanted
         llm.reset_prefix_cache()
         catch_up(consumer, publisher)
         assert isinstance(consumer.events[-1], AllBlocksCleared) and not consumer.held
     llm.close()
     assert not publisher._thread.is_alive() and not llm.cache.events
-    with LLM(
-        kv_cache_memory_bytes="16MiB", kv_events_config=json.dumps(config)
-    ) as again:  # the places are free
-        assert again.kv_events is not None
+    with LLM(kv_cache_memory_bytes="16MiB", kv_events_config=json.dumps(config)) as again:
+        assert again.kv_events is not None, "the places are free"
 
 
 # vLLM itself, where it is installed.

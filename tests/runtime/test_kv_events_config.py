@@ -16,10 +16,7 @@ from radixcache import LLM, PagePool, RadixCache
 from radixcache.errors import InvalidRequest, MissingDependency
 from radixcache.runtime.cli import main
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from tests.runtime.kv_consumer import (
-    ask,
-    opened,
-)
+from tests.runtime.kv_consumer import ask, opened
 from tests.runtime.test_kv_events import heard, publishing, store
 
 
@@ -114,31 +111,21 @@ def test_a_place_that_is_taken_ends_serve(capsys: pytest.CaptureFixture[str]):
     assert "--kv-events-config: KV events have no 'port'" in capsys.readouterr().err
 
 
-# A server.
-
-
-GARBAGE = [
-    (b"",),
-    (b"\x00" * 8,),
-    (b"", b""),
-    (b"", b"\x00"),
-    (b"", b"\x00" * 9),
-    (b"", b"\xff" * 8),  # -1, or later than all
-    (b"", (1 << 63).to_bytes(8, "big")),
-    (b"", bytes(8), b"", b""),
-    (b"x", b"y", b"z"),
-    tuple(b"%d" % i for i in range(100)),
-]
-
-
-def test_requests_of_garbage_get_an_end_and_nothing_else():
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"",), (b"\x00" * 8,), (b"", b""), (b"", b"\x00"), (b"", b"\x00" * 9),
+        (b"", b"\xff" * 8),  # -1, or later than all
+        (b"", (1 << 63).to_bytes(8, "big")), (b"", bytes(8), b"", b""), (b"x", b"y", b"z"),
+        tuple(b"%d" % i for i in range(100)),
+    ],
+)  # fmt: skip
+def test_a_request_of_garbage_gets_an_end_and_nothing_else(frames: tuple[bytes, ...]):
     cache = RadixCache(PagePool(16, 4))
     with publishing(cache) as publisher:
         store(cache, [*range(8)])
         assert len(heard(publisher).held) == 2
-        place = str(publisher.replay_endpoint)
-        for frames in GARBAGE:
-            assert ask(place, *frames) == [], frames
+        assert ask(str(publisher.replay_endpoint), *frames) == []
         assert len(heard(publisher).held) == 2
 
 

@@ -16,7 +16,6 @@ import pytest
 
 import radixcache
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams
-from radixcache.runtime.engine.input_processor import Prompt
 from tests.models import tiny_model
 
 SEED = 20_261_121
@@ -47,42 +46,6 @@ TABLE = """| ID | Name | Age | Occupation | Country |
 """
 
 
-# ---------------------------------------------------------------------------------- the model
-
-
-def test_the_bundled_model_answers_in_chat_and_in_plain_form(tabletalk: LLM) -> None:
-    system = {"role": "system", "content": f"Answer the questions about the table.\n{TABLE}"}
-    question = {"role": "user", "content": "What is the occupation of Clara Marsh?"}
-    (answer,) = tabletalk.chat([system, question])
-    assert answer.outputs[0].text == "The occupation of Clara Marsh is Judge."
-    assert answer.outputs[0].finish_reason == "stop"
-    for end in ("", " "):
-        prompt = (
-            f"{TABLE}\nQuestion: what is the age of Hugo Marsh? "
-            f"Your answer: The age of Hugo Marsh is{end}"
-        )
-        (answer,) = tabletalk.generate(prompt, SamplingParams(temperature=0, stop="."))
-        assert answer.outputs[0].text.strip() == "36"
-
-
-def test_each_turn_of_a_chat_prefills_only_its_new_tokens(tabletalk: LLM) -> None:
-    chat = Chat(tabletalk, system=f"Here is a table of people.\n{TABLE}", cache_salt="turns")
-    turns = [
-        ("How old is Clara Frost?", "41"),
-        ("And the occupation?", "Pilot"),
-        ("What about Clara Marsh?", "Judge"),
-    ]
-    seen = 0
-    for question, value in turns:
-        output = chat.ask(question)
-        assert output.outputs[0].text.endswith(f" {value}.")
-        # All but the new text and the last sampled token, which the new text begins with.
-        assert output.num_cached_tokens == seen
-        assert output.metrics.prefilled_tokens == len(output.prompt_token_ids) - seen
-        seen = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
-    tabletalk.cache.check()
-
-
 def test_a_chat_reuses_generated_ids_that_would_tokenise_differently(llm: LLM) -> None:
     """Bytes that are no text decode to U+FFFD, which encodes to other bytes."""
     chat = Chat(llm, system="x" * 20)
@@ -105,46 +68,6 @@ def test_a_chat_whose_template_rewrites_history_falls_back_to_tokenising(tableta
     chat.ask("How old is Clara Frost?")
     chat.messages[0] = {"role": "system", "content": TABLE.replace("41", "77")}
     assert chat.ask("How old is Clara Frost?").outputs[0].text.endswith(" 77.")
-
-
-def test_an_unread_turn_leaves_the_conversation_as_it_was(tabletalk: LLM) -> None:
-    chat = Chat(tabletalk, system=TABLE)
-    stream = chat.stream("How old is Hugo Marsh?")
-    next(stream)
-    stream.close()
-    assert len(chat.messages) == 1 and not tabletalk.call(lambda: tabletalk.engine.has_work)
-    assert chat.ask("How old is Hugo Marsh?").outputs[0].text.endswith(" 36.")
-
-
-# ------------------------------------------------------------------------------ generate, stream
-
-
-def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    prompts: list[Prompt] = ["a long prompt " * 10, "b", {"prompt_token_ids": [1, 2, 3]}]
-    together = llm.generate(prompts, GREEDY, use_tqdm=False)
-    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
-    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
-    assert together[2].prompt_token_ids == [1, 2, 3] and together[2].prompt is None
-
-
-def test_a_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=40, ignore_eos=True, stop="\ufffd\ufffd\ufffdQ"
-    )
-    (whole,) = llm.generate("stream me", params)
-    steps = list(llm.stream("stream me", params))
-    lengths = [len(step.outputs[0].token_ids) for step in steps]
-    assert lengths == sorted({*lengths}) and lengths[-1] == len(whole.outputs[0].token_ids)
-    assert "".join(step.outputs[0].new_text for step in steps) == whole.outputs[0].text
-    assert steps[-1].finished and not steps[0].finished
-
-
-def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
-    stream = llm.stream("never read to its end", SamplingParams(max_tokens=100, ignore_eos=True))
-    next(stream)
-    stream.close()
-    assert not llm.call(lambda: llm.engine.has_work)
-    llm.reset_prefix_cache()  # refuses while a lease lives
 
 
 def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> None:
@@ -192,19 +115,6 @@ def test_a_token_that_gives_no_text_ends_its_own_request_only(
     assert last.error is not None and "no such byte" in last.error
 
 
-def test_metrics_say_where_the_tokens_went(llm: LLM) -> None:
-    llm.reset_prefix_cache()
-    first, second = (llm.generate("metrics " * 8, GREEDY)[0] for _ in range(2))
-    length = len(first.prompt_token_ids)
-    assert (first.num_cached_tokens, first.metrics.prefilled_tokens) == (0, length)
-    assert (second.num_cached_tokens, second.metrics.prefilled_tokens) == (length, 0)
-    assert first.metrics.ttft is not None and 0 < first.metrics.ttft <= first.metrics.latency
-    assert first.metrics.tokens_per_second is not None and first.metrics.tokens_per_second > 0
-
-
-# -------------------------------------------------------------------------------------- sampling
-
-
 def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=2, top_p=0.95)
     (alone,) = llm.generate("dice", params)
@@ -214,63 +124,12 @@ def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     assert tokens[0] != tokens[1]
 
 
-def test_logprobs_come_with_every_token(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
-    completion = llm.generate("logprobs", params)[0].outputs[0]
-    assert completion.logprobs is not None
-    for token, top in zip(completion.token_ids, completion.logprobs, strict=True):
-        assert len(top) == 2 and max(top, key=lambda t: top[t]) == token
-
-
-# ------------------------------------------------------------------------------- the end of text
-
-
-def test_stop_tokens_and_eos_end_the_text_and_are_not_part_of_it(llm: LLM) -> None:
-    free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    tokens = llm.generate("stop", free)[0].outputs[0].token_ids
-    stop = tokens[10]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
-    completion = llm.generate("stop", params)[0].outputs[0]
-    assert completion.token_ids == tokens[: tokens.index(stop) + 1]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert llm.tokenizer is not None
-    assert completion.text == llm.tokenizer.decode(completion.token_ids[:-1])
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens must be at least 0, not -1"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21"),
-        ({"temperature": -1}, "temperature must be at least 0"),
-        ({"top_p": 0}, "top_p must be in"),
-        ({"top_k": -2}, "top_k must be"),
-        ({"min_p": 2}, "min_p must be in"),
-        ({"n": 0}, "n must be at least 1"),
-        ({"logprobs": -1}, "logprobs must be"),
-        ({"stop": ""}, "stop must be"),
-        ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\], not 2.1"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty must be in"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, not 0"),
-        ({"logit_bias": {5: 101}}, r"logit_bias must be of token ids and numbers in \[-100, 100\]"),
-        ({"bad_words": "word"}, "bad_words must be a list of strings"),
-        ({"allowed_token_ids": []}, "allowed_token_ids must be token ids, one at least"),
-        ({"min_tokens": 17}, r"min_tokens must be at least 0 and at most max_tokens \(16\)"),
-    ],
-)
-def test_bad_sampling_parameters_are_one_sentence(options: dict, sentence: str) -> None:
-    with pytest.raises(InvalidRequest, match=sentence) as caught:
-        SamplingParams(**options)
-    assert "\n" not in str(caught.value)
-
-
 ODD_VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 3, 999, 2**40, 10**400, 0.0, 0.5, 1.5, 1e-300, 1e300, -0.5,
     float("inf"), float("nan"), "", "a", "5", b"5", [], ["a"], ["a", ""], [1], [1.5], [True], [[1]],
     [2**70], (1, 2), {1}, {"a"}, {}, {1: 1}, {1: True}, {1: 10**400}, {"1": 1}, {1: "x"}, object(),
     1j, len, np.int64(1), np.float32(0.5), np.bool_(True), np.array([1, 2]), np.array(1),
-    np.array([0.5]), iter([1]),
+    np.array([0.5]), iter([1]), 2.1, 17, 21, {5: 101},
 ]  # fmt: skip
 
 
@@ -294,6 +153,12 @@ def test_whatever_a_sampling_parameter_is_given_is_refused_in_a_sentence_or_runs
     assert {"[1]", "(1, 2)", "{1}", repr(np.array([1, 2]))} < {*taken["stop_token_ids"]}
     assert not {"[True]", "[1.5]", "b'5'", "{1: 1}"} & {*taken["stop_token_ids"]}
     assert not {"True", "{1: True}", "'5'"} & {*taken["top_p"], *taken["logit_bias"]}
+    for name, beyond in (
+        ("presence_penalty", "2.1"), ("frequency_penalty", "2.1"), ("top_p", "2.1"),
+        ("min_p", "2.1"), ("prompt_logprobs", "21"), ("logprobs", "-1"), ("min_tokens", "17"),
+        ("repetition_penalty", "0"), ("n", "0"), ("top_p", "0"), ("logit_bias", "{5: 101}"),
+    ):  # fmt: skip
+        assert beyond not in taken[name], name
     for i, params in enumerate(runnable):  # alone: what fails with others could be another's fault
         try:
             (output,) = llm.generate("odd", params)
@@ -373,12 +238,6 @@ def test_bad_calls_are_one_sentence_and_leave_nothing_queued(
     assert not llm.call(lambda: llm.engine.has_work)
 
 
-def test_parts_of_text_are_joined_by_lines(llm: LLM) -> None:
-    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
-    whole, joined = (llm.chat(message(content), GREEDY)[0].prompt for content in ("ab\nc", parts))
-    assert whole == joined
-
-
 def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path) -> None:
     for options, sentence in (
         ({"cache": "lru"}, "cache must be one of .*, not 'lru'"),
@@ -393,6 +252,7 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
             {"kv_cache_memory_bytes": "10TB"},
             r"9,313.2 GiB of KV memory are more than .* machine has [0-9.,]+ GiB",
         ),
+        ({"kv_cache_memory_bytes": "9" * 400}, "GiB of KV memory are more than"),
         ({"exact": "no"}, "exact must be one of True, False, not 'no'"),
         ({"device": "abacus"}, "unknown device"),
     ):
@@ -402,16 +262,8 @@ def test_bad_engine_arguments_are_one_sentence(byte_model: Path, tmp_path: Path)
         LLM(tmp_path / "nowhere")
     with pytest.raises(TypeError, match="unexpected keyword argument 'page_sise'"):
         LLM(byte_model, page_sise=4)
-
-
-def test_the_package_shows_what_it_has() -> None:
-    assert [name for name in dir(radixcache) if name[0] != "_"] == sorted(radixcache.__all__)
-    assert "__version__" in dir(radixcache)
-
-
-def test_a_half_made_llm_can_be_shown(byte_model: Path) -> None:
     assert repr(LLM.__new__(LLM)) == "LLM(not loaded)"
-    assert repr(LLM(byte_model, kv_cache_memory_bytes="1MiB")).startswith("LLM(llama")
+    assert [name for name in dir(radixcache) if name[0] != "_"] == sorted(radixcache.__all__)
 
 
 def test_token_ids_are_a_prompt_in_every_spelling(llm: LLM) -> None:
@@ -423,6 +275,7 @@ def test_token_ids_are_a_prompt_in_every_spelling(llm: LLM) -> None:
         assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
     mixed = llm.generate([ids, "abc", {"prompt_token_ids": ids}], GREEDY)
     assert [output.prompt_token_ids == ids for output in mixed] == [True, False, True]
+    assert [output.prompt for output in mixed] == [None, "abc", None]
     assert llm.generate([], GREEDY) == []
     assert [*llm.stream(ids, GREEDY)][-1].prompt_token_ids == ids
     llm.cache.check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,28 @@ def llm(path: Path) -> LLM:
     return LLM(path, page_size=4, kv_cache_memory_bytes=60 * 4 * BYTES_PER_TOKEN)  # 60 pages
 
 
-def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
+def fill(llm: LLM) -> None:
+    """Ask for more than the pool holds."""
+    for i in range(20):
+        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
+
+
+def prefer(llm: LLM, text: str, lifetime: float = 60.0, salt: str | None = None) -> None:
+    llm.call(lambda: llm.prefixes.prefer(llm.encode(text), lifetime, salt))
+    llm.call(llm.engine.check)
+
+
+def preferred(llm: LLM) -> list[int]:
+    """The lengths of what is preferred."""
+    prefixes = llm.call(llm.prefixes.list)
+    assert all(prefix.yields for prefix in prefixes)
+    return [len(prefix.tokens) for prefix in prefixes]
+
+
+def test_a_prompt_goes_on_from_a_prefix_by_name_under_any_pressure(llm: LLM) -> None:
     llm.pin_prefix("system", SYSTEM)
+    fill(llm)
+    assert llm.cache.stats.evicted_pages > 20
     (named,) = llm.generate("Hello", GREEDY, prefix="system")
     assert named.num_cached_tokens == len(SYSTEM)
     assert named.prompt_token_ids == llm.encode(SYSTEM + "Hello")
@@ -33,15 +52,6 @@ def test_a_prompt_goes_on_from_a_prefix_by_name(llm: LLM) -> None:
     llm.reset_prefix_cache()
     (whole,) = llm.generate(SYSTEM + "Hello", GREEDY)
     assert named.outputs[0].token_ids == whole.outputs[0].token_ids
-
-
-def test_a_pinned_prefix_survives_any_pressure(llm: LLM) -> None:
-    llm.pin_prefix("system", SYSTEM)
-    for i in range(20):
-        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
-    assert llm.cache.stats.evicted_pages > 20
-    assert llm.generate("Hi", GREEDY, prefix="system")[0].num_cached_tokens == len(SYSTEM)
-    llm.cache.check()
 
 
 def test_prefixes_are_listed_unpinned_and_expire(path: Path) -> None:
@@ -61,7 +71,7 @@ def test_prefixes_are_listed_unpinned_and_expire(path: Path) -> None:
     engine.cache.reset()  # refuses while a pin lives
 
 
-def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
+def test_bad_prefixes_are_one_sentence_and_cost_nothing(path: Path, llm: LLM) -> None:
     llm.pin_prefix("system", SYSTEM)
     for call, error, sentence in (
         (lambda: llm.generate(["a", "b"], prefix="sytem"), PinError, "no prefix named 'sytem'"),
@@ -77,9 +87,6 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(llm: LLM) -> None:
             (None, "system"): len(SYSTEM)
         }
         llm.cache.check()
-
-
-def test_without_a_prefix_cache_nothing_can_be_pinned(path: Path) -> None:
     bare = LLM(path, cache="none", kv_cache_memory_bytes="1MiB")
     with pytest.raises(PinError, match="runs without a prefix cache"):
         bare.pin_prefix("system", SYSTEM)
@@ -101,21 +108,6 @@ def test_a_salted_prefix_serves_its_salt_only(llm: LLM) -> None:
                 call(salt)
     asyncio.run(AsyncLLM(llm).unpin_prefix("mine", cache_salt="a"))
     assert llm.prefixes.list() == [] and llm.cache.pins == {}
-
-
-def test_a_name_and_a_share_of_the_pins_belong_to_a_salt(llm: LLM) -> None:
-    for salt, text in (("a", "1" * 60), ("b", "2" * 60)):
-        llm.pin_prefix("system", text, cache_salt=salt)
-        named = llm.generate("x", GREEDY, prefix="system", cache_salt=salt)[0]
-        assert named.prompt_token_ids == llm.encode(f"{text}x")
-        with pytest.raises(PinError, match="makes 16 pinned pages, the share is 15"):
-            llm.pin_prefix("more", "z", cache_salt=salt)
-        llm.cache.check()
-    with pytest.raises(PinError, match="more pages than all pins together have left"):
-        llm.pin_prefix("system", "z")
-    llm.unpin_prefix("system", cache_salt="a")
-    assert llm.cache.pins == {("b", "system"): 60}
-    llm.pin_prefix("system", "z")
 
 
 def test_prefixes_whose_pins_a_broken_cache_forgot_end_quietly(path: Path) -> None:
@@ -147,17 +139,9 @@ def test_a_prefix_whose_pin_a_broken_cache_forgot_is_pinned_anew_once_computed(p
 
 
 def test_what_is_preferred_survives_pressure_and_yields_to_need(llm: LLM) -> None:
-    def prefer(text: str, lifetime: float = 60.0) -> None:
-        llm.generate(text, GREEDY)
-        llm.call(lambda: llm.prefixes.prefer(llm.encode(text), lifetime))
-        llm.call(llm.engine.check)
-
-    def preferred() -> list[int]:
-        return [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
-
-    prefer(SYSTEM)
-    for i in range(20):
-        llm.generate(f"{i} something else, long enough to fill the pool: {'x' * 20}", GREEDY)
+    llm.generate(SYSTEM, GREEDY)
+    prefer(llm, SYSTEM)
+    fill(llm)
     assert llm.generate(SYSTEM + "Hi", GREEDY)[0].num_cached_tokens == len(SYSTEM)
     # A named prefix takes the place: with both, more than the share were pinned.
     llm.pin_prefix("named", "y" * 40)
@@ -165,15 +149,17 @@ def test_what_is_preferred_survives_pressure_and_yields_to_need(llm: LLM) -> Non
     llm.unpin_prefix("named")
     # So does a request that needs all pages but one, or may need them: it has no limit.
     for limit in (60 * 4 - 4 - 10, None):
-        prefer(SYSTEM)
-        assert preferred() == [len(SYSTEM)]
+        llm.generate(SYSTEM, GREEDY)
+        prefer(llm, SYSTEM)
+        assert preferred(llm) == [len(SYSTEM)]
         params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
         (output,) = llm.generate("0123456789", params)
-        assert len(output.outputs[0].token_ids) >= 60 * 4 - 4 - 10 and preferred() == []
+        assert len(output.outputs[0].token_ids) >= 60 * 4 - 4 - 10 and preferred(llm) == []
     # Nothing is pinned that is not cached, or is too much.
-    llm.call(lambda: llm.prefixes.prefer(llm.encode("never sent"), 60))
-    prefer("z" * 80)
-    assert preferred() == []
+    prefer(llm, "never sent")
+    llm.generate("z" * 80, GREEDY)
+    prefer(llm, "z" * 80)
+    assert preferred(llm) == []
 
 
 def test_a_request_that_finds_no_room_gets_that_of_what_is_preferred(
@@ -187,40 +173,31 @@ def test_a_request_that_finds_no_room_gets_that_of_what_is_preferred(
     llm.generate(SYSTEM, GREEDY)
     stream = llm.stream("0123456789", params)
     next(stream)
-    llm.call(lambda: llm.prefixes.prefer(llm.encode(SYSTEM), 60.0))
-    assert llm.call(llm.prefixes.list)
+    prefer(llm, SYSTEM)
+    assert preferred(llm)
     *_, output = stream
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids and output.error is None
-    assert not llm.call(llm.prefixes.list)
+    assert not preferred(llm)
     llm.call(llm.engine.check)
 
 
 def test_what_is_preferred_takes_the_place_of_what_it_begins_with_and_outlives(llm: LLM) -> None:
-    def prefer(length: int, lifetime: float, cache_salt: str | None = None) -> None:
-        tokens = llm.encode(SYSTEM)[:length]
-        llm.call(lambda: llm.prefixes.prefer(tokens, lifetime, cache_salt))
-
-    def preferred() -> list[tuple[int, str | None]]:
-        prefixes = llm.call(llm.prefixes.list)
-        assert all(prefix.yields for prefix in prefixes)
-        return [(len(prefix.tokens), prefix.cache_salt) for prefix in prefixes]
-
     for salt in (None, "a"):
         llm.generate(SYSTEM, GREEDY, cache_salt=salt)
-    prefer(10, 3600)
-    prefer(20, 60)
-    assert preferred() == [(10, None), (20, None)]  # the first one lives longer
-    prefer(30, 60)
-    assert preferred() == [(10, None), (30, None)]
-    prefer(40, 7200, "a")
-    assert preferred() == [(10, None), (30, None), (40, "a")]  # of another salt
-    prefer(10, 0.01)  # shorter than what it has: it stays
-    time.sleep(0.02)
-    assert preferred() == [(30, None), (40, "a"), (10, None)]
-    prefer(30, 7200)
-    assert preferred() == [(40, "a"), (30, None)]
-    llm.reset_prefix_cache()
-    assert preferred() == []
+    for length, lifetime, salt, then in (
+        (10, 3600, None, [10]),
+        (20, 60, None, [10, 20]),  # the first one lives longer
+        (30, 60, None, [10, 30]),
+        (40, 7200, "a", [10, 30, 40]),  # of another salt
+        (10, 0.01, None, [30, 40, 10]),  # shorter than what it has: it stays
+        (30, 7200, None, [40, 30]),
+    ):
+        prefer(llm, SYSTEM[:length], lifetime, salt)
+        time.sleep(0.02 if lifetime < 1 else 0)
+        assert preferred(llm) == then
+    assert [prefix.cache_salt for prefix in llm.call(llm.prefixes.list)] == ["a", None]
+    asyncio.run(AsyncLLM(llm).reset_prefix_cache())
+    assert preferred(llm) == []
 
 
 def test_of_many_that_are_preferred_those_asked_for_last_stay(
@@ -230,17 +207,6 @@ def test_of_many_that_are_preferred_those_asked_for_last_stay(
     monkeypatch.setattr(prefixes, "MAX_PREFERRED", 4)
     llm.generate(SYSTEM, GREEDY)
     for seconds, length in enumerate([*range(20, 10, -1), 14]):
-        tokens = llm.encode(SYSTEM)[:length]
-        llm.call(partial(llm.prefixes.prefer, tokens, 60 + seconds))
-        llm.call(llm.engine.check)
-        told = [len(prefix.tokens) for prefix in llm.call(llm.prefixes.list)]
+        prefer(llm, SYSTEM[:length], 60 + seconds)
         last = [*range(min(20, length + 3), length - 1, -1)]
-        assert told == ([14] if seconds == 10 else last)
-
-
-def test_async_reset_prefix_cache_drops_preferred(llm: LLM) -> None:
-    llm.generate(SYSTEM, GREEDY)
-    llm.call(lambda: llm.prefixes.prefer(llm.encode(SYSTEM), 60.0))
-    asyncio.run(AsyncLLM(llm).reset_prefix_cache())
-    assert not llm.call(llm.prefixes.list)
-    assert llm.generate(SYSTEM, GREEDY)[0].num_cached_tokens == 0
+        assert preferred(llm) == ([14] if seconds == 10 else last)

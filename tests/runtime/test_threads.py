@@ -126,12 +126,6 @@ def test_a_turn_within_a_turn_of_the_same_thread_is_refused(llm: LLM) -> None:
     chat.ask("second", GREEDY)
 
 
-def test_the_engines_thread_cannot_wait_for_itself(llm: LLM) -> None:
-    with pytest.raises(WrongThread, match="cannot wait for an answer"):
-        llm.call(lambda: llm.generate("x", GREEDY))
-    assert llm.call(lambda: llm.call(lambda: 7)) == 7
-
-
 def test_a_closed_llm_says_so_to_who_waits_and_to_who_comes(path: Path) -> None:
     llm = LLM(path, kv_cache_memory_bytes="1MiB")
     with ThreadPoolExecutor(1) as pool:
@@ -215,12 +209,12 @@ def test_what_a_function_raises_is_its_callers(llm: LLM, error: type[BaseExcepti
 
     with pytest.raises(error, match="planted"):
         llm.call(fail)
-    assert llm.generate("x", GREEDY)[0].finished
-
-
-def test_a_function_without_a_next_value_does_not_keep_a_task_waiting(llm: LLM) -> None:
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
+    with pytest.raises(RuntimeError, match="raised StopIteration"):  # or a task waits for ever
         asyncio.run(asyncio.wait_for(AsyncLLM(llm).call(lambda: next(iter(()))), 20))
+    with pytest.raises(WrongThread, match="cannot wait for an answer"):
+        llm.call(lambda: llm.generate("x", GREEDY))
+    assert llm.call(lambda: llm.call(lambda: 7)) == 7
+    assert llm.generate("x", GREEDY)[0].finished
 
 
 def test_a_process_that_was_forked_off_says_that_it_has_no_engine(llm: LLM) -> None:
@@ -330,6 +324,8 @@ def test_tasks_get_the_answers_of_threads(llm: LLM) -> None:
 
     asyncio.run(run())
     asyncio.run(run())  # another loop is as good
+    with pytest.raises(InvalidRequest, match="page_size would change nothing"):
+        AsyncLLM(llm, page_size=4)
 
 
 def test_a_task_that_is_cancelled_and_a_stream_that_is_left_abort(llm: LLM) -> None:
@@ -360,9 +356,3 @@ def test_the_end_of_the_engine_is_told_to_every_task(path: Path) -> None:
             await model.check_health()
 
     asyncio.run(run())
-
-
-def test_an_llm_that_is_given_takes_no_options(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="page_size would change nothing"):
-        AsyncLLM(llm, page_size=4)
-    assert threading.active_count() < 50

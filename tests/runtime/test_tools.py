@@ -16,7 +16,7 @@ LOOK_UP: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"properties": {"name": {"type": "string"}}}},
 }
-NUM_TURNS = 20
+NUM_TURNS = 6
 
 
 def script(prompt: str) -> str:
@@ -68,14 +68,12 @@ def test_a_chat_takes_results_of_tools(llm: LLM):
 
 
 def test_the_template_takes_values_and_an_unfinished_message(llm: LLM):
-    (plain,) = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)
-    (silent,) = llm.chat(
-        [{"role": "user", "content": "Hello"}],
-        GREEDY,
-        chat_template_kwargs={"enable_thinking": False},
-    )
+    plain_chat: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+    (plain,) = llm.chat(plain_chat, GREEDY)
+    values = {"enable_thinking": False}
+    (silent,) = llm.chat(plain_chat, GREEDY, chat_template_kwargs=values)
     assert len(silent.prompt_token_ids) > len(plain.prompt_token_ids)
-    begun = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<think>Hm"}]
+    begun = [*plain_chat, {"role": "assistant", "content": "<think>Hm"}]
     (rest,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
     assert rest.outputs[0].text == ".</think>Hello."
     with pytest.raises(InvalidRequest, match="takes no tonality"):

@@ -33,11 +33,6 @@ def turns(report: dict[str, Any]) -> list[Turn]:
     return [Turn(**turn) for turn in report["turns"]]
 
 
-def test_every_answer_is_right_and_the_same_without_the_cache(turns: list[Turn]):
-    assert len(turns) == len(SCRIPT)
-    assert all(turn.right and turn.same_tokens for turn in turns)
-
-
 def computed_before(turns: list[Turn]) -> Iterator[tuple[Turn, int]]:
     """Each turn, and how many leading tokens of its prompt earlier turns computed.
 
@@ -52,10 +47,7 @@ def computed_before(turns: list[Turn]) -> Iterator[tuple[Turn, int]]:
     known: list[list[int]] = []
     for turn in turns:
         history = histories[turn.user]
-        asked = [
-            *history[-2 if turn.edited else -1],
-            {"role": "user", "content": turn.question},
-        ]
+        asked = [*history[-2 if turn.edited else -1], {"role": "user", "content": turn.question}]
         history.append([*asked, {"role": "assistant", "content": turn.answer}])
         text = tokenizer.render_chat(asked)
         prompt = tokenizer.encode(text, special=False)
@@ -82,7 +74,9 @@ def test_the_edited_question_branches_in_mid_page(turns: list[Turn]):
     assert 1 < edited.prefilled_tokens < 8
 
 
-def test_the_totals_add_up(report: dict[str, Any], turns: list[Turn]):
+def test_every_answer_is_right_and_the_totals_add_up(report: dict[str, Any], turns: list[Turn]):
+    assert len(turns) == len(SCRIPT)
+    assert all(turn.right and turn.same_tokens for turn in turns)
     totals = report["totals"]
     assert totals["ok"]
     assert totals["prompt_tokens"] == totals["uncached_prefilled_tokens"]

@@ -129,19 +129,11 @@ class World:
         given = {"host": b"localhost", "content-type": b"application/json", **(headers or {})}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+            "method": method, "path": path, "raw_path": path.encode(), "root_path": "",
+            "query_string": query.encode(), "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
             "headers": [(name.encode(), value) for name, value in given.items()],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
+        }  # fmt: skip
         parts = [{"type": "http.request", "body": content, "more_body": is_half}]
         answer = Answer(0, {}, b"", False)
 

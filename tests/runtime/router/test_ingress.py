@@ -290,8 +290,7 @@ async def test_one_that_hangs_as_it_joins_holds_up_no_other(
 
 
 async def test_a_lifetime_goes_on_where_a_replica_joins_and_may_be_written_as_text(
-    world: World,
-    llms: dict[str, LLM],
+    world: World, llms: dict[str, LLM]
 ) -> None:
     answer = await world.ask("/v1/prefixes", {**PREFIX, "lifetime": "50"})
     assert answer.status == 200
@@ -350,13 +349,46 @@ async def test_a_salt_that_is_no_text_is_refused(world: World, path: str) -> Non
     assert (await world.ask(path, content)).status == 400
 
 
-async def test_a_response_is_found_by_its_salt_only(world: World) -> None:
+async def test_a_response_is_found_where_it_is_kept_by_its_salt_only(world: World) -> None:
     body = {"input": "x", "max_output_tokens": 1, "cache_salt": "Zürich"}
-    first = await world.ask("/v1/responses", body)
-    more = {**body, "previous_response_id": first.json()["id"]}
-    assert (await world.ask("/v1/responses", more)).replica == first.replica
-    other = await world.ask("/v1/responses", {**more, "cache_salt": "other"})
-    assert other.status == 404
+    salt = {"cache-salt": "Zürich".encode()}
+    for _ in range(4):  # the replicas take turns
+        first = await world.ask("/v1/responses", body)
+        name = first.json()["id"]
+        more = {**body, "previous_response_id": name}
+        assert (await world.ask("/v1/responses", more)).replica == first.replica
+        other = await world.ask("/v1/responses", {**more, "cache_salt": "other"})
+        assert other.status == 404
+        path = f"/v1/responses/{name}"
+        assert (await world.ask(path, method="GET")).status == 404
+        assert (await world.ask(path, method="GET", headers=salt)).json()["id"] == name
+        assert (await world.ask(path, method="DELETE", headers=salt)).json()["deleted"]
+        assert (await world.ask(path, method="GET", headers=salt)).status == 404
+
+
+async def test_explain_asks_the_replica_that_the_prompt_would_go_to(world: World) -> None:
+    body = {"prompt": "one two three " * 9, "max_tokens": 1}
+    for _ in range(2):
+        answer = await world.ask("/v1/completions", body)
+        told = await world.ask("/v1/explain", {"prompt": body["prompt"]})
+        assert told.replica == answer.replica and told.json()["cached_tokens"] > 0
+    assert (await world.ask("/tokenize", {"prompt": "x"})).status == 200
+
+
+async def test_keys_and_bounds_are_those_of_one_server(llms: dict[str, LLM]) -> None:
+    async with make_world({"a": llms["a"]}, api_key="user", admin_key="boss") as world:
+        key = {"authorization": b"Bearer user"}
+        for path in ("/v1/completions", "/v1/cache/flush", "/v1/prefixes"):
+            assert (await world.ask(path, {"prompt": "x"})).status == 401
+        assert (await world.ask("/v1/cache/flush", headers=key)).status == 401
+        for path in ("/v1/replicas", "/metrics", "/v1/cache"):
+            assert (await world.ask(path, method="GET", headers=key)).status == 401, path
+        assert (await world.ask("/health", method="GET")).status == 200
+        for body, status in ((b"{", 400), (b"{}", 400), (b" " * (17 << 20), 413)):
+            assert (await world.ask("/v1/chat/completions", body, headers=key)).status == status
+        assert (await world.ask("/nowhere", method="GET", headers=key)).status == 404
+        assert len([path for *_, path in world.calls if path == "/v1/chat/completions"]) == 2
+        assert llms["a"].cache.stats.requests == 0
 
 
 async def test_a_text_that_no_context_holds_is_not_tokenised(

@@ -93,7 +93,7 @@ def test_thoughts_that_the_client_forgot_are_kept_while_the_template_keeps_them(
         {"arguments": {"a": [], "b": True}},  # for Python, the same
         {"arguments": {"a": [], "b": 1.0}},
         {"id": "call_unheard"},
-        {"cache_salt": "other"},
+        {"cache_salt": "other"},  # ids of calls go to tools and logs: others' thoughts must not
     ],
 )
 def test_whatever_comes_back_otherwise_is_the_templates(change: dict[str, Any]):
@@ -146,15 +146,6 @@ def test_a_template_that_wants_a_call_before_a_result_is_obeyed():
     assert '{"name": "f", "arguments": ' in turns.encode(messages).text
 
 
-def test_a_turn_is_known_to_its_salt_only():
-    """Ids of calls go to tools and logs; what another salt's model thought must not follow."""
-    turns, plain = make()
-    message, _ = answer(turns, plain, ANSWER)
-    messages = [QUESTION, message, result(message)]
-    assert "Hm." in turns.encode(messages).text
-    assert "Hm." not in turns.encode(messages, "another").text
-
-
 def test_the_oldest_turns_are_forgotten():
     turns, plain = make()
     turns.max_bytes = 4 * len(ANSWER) * 3
@@ -171,24 +162,19 @@ def test_marks_of_calls_are_text_though_they_are_special():
     assert Tokenizer(plain).decode(ids) == '<tool_call>{"a"</tool_call>'
 
 
+def calls(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
         ({"role": "user"}, "'role' and a 'content'"),
         ({"role": "user", "content": None}, "'role' and a 'content'"),
-        ({"role": "assistant", "tool_calls": [{}]}, "a tool call has"),
+        (calls({}), "a tool call has"),
         ({"role": "assistant", "tool_calls": 5}, "is a list"),
-        (
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' + "[" * 100_000}}],
-            },
-            "a tool call has",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "a tool call has",
-        ),
+        (calls({"function": {"name": "f", "arguments": '{"a":' + "[" * 100_000}}), "a tool call"),
+        (calls({"function": {"name": "f", "arguments": "[1]"}}), "a tool call has"),
     ],
 )
 def test_messages_that_are_none_are_refused(message: dict[str, Any], reason: str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,31 +34,25 @@ def texts(count: int, seed: int = 0) -> list[str]:
     return ["", *CORPUS, *made, *(whole[at : at + 40] for at in starts)]
 
 
-def byte_level_metadata(backend: Backend, **more: Any) -> dict[str, Any]:
-    """The metadata of a byte-level BPE, three tokens added that are no text and one that is."""
+def metadata_of(rows: list[tuple[str, int]], **keys: Any) -> dict[str, Any]:
+    """The metadata of a vocabulary of (token, type); None takes a key away."""
+    tokens, types = map(list, zip(*rows, strict=True))
+    keys = {"tokens": tokens, "token_type": types, **keys}
+    told = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
+    return {"general.architecture": "llama", **told}
+
+
+def byte_level_metadata(backend: Backend, *tokens: str, **keys: Any) -> dict[str, Any]:
+    """Of a byte-level BPE, with `tokens`, three added ones that are no text and one that is."""
     model = json.loads(backend.to_str())["model"]
-    vocabulary = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    types = [NORMAL] * len(vocabulary)
-    for token, kind in (
-        *(("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<｜pad｜>", CONTROL)),
-        ("<think>", USER_DEFINED),
-    ):
-        vocabulary.append(token)
-        types.append(kind)
-    size = len(vocabulary)
+    vocabulary = [*sorted(model["vocab"], key=model["vocab"].__getitem__), *tokens]
+    rows = [(token, NORMAL) for token in vocabulary]
+    rows += [(token, CONTROL) for token in ("<|im_start|>", "<|im_end|>", "<｜pad｜>")]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": vocabulary,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": size - 4,
-        "tokenizer.ggml.eos_token_id": size - 3,
-        "tokenizer.ggml.padding_token_id": size - 2,
-        **more,
-    }
+    size = len(vocabulary)
+    special = {"bos_token_id": size, "eos_token_id": size + 1, "padding_token_id": size + 2}
+    keys = {"model": "gpt2", "pre": "gpt-2", "merges": merges, **special, **keys}
+    return metadata_of([*rows, ("<think>", USER_DEFINED)], **keys)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +64,7 @@ def original() -> Backend:
 
 def opened(path: Path, metadata: dict[str, Any]) -> Any:
     file = path / "model.gguf"
-    file.write_bytes(gguf_bytes({key: v for key, v in metadata.items() if v is not None}))
+    file.write_bytes(gguf_bytes(metadata))
     return read_tokenizer(GGUFFile(file))
 
 
@@ -89,43 +82,32 @@ def test_a_byte_level_vocabulary_gives_the_ids_of_its_tokenizer(tmp_path, origin
     shown = found.encode("<|im_start|>a<think>b<｜pad｜>")
     assert [token for token in shown if token >= size] == [size, size + 3, size + 2]
     assert found.decode(shown, skip_special_tokens=True) == "a<think>b"
-    assert (found.bos_token, found.eos_token, found.pad_token, found.unk_token) == (
-        *("<|im_start|>", "<|im_end|>", "<｜pad｜>"),
-        None,
-    )
+    assert (found.bos_token, found.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert (found.pad_token, found.unk_token) == ("<｜pad｜>", None)
 
 
 @pytest.mark.parametrize(
-    ("rule", "text", "pieces"),
+    ("rule", "text", "pieces", "keeps_whole"),
     [
-        ("gpt-2", "I'VE don't 12345  x", ["I", "'", "VE", " don", "'t", " 12345", " ", " x"]),
-        ("default", "a1\n\nb", ["a", "1", "\n", "\n", "b"]),
-        ("smollm", "a1 23", ["a", "1", " ", "2", "3"]),
-        ("llama-bpe", "I'VE (x) 1234!\n\n y", "I|'VE| (|x|)| |123|4|!\n\n| y".split("|")),
-        ("qwen2", "I'Ve 123\r\n  y", ["I", "'Ve", " ", "1", "2", "3", "\r\n", " ", " y"]),
-        ("tekken", "HelloWorld's 12", ["Hello", "World", "'s", " ", "1", "2"]),
+        ("gpt-2", "I'VE don't 12345  x", "I|'|VE| don|'t| 12345| | x".split("|"), False),
+        ("default", "a1\n\nb", ["a", "1", "\n", "\n", "b"], False),
+        ("smollm", "a1 23", ["a", "1", " ", "2", "3"], False),
+        ("llama-bpe", "I'VE (x) 1234!\n\n y", "I|'VE| (|x|)| |123|4|!\n\n| y".split("|"), True),
+        ("qwen2", "I'Ve 123\r\n  y", ["I", "'Ve", " ", "1", "2", "3", "\r\n", " ", " y"], False),
+        ("tekken", "HelloWorld's 12", ["Hello", "World", "'s", " ", "1", "2"], True),
+        ("deepseek-r1-qwen", "I'Ve 1", ["I", "'Ve", " ", "1"], False),
     ],
 )  # fmt: skip
-def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path, original, rule, text, pieces):
-    found = opened(tmp_path, byte_level_metadata(original, **{"tokenizer.ggml.pre": rule}))
+def test_text_is_cut_by_the_rule_that_the_file_names(
+    tmp_path, original, rule, text, pieces, keeps_whole
+):
+    """Qwen2's alone composes text; by some, what is a token as a whole is not merged."""
+    found = opened(tmp_path, byte_level_metadata(original, "zqx", pre=rule))
     cut = found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cut] == pieces
-
-
-def test_only_qwen2_composes_text(tmp_path, original):
-    for rule, ids_are_equal in (("qwen2", True), ("smollm", False), ("deepseek-r1-qwen", False)):
-        found = opened(tmp_path, byte_level_metadata(original, **{"tokenizer.ggml.pre": rule}))
-        assert (found.encode("cafe\u0301") == found.encode("caf\u00e9")) is ids_are_equal
-
-
-def test_what_is_a_token_as_a_whole_is_not_merged_by_the_rule_of_llama_3(tmp_path, original):
-    metadata = byte_level_metadata(original)
-    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "zqx"]
-    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], NORMAL]
-    at = len(metadata["tokenizer.ggml.tokens"]) - 1
-    for rule, whole in (("llama-bpe", True), ("gpt-2", False)):
-        found = opened(tmp_path, {**metadata, "tokenizer.ggml.pre": rule})
-        assert (found.encode("zqx", add_special_tokens=False) == [at]) is whole
+    assert (found.encode("cafe\u0301") == found.encode("caf\u00e9")) is (rule == "qwen2")
+    whole = [found.convert_tokens_to_ids("zqx")]
+    assert (found.encode("zqx", add_special_tokens=False) == whole) is keeps_whole
 
 
 @pytest.mark.parametrize(
@@ -140,8 +122,7 @@ def test_what_is_a_token_as_a_whole_is_not_merged_by_the_rule_of_llama_3(tmp_pat
 )
 def test_what_stands_around_a_text_is_that_of_the_file(tmp_path, original, rule, bos, eos, wanted):
     keys = {"pre": rule, "add_bos_token": bos, "add_eos_token": eos}
-    metadata = byte_level_metadata(original, **{f"tokenizer.ggml.{k}": v for k, v in keys.items()})
-    found = opened(tmp_path, metadata)
+    found = opened(tmp_path, byte_level_metadata(original, **keys))
     ids, bare = found.encode("cats"), found.encode("cats", add_special_tokens=False)
     before, after = ([found.bos_token_id] * wanted[0], [found.eos_token_id] * wanted[1])
     assert ids == [*before, *bare, *after]
@@ -165,27 +146,14 @@ WORDS = "th he the _the er her other _other at cat _cat cats __ ___ ll ab ba aba
 )
 
 
-def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    types, scores = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256], [0.0] * 259
-    for rank, token in enumerate([*WORDS.split(" "), *LETTERS]):
-        tokens.append(token)
-        types.append(NORMAL)
-        scores.append(-float(rank))
-    tokens.append("[INST]")
-    types.append(USER_DEFINED)
-    scores.append(-1000.0)
-    return {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        **more,
-    }
+def sentencepiece_metadata(**keys: Any) -> dict[str, Any]:
+    bytes_of = [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
+    rows = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), *bytes_of]
+    words = [(token, NORMAL) for token in [*WORDS.split(" "), *LETTERS]]
+    scores = [*[0.0] * len(rows), *(-float(rank) for rank in range(len(words))), -1000.0]
+    special = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    keys = {"model": "llama", "scores": scores, **special, **keys}
+    return metadata_of([*rows, *words, ("[INST]", USER_DEFINED)], **keys)
 
 
 def by_scores(text: str, metadata: dict[str, Any], prefix: bool) -> list[int]:
@@ -209,7 +177,7 @@ def by_scores(text: str, metadata: dict[str, Any], prefix: bool) -> list[int]:
 
 @pytest.mark.parametrize("prefix", [True, False, None])
 def test_sentencepiece_joins_by_scores_and_falls_back_to_bytes(tmp_path, prefix):
-    metadata = sentencepiece_metadata(**{"tokenizer.ggml.add_space_prefix": prefix})
+    metadata = sentencepiece_metadata(add_space_prefix=prefix)
     found, begins = opened(tmp_path, metadata), prefix is not False
     rng = np.random.default_rng(1)
     parts = [*LETTERS.replace("\u2581", " "), "the", "other ", "cats", "ä", "🙂", "\n", "x", "  "]
@@ -259,9 +227,7 @@ def test_added_tokens_of_sentencepiece_cut_the_text(tmp_path):
     ],
 )
 def test_what_would_give_other_ids_is_refused_in_one_sentence(tmp_path, original, change, said):
-    keys = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
-    metadata = {k: v for k, v in byte_level_metadata(original, **keys).items() if v is not None}
-    (tmp_path / "model.gguf").write_bytes(gguf_bytes(metadata))
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(byte_level_metadata(original, **change)))
     with pytest.raises(ModelError, match=said) as error:
         Tokenizer.load(str(tmp_path / "model.gguf"))
     assert "\n" not in str(error.value)
@@ -281,15 +247,3 @@ def test_our_tokenizer_finds_the_delimiters_of_a_file(tmp_path, original):
     ids, offsets = found.encode_with_offsets("cats <|im_end|> at")
     assert offsets[-1][1] == len("cats <|im_end|> at")
     assert found.decode(ids, special=True) == "cats <|im_end|> at"
-
-
-@pytest.mark.skipif("RADIXCACHE_GGUF" not in os.environ, reason="needs a file to try")
-def test_a_real_file_gives_the_ids_of_llama_cpp():
-    """Of Qwen2, where the text is in the normal form NFC: llama.cpp does not bring it into that."""
-    llama_cpp = pytest.importorskip("llama_cpp")
-    path = os.environ["RADIXCACHE_GGUF"]
-    found = read_tokenizer(GGUFFile(path))
-    theirs = llama_cpp.Llama(path, vocab_only=True, verbose=False)
-    for text in texts(2_000):
-        ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
-        assert found.encode(text, add_special_tokens=False) == ids

@@ -7,27 +7,23 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Regex, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
-from radixcache import LLM, SamplingParams
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.models import tiny_model
 from tests.runtime.tokens.tiny_tokenizers import (
-    CORPUS,
+    DELIMITERS,
     KINDS,
     LOSSLESS,
-    VOCAB_SIZE,
     awkward_added_tokens,
     byte_level,
     prepending,
     tabletalk,
+    train_on_bytes,
     word_piece,
     wrap,
 )
@@ -37,9 +33,8 @@ Kind = Callable[[], Backend]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 WORDS = [
-    *"The cats sat on the mat didn't they're ended cat end Ärger é 漢字 🙂 👩‍👩‍👧 \ufffd".split(
-        " "
-    ),
+    *"The cats sat on the mat didn't they're ended cat end Ärger é 漢字 🙂".split(" "),
+    *("👩‍👩‍👧", "\ufffd"),
     *"<think> <|mask|> <|strip|> <<|over er<|user|> </s> ▁ x . 1234567".split(" "),
     *"... < <| |> user ﬁ e\u0301".split(" "),
     *(" ", "  ", "   ", "\n", "\n\n", " \n ", "\t", "\u00a0"),
@@ -55,13 +50,17 @@ def some_text(rng: random.Random, most: int = 12) -> str:
     return "".join(parts)
 
 
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of its characters, one by one."""
+    return [token for c in text for token in tokenizer.encode(c, special=False)]
+
+
 def some_ids(rng: random.Random, tokenizer: Tokenizer, text: str) -> list[int]:
     """What a model may generate: its own spelling of a text, or anything, perhaps then an end."""
     size = tokenizer._tokenizer.backend_tokenizer.get_vocab_size()
     ids = tokenizer.encode(text, special=False)
     if rng.random() < 0.5:
-        pieces = [tokenizer.encode(letter, special=False) for letter in text]
-        ids = [token for piece in pieces for token in piece]
+        ids = spelled(tokenizer, text)
     if rng.random() < 0.3:
         ids = [rng.randrange(size) for _ in range(rng.randint(1, 20))]
     if rng.random() < 0.2:
@@ -205,9 +204,8 @@ def test_reused_tokens_read_as_plain_tokens_do(kind: Kind, count: int) -> None:
             if rng.random() < 0.2:
                 answer = rng.choice([answer.strip(), answer[: rng.randint(0, len(answer))]])
             text += rng.choice(["", "", " "]) + answer
-            text += rng.choice([rng.choice(DELIMITERS), " " + DELIMITERS[0], "\n", ""]) + some_text(
-                rng
-            )
+            text += rng.choice([rng.choice(DELIMITERS), " " + DELIMITERS[0], "\n", ""])
+            text += some_text(rng)
     assert reused or kind is word_piece, f"seed {SEED}: no text had other tokens than plain ones"
 
 
@@ -237,38 +235,42 @@ def test_an_answer_that_tokenises_differently_keeps_its_tokens(kind: Kind) -> No
     assert drifted > 20
 
 
-def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:
-    tokenizer = wrap(byte_level())
-    history = TokenHistory(tokenizer)
-    prompt = history.encode("<|user|>Draw.<|end|><|assistant|>")
-    half = tokenizer.encode("Here: 漢", special=False)[:-1]
-    history.remember(prompt, half)
-    text = prompt.text + tokenizer.decode(half) + "<|end|>"
-    assert text.endswith("\ufffd<|end|>")
-    assert history.encode(text).tokens[:-1].tolist() == [*prompt.tokens, *half]
+ASKED = "<|user|>What?<|end|><|assistant|>"
 
 
 @pytest.mark.parametrize(
-    ("generated", "shown"),
+    ("generated", "shown", "kept"),
     [
-        ("The answer. STOP", "The answer. "),  # a stop string
-        ("The answer.\n\n", "The answer."),  # trimmed by the template
-        ("The answer. The question", "The answer."),  # the same, of two tokens
+        ("The answer. STOP", "The answer. ", 12),  # a stop string
+        ("The answer.\n\n", "The answer.", 11),  # trimmed by the template
+        ("The answer. The question", "The answer.", 11),  # the same, of two tokens
+        ("Here: 漢", "Here: \ufffd", 8),  # within a character
     ],
 )
-def test_an_answer_that_was_cut_keeps_the_tokens_before(generated: str, shown: str) -> None:
+def test_an_answer_that_was_cut_keeps_the_tokens_before(
+    generated: str, shown: str, kept: int
+) -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
-    prompt = history.encode("<|user|>What?<|end|><|assistant|>")
-    spelled = [token for c in generated for token in tokenizer.encode(c, special=False)]
-    history.remember(prompt, spelled)
-    tokens = history.encode(prompt.text + shown + "<|end|>").tokens.tolist()
-    assert tokens[:-1] == prompt.tokens.tolist() + spelled[: len(shown)]
+    prompt = history.encode(ASKED)
+    tokens = spelled(tokenizer, generated)[: 8 if "漢" in generated else None]
+    history.remember(prompt, tokens)
+    found = history.encode(ASKED + shown + "<|end|>").tokens.tolist()
+    assert found[:-1] == prompt.tokens.tolist() + tokens[:kept]
 
 
 def test_text_right_behind_an_answer_is_tokenised_as_one_with_it() -> None:
     """`. ` and `.\n` are tokens here: where the answer ends, none may be cut in two."""
-    tokenizer = wrap(train_byte_level_bpe_of_lines())
+    backend = byte_level()
+    pattern = Regex(r" ?\p{L}+|[.?]\n|.")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    train_on_bytes(backend, ["The end.\nThe end.\n", "It is the end.\nUser: Why?"])
+    tokenizer = wrap(backend)
     history = TokenHistory(tokenizer)
     prompt = history.encode("<|user|>What?\n[assistant]")
     answer = tokenizer.encode("It is the end.", special=False)
@@ -278,77 +280,53 @@ def test_text_right_behind_an_answer_is_tokenised_as_one_with_it() -> None:
     assert plain[: len(prompt.tokens) + len(answer)] != [*prompt.tokens, *answer]
     assert history.encode(text).tokens.tolist() == plain
 
-    spelled = [token for c in "It is the end" for token in tokenizer.encode(c, special=False)]
+    other = spelled(tokenizer, "It is the end")
     history = TokenHistory(tokenizer)
-    history.remember(prompt, [*spelled, answer[-1]])
+    history.remember(prompt, [*other, answer[-1]])
     tokens = history.encode(text).tokens.tolist()
-    kept = [*prompt.tokens, *spelled]
+    kept = [*prompt.tokens, *other]
     assert tokens == kept + tokenizer.encode(".\nUser: Why?", special=False)
-
-
-def train_byte_level_bpe_of_lines() -> Backend:
-    backend = byte_level()
-    lines = ["The end.\nThe end.\n", "It is the end.\nUser: Why?"]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r" ?\p{L}+|[.?]\n|."), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    special = [AddedToken(text, normalized=False) for text in DELIMITERS]
-    backend.train_from_iterator(
-        lines * 3,
-        trainers.BpeTrainer(
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return backend
 
 
 def test_an_edited_question_behind_plain_text_still_finds_the_answer_before() -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
     prompt = history.encode("<|user|>What? Answer:")
-    spelled = [token for c in " The cats" for token in tokenizer.encode(c, special=False)]
-    history.remember(prompt, spelled)
+    answer = spelled(tokenizer, " The cats")
+    history.remember(prompt, answer)
     for question in ("Why?", "When?", "Whom?", "Who?"):
         tokens = history.encode(f"{prompt.text} The cats\n{question} Answer:").tokens
-        assert tokens[: len(prompt.tokens) + len(spelled)].tolist() == [*prompt.tokens, *spelled]
+        assert tokens[: len(prompt.tokens) + len(answer)].tolist() == [*prompt.tokens, *answer]
         history.remember(history.encode(f"{prompt.text} The cats\n{question} Answer:"), [40, 41])
 
 
-@pytest.mark.parametrize(("between", "begin"), [("", "▁"), (" ", "▁"), ("\n", "")])
-def test_a_space_that_only_tokens_have_does_not_hide_an_answer(between: str, begin: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "generated", "shown", "is_kept"),
+    [
+        (ASKED, "▁ T h e", "The", True),
+        (ASKED, "▁ T h e", " The", False),
+        (ASKED + "\n", "T h e", "The", True),
+        # Four bytes, three bytes: the answer begins within the last character of the prompt.
+        ("Draw 👩ﬁ", "<0xEF> <0xAC> <0x81> T h e", "ﬁThe", True),
+    ],
+)
+def test_a_space_or_a_byte_that_only_tokens_have_does_not_hide_an_answer(
+    text: str, generated: str, shown: str, is_kept: bool
+) -> None:
     """Llama 2's tokenizer begins each piece with a space; what is shown is without it."""
     tokenizer = wrap(prepending())
-    ids = tokenizer._tokenizer.convert_tokens_to_ids
     history = TokenHistory(tokenizer)
-    prompt = history.encode("<|user|>What?<|end|><|assistant|>" + between.strip(" "))
-    generated = ids([*begin, *"The"])
-    history.remember(prompt, generated)
-    text = f"<|user|>What?<|end|><|assistant|>{between}The<|end|>"
-    reused = [*prompt.tokens.tolist(), *generated]
-    assert (history.encode(text).tokens[:-1].tolist() == reused) == (between != " ")
-
-
-def test_an_answer_of_bytes_is_read_with_whole_characters_before_it() -> None:
-    tokenizer = wrap(prepending())
-    history = TokenHistory(tokenizer)
-    prompt = history.encode("Draw 👩ﬁ")  # four bytes, three bytes
-    ids = tokenizer._tokenizer.convert_tokens_to_ids
-    assert prompt.tokens[-1] == ids("<0x81>")
-    generated = ids(["<0xEF>", "<0xAC>", "<0x81>", *"The"])
-    history.remember(prompt, generated)
-    tokens = history.encode(prompt.text + "ﬁThe<|end|>").tokens
-    assert tokens[:-1].tolist() == [*prompt.tokens, *generated]
+    prompt = history.encode(text)
+    tokens = tokenizer._tokenizer.convert_tokens_to_ids(generated.split(" "))
+    history.remember(prompt, tokens)
+    found = history.encode(f"{text}{shown}<|end|>").tokens[:-1].tolist()
+    assert (found == [*prompt.tokens.tolist(), *tokens]) == is_kept
 
 
 def test_special_tokens_within_an_answer_are_not_taken_for_its_text() -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
-    prompt = history.encode("<|user|>What?<|end|><|assistant|>")
+    prompt = history.encode(ASKED)
     generated = tokenizer.encode("A<|user|>B", special=False)
     history.remember(prompt, generated)
     text = prompt.text + tokenizer.decode(generated) + "<|end|>"
@@ -359,10 +337,9 @@ def test_special_tokens_within_an_answer_are_not_taken_for_its_text() -> None:
 def test_other_salts_get_none_of_an_answer() -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
-    spelled = [token for c in "The cats" for token in tokenizer.encode(c, special=False)]
     for salt in ("a", None):
-        prompt = history.encode("<|user|>What?<|end|><|assistant|>", salt)
-        history.remember(prompt, spelled)
+        prompt = history.encode(ASKED, salt)
+        history.remember(prompt, spelled(tokenizer, "The cats"))
     text = prompt.text + "The cats<|end|>"
     plain = tokenizer.encode(text, special=False)
     for salt, same in (("a", False), ("b", True), ("", True), (None, False), ("a", False)):
@@ -401,40 +378,6 @@ def test_a_tokenizer_without_delimiters_is_used_plainly() -> None:
     prompt = history.encode("<|user|>What?")
     history.remember(prompt, tokenizer.encode("x"))
     assert prompt.tokens.tolist() == tokenizer.encode("<|user|>What?") and not history._texts
-
-
-# ------------------------------------------------------------------------------- through the engine
-
-TURNS = 20
-
-
-def drifting_model(folder: Path) -> Path:
-    """A random Llama, whose answers its byte-level BPE tokenizer would spell otherwise."""
-    tokenizer = train_byte_level_bpe(CORPUS, VOCAB_SIZE)
-    options = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-    tiny_model("llama", folder, SEED, tokenizer=False, **options)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_each_turn_of_a_stateless_chat_prefills_only_its_new_tokens(tmp_path: Path) -> None:
-    llm = LLM(drifting_model(tmp_path), page_size=4, kv_cache_memory_bytes="16MiB")
-    tokenizer = llm.history.tokenizer
-    messages = [{"role": "system", "content": CORPUS[0]}]
-    seen = drifted = 0
-    for turn in range(TURNS):
-        messages.append({"role": "user", "content": f"{turn}: {CORPUS[turn % 3][:turn]}"})
-        params = SamplingParams(
-            temperature=1, seed=SEED + turn, max_tokens=12, stop_token_ids=[*tokenizer.delimiters]
-        )
-        (output,) = llm.chat(messages, params)
-        answer = output.outputs[0]
-        drifted += tokenizer.encode(answer.text, special=False) != answer.token_ids
-        assert output.metrics.prefilled_tokens == len(output.prompt_token_ids) - seen
-        llm.cache.check()
-        seen = len(output.prompt_token_ids) + len(answer.token_ids) - 1
-        messages.append({"role": "assistant", "content": answer.text})
-    assert drifted > TURNS // 2, f"seed {SEED}"
 
 
 def test_a_long_text_holds_up_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,3 @@ def test_a_detokenizer_never_shows_half_a_character_or_half_a_stop_string() -> N
         shown += detokenizer.take(finished=True)
         cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
         assert shown == detokenizer.text == text[:cut], f"{text!r} {stops}, seed {SEED}"
-
-
-# -------------------------------------------------------------------------------------- bad input

@@ -14,19 +14,17 @@ from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
 from radixcache.runtime.tokens.tool_formats import as_rule
 from tests.runtime.tokens.test_tool_parser import (
+    ALL,
     CODER,
     HERMES,
     LLAMA,
-    MISTRAL,
     MISTRAL_11,
+    WITH_MANY,
     fmt,
     written,
 )
 from tests.scripted import make_tokenizer
 
-ALL = pytest.mark.parametrize(
-    "template", [HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA], ids=lambda t: t[:12]
-)
 F = Tool(
     "f",
     {
@@ -95,7 +93,7 @@ def test_required_calls_follow_their_schemas(grammars: Grammars, template: str):
     assert not grammars.takes(lark, THOUGHTS)
 
 
-@pytest.mark.parametrize("template", [HERMES, CODER, MISTRAL_11], ids=lambda t: t[:12])
+@WITH_MANY
 def test_one_call_or_many(grammars: Grammars, template: str):
     between = "" if template == MISTRAL_11 else "\n"
     two = between.join([written(template, "g", {})] * 2)

@@ -65,9 +65,11 @@ def meaning(said: ParsedMessage) -> tuple[object, ...]:
     return said.content, said.reasoning, [(call.name, call.values) for call in said.calls]
 
 
-ALL = pytest.mark.parametrize(
-    "template", [HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA], ids=lambda t: t[:12]
-)
+def each(*templates: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("template", templates, ids=lambda t: t[:12])
+
+
+ALL, WITH_MANY = each(HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA), each(HERMES, CODER, MISTRAL_11)
 
 
 @ALL
@@ -82,7 +84,7 @@ def test_a_call_is_found_however_it_comes(template: str, seed: int):
         )
 
 
-@pytest.mark.parametrize("template", [HERMES, CODER, MISTRAL_11], ids=lambda t: t[:12])
+@WITH_MANY
 def test_content_calls_and_thoughts_are_told_apart(template: str):
     calls = "\n".join(written(template, name, {"a": name}) for name in "fg")
     text = f"<think>\nLet me see: 1 < 2.\n</think>\n\nI look it up.\n{calls}"
@@ -144,7 +146,7 @@ def test_arguments_that_no_client_could_read_are_content(value: str):
     assert (said.content, said.calls) == (text, ())
 
 
-@pytest.mark.parametrize("template", [HERMES, CODER], ids=lambda t: t[:12])
+@each(HERMES, CODER)
 def test_what_is_nested_too_deeply_is_no_json(template: str):
     deep = "[" * 100_000 + "]" * 100_000
     text = written(template, "f", {"c": 1}).replace("1", deep)

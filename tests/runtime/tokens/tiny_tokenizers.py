@@ -6,19 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bench.workloads.byte_level_bpe import DELIMITERS, train_byte_level_bpe
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
@@ -29,15 +20,30 @@ CORPUS = [
 ]
 LETTERS = sorted(set("".join(CORPUS)) - {" ", "\n"})
 VOCAB_SIZE = 420
+DELIMITERS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 SPECIAL = [AddedToken(text, normalized=False) for text in DELIMITERS]
 
 
-def byte_level() -> Backend:
-    return _backend(train_byte_level_bpe(CORPUS, VOCAB_SIZE))
+def byte_level(add_prefix_space: bool = False) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.decoder = decoders.ByteLevel()
+    train_on_bytes(backend, CORPUS)
+    return backend
+
+
+def train_on_bytes(backend: Backend, texts: Sequence[str]) -> None:
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
 
 
 def byte_level_with_prefix_space() -> Backend:
-    return _backend(train_byte_level_bpe(CORPUS, VOCAB_SIZE, add_prefix_space=True))
+    return byte_level(add_prefix_space=True)
 
 
 def awkward_added_tokens() -> Backend:
@@ -133,11 +139,6 @@ def wrap(backend: Backend) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
-def _backend(tokenizer: PreTrainedTokenizerFast) -> Backend:
-    backend: Backend = tokenizer.backend_tokenizer
-    return backend
-
-
 def _sentencepiece(pre_tokenizer: Any, normalizer: Any) -> Backend:
     """BPE over characters, with bytes for unknown ones, decoded as Llama's."""
     backend = Backend(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -147,9 +148,7 @@ def _sentencepiece(pre_tokenizer: Any, normalizer: Any) -> Backend:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[*SPECIAL, "<unk>"],
-        show_progress=False,
+        vocab_size=VOCAB_SIZE, special_tokens=[*SPECIAL, "<unk>"], show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
     parts = json.loads(backend.to_str())
