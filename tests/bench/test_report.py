@@ -17,8 +17,7 @@ from rich.console import Console
 
 from radixcache.bench import cli
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.replay.replicas import RoutingFigures
-from radixcache.bench.report.columns import INDEX, ROUTING, STATES
+from radixcache.bench.report.columns import INDEX, STATES
 from radixcache.bench.report.files import write
 from radixcache.bench.report.pages import as_html
 from radixcache.bench.report.results import Report, WorkloadReport
@@ -133,27 +132,6 @@ def test_memories_with_one_verdict_share_a_clause():
     )
     alone = "No prompt begins as one before it does: no scheme can hit anything."
     assert headline(workload(*rows, unlimited_hits=0)) == alone
-
-
-def way(name, ttft, hit, memory="30%", refused=0):
-    ttfts = [] if ttft is None else [ttft]
-    return RoutingFigures("w", name, "radix-16", memory, 64, refused, hit, 10 - hit, ttfts, [1, 0])
-
-
-def test_what_routing_is_worth_is_said_beside_the_best_way_that_ignores_caches():
-    rows = [way("random", 0.09, 1), way("least-queued", 0.05, 2), way("session", 0.02, 7)]
-    rows += [way("sglang", 0.00435, 9), way("cost", 0.0043, 9), way("random", 0.01, 9, "100%")]
-    found = workload(routing=[*rows, way("best", None, 0, refused=2)])
-    assert headline(found) == (
-        "Routed by cost, requests have their first token earliest, after 4.3 ms in the mean, and "
-        "hit 90% of the prompt tokens (sglang within 2%); by least-queued, the fastest that "
-        "ignores what is shared, after 50.0 ms, and 20%."
-    )
-    assert "<title>Prefix caching: ways to route</title>" in as_html(Report({}, [found]))
-    refused = workload(routing=[way("cost", None, 0, refused=2)])
-    assert headline(refused).startswith("Requests were refused everywhere")
-    few = workload(routing=rows, requests=15)
-    assert headline(few) == "Too little data to compare ways to route: 15 requests."
 
 
 HALF = {"optimal_hits": {1000: 7000}}
@@ -368,17 +346,6 @@ def test_both_levels_agree_in_the_command_and_refused_everywhere_is_no_error(cap
     assert all(row["engine"] is None and row["refused"] == 6 for row in engine[2:])
 
 
-def test_a_report_of_replicas_has_their_table():
-    flags = ["--replicas", "2", "--memory", "100%", "--json", "-"]
-    report = cli.measure(parsed(SMALL[0], *flags))
-    found = report.workloads[0].routing
-    head, *rows = Tags(as_html(report)).rows
-    assert head == [column.title for column in ROUTING]
-    for cells, row in zip(rows, found, strict=True):
-        assert cells[2:5] == [row.routing, f"{row.hit_rate:.1%}", f"{row.computed_tokens:,}"]
-        assert cells[5] == f"{1000 * row.ttft_mean:,.1f}" and row.ttft_mean > 0
-
-
 def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
     flags = ["--states", "9", "--memory", "100%", "200%", "--json", "-", "--report", "r.html"]
     assert main(["bench", SMALL[1], *flags]) == 0
@@ -430,18 +397,8 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         ("--memory 30% chat", "chat is a workload: name it before --memory, not after"),
         ("--schemes radix-1 chat:turns=2", "name it before --schemes, not after"),
         ("nothing", "no workload 'nothing'"),
-        ("--replicas 0", "--replicas must be more than 0"),
-        ("--replicas 1000000000", "--replicas must be at most 1024"),
-        ("--replicas 2 --prefill-rate 1e-308", "must be from 1e-09 to 1e+12"),
-        ("--replicas 2 --routing best", "no routing 'best'; say all, random"),
-        ("--replicas 2 --level both", "--level index alone"),
-        ("--replicas 2 --schedule-policy lpm", "--schedule-policy goes without --replicas only"),
-        ("--replicas 2 --max-num-batched-tokens 9", "-tokens goes without --replicas only"),
-        ("--routing cost", "--routing goes with --replicas only"),
-        ("--prefill-rate 100", "--prefill-rate goes with --replicas only"),
         ("--states 1", "--states must be from 2 to 1048576, not 1"),
-        ("--states 9 --level both", "--states are simulated, of one replica: --level index alone"),
-        ("--states 9 --replicas 2", "--states are simulated, of one replica"),
+        ("--states 9 --level both", "--states are simulated: --level index alone"),
         ("--states 9 --schemes hash-16", "--schemes goes without --states only"),
     ],
 )
