@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from radixcache.bench.gpu.models import begin_decoding, engine_on, random_llama, random_tokens
+from radixcache.bench.gpu.models import decoding, random_llama
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.speed import asking
@@ -30,9 +29,7 @@ def run(place: Place, report: Report) -> None:
 
 
 def _decode(place: Place, model: PreTrainedModel, batch: int) -> Row:
-    context, rng = place.sizes.decode_context, np.random.default_rng(batch)
-    with engine_on(place, model, num_tokens=batch * (context + 256), max_num_seqs=batch) as engine:
-        begin_decoding(engine, [random_tokens(rng, engine, context) for _ in range(batch)], 4)
+    with decoding(place, model, batch, steps=4) as engine:
         return _profile(place, f"decode step of {batch}", engine.step)
 
 

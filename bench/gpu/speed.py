@@ -13,14 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from radixcache.bench.gpu.models import (
-    begin_decoding,
+    decoding,
     engine_on,
     free_memory,
     last_graph,
     random_llama,
     random_tokens,
     run_all,
-    seconds_of_steps,
 )
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, figure
@@ -68,12 +67,13 @@ def _matmul(place: Place) -> Row:
 def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> Iterator[Row]:
     """A step of the whole engine against reading the weights and the KV once."""
     context, steps = place.sizes.decode_context, place.sizes.steps
-    rng = np.random.default_rng(batch)
-    with engine_on(
-        place, model, num_tokens=batch * (context + 256), page_size=page_size, max_num_seqs=batch
-    ) as engine:
-        begin_decoding(engine, [random_tokens(rng, engine, context) for _ in range(batch)], steps)
-        seconds = statistics.median(seconds_of_steps(engine, steps))
+    with decoding(place, model, batch, steps, page_size) as engine:
+        taken = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step()
+            taken.append(time.perf_counter() - start)
+        seconds = statistics.median(taken)
         floor = floor_seconds(place, model, batch, 1, context, engine.model.bytes_per_token)
         where = f"decode, batch {batch} x {context}, page {page_size}"
         note = f"step {seconds * 1e3:.2f} ms, floor {floor * 1e3:.2f} ms"
