@@ -4,6 +4,7 @@ and whether the thresholds in `kernels.cascade` stand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 from radixcache.bench.gpu.place import Place
@@ -37,7 +38,7 @@ def _attention(
     rows: int,
     shared: int,
     ratios: dict[tuple[int, int], float],
-) -> Row:
+) -> Iterator[Row]:
     lens = [(1, shared + place.sizes.own)] * rows
     ways = [(place.make_backend, False), (place.make_backend, True)]
     flat, levels = seconds_of_decodes(place, heads, lens, shared, ways)
@@ -47,4 +48,4 @@ def _attention(
         limit = AIM
     where = f"flat over cascade, {heads[0]}/{heads[1]} heads, {rows} rows, {shared} shared"
     note = f"{flat * 1e6:.1f} against {levels * 1e6:.1f} µs a layer"
-    return figure(where, flat / levels, "x", at_least=limit, note=note)
+    yield figure(where, flat / levels, "x", at_least=limit, note=note)

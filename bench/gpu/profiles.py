@@ -7,6 +7,7 @@ last section, and what it times is told as a share only.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -28,15 +29,15 @@ def run(place: Place, report: Report) -> None:
         report.measure(f"question on {cached} cached", _question, place, model, cached)
 
 
-def _decode(place: Place, model: PreTrainedModel, batch: int) -> Row:
+def _decode(place: Place, model: PreTrainedModel, batch: int) -> Iterator[Row]:
     with decoding(place, model, batch, steps=4) as engine:
-        return _profile(place, f"decode step of {batch}", engine.step)
+        yield _profile(place, f"decode step of {batch}", engine.step)
 
 
-def _question(place: Place, model: PreTrainedModel, cached: int) -> Row:
+def _question(place: Place, model: PreTrainedModel, cached: int) -> Iterator[Row]:
     with asking(place, model, cached) as (_, ask):
         ask()
-        return _profile(place, f"question on {cached} cached", ask)
+        yield _profile(place, f"question on {cached} cached", ask)
 
 
 def _profile(place: Place, name: str, work: Work) -> Row:

@@ -45,23 +45,23 @@ def run(place: Place, report: Report) -> None:
         report.measure(name, _ttft, place, model, cached, page_size)
 
 
-def _copy(place: Place) -> Row:
+def _copy(place: Place) -> Iterator[Row]:
     source = torch.empty(place.sizes.copy_bytes, dtype=torch.uint8, device=place.device)
     source.random_()
     target = torch.empty_like(source)
     rate = 2 * len(source) / place.gpu_seconds([lambda: target.copy_(source)])
     place.ceilings["bytes/s"] = rate
-    return figure("device-to-device copy", rate / 1e9, "GB/s", note="bytes read and written")
+    yield figure("device-to-device copy", rate / 1e9, "GB/s", note="bytes read and written")
 
 
-def _matmul(place: Place) -> Row:
+def _matmul(place: Place) -> Iterator[Row]:
     size = place.sizes.matmul
     a, b = place.randn(size, size), place.randn(size, size)
     out = torch.empty_like(a)
     rate = 2 * size**3 / place.gpu_seconds([lambda: torch.mm(a, b, out=out)] * 3)
     place.ceilings["flop/s"] = rate
     note = f"{place.dtype}, {size} cubed, random data"
-    return figure("matrix product", rate / 1e12, "TFLOP/s", note=note)
+    yield figure("matrix product", rate / 1e12, "TFLOP/s", note=note)
 
 
 def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> Iterator[Row]:

@@ -4,6 +4,7 @@ kind of layer, and how far is it from FlashInfer at decodes?
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -35,10 +36,10 @@ def _backend(place: Place, kind: LayerKind, dtype: torch.dtype | None = None) ->
     return place.triton(place.device, dtype or place.dtype, [kind])
 
 
-def _decode(place: Place, rows: int) -> Row:
+def _decode(place: Place, rows: int) -> Iterator[Row]:
     context = CONTEXT // place.sizes.shrink
     ways: list[Way] = [(partial(_backend, place), True), (place.make_backend, True)]
     found = seconds_of_decodes(place, place.sizes.heads[0], [(1, context)] * rows, 0, ways)
     ours, theirs = (1e6 * seconds for seconds in found)
     note = f"{ours:.1f} against {theirs:.1f} µs a layer, {context} tokens each"
-    return figure(f"Triton over FlashInfer, decode of {rows} rows", ours / theirs, "x", note=note)
+    yield figure(f"Triton over FlashInfer, decode of {rows} rows", ours / theirs, "x", note=note)
