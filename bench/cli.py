@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from radixcache import __version__
 from radixcache.bench.machine import conditions
 from radixcache.bench.schemes.named import GROUPS, HYBRID, INDEX_ONLY, find_schemes, parse_memory
-from radixcache.bench.schemes.routing import RULES, find_rules
 from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
 from radixcache.bench.workloads.generators import GENERATORS
 from radixcache.bench.workloads.public_data import PUBLIC
@@ -27,10 +26,8 @@ SUMMARY = "compare caching schemes: radix, hash-block, none, in the same memory"
 
 LEVELS = ("index", "engine", "both")
 DEFAULT_PAGE = Path("bench-report.html")
-_REPLICA = "radix-16"  # as `serve` has it
 _TOKEN_BYTES = 131_072  # Llama 3 8B in bfloat16: 32 layers x 8 heads x 2 x 128 x 2 bytes
 _LEAST, _MOST = 1e-9, 1e12  # beyond, times and rates are no numbers any more
-_MOST_REPLICAS = 1024
 _MOST_STATES = 1 << 20
 
 
@@ -87,32 +84,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     serving("--rate", type=float, metavar="R", help="poisson: requests a second")
     serving(
+        "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
+    )
+    serving(
         "--step-time", type=float, default=0.025, metavar="S", help="index level: seconds (0.025)"
     )
     serving("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="per step (2048)")
     serving("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
     serving("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
-    replicas = parser.add_argument_group("several replicas, simulated").add_argument
-    replicas(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help=f"compare ways to route requests to N replicas, each with this --memory, whose cache "
-        f"is each of --schemes ({_REPLICA})",
-    )
-    replicas(
-        "--routing", nargs="+", metavar="NAME", default=["all"], help=f"all, {', '.join(RULES)}"
-    )
-    replicas(
-        "--prefill-rate",
-        type=float,
-        default=8192,
-        metavar="R",
-        help="prompt tokens that a replica computes in a second (8192)",
-    )
-    replicas(
-        "--speed", type=float, default=1, metavar="X", help="trace: times as fast as recorded (1)"
-    )
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
@@ -151,36 +130,20 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> Report:
     """All that the flags ask for; `InvalidRequest`, before anything is loaded."""
     _check_order(args)
-    is_default = args.replicas is not None and args.schemes == ["default"]
-    schemes = find_schemes([_REPLICA] if is_default else args.schemes)
-    schemes = HYBRID if args.states is not None else schemes
-    ways = find_rules(args.routing)
+    schemes = HYBRID if args.states is not None else find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY or scheme.tier]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
     from radixcache.bench.comparison import Comparison
-    from radixcache.bench.replay.replicas import Fleet
     from radixcache.bench.report.results import Report
 
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
-    fleet = None
-    if args.replicas is not None:
-        fleet = Fleet(args.replicas, args.prefill_rate, args.step_time, args.max_num_seqs)
     comparison = Comparison(
-        schemes,
-        memories,
-        _serving(args),
-        token_bytes,
-        args.level,
-        model,
-        args.repeats,
-        ways if fleet else [],
-        fleet,
-        args.seed,
+        schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
     )
     found = comparison.run(choose(args, vocabulary))
     return Report(_settings(args, token_bytes, vocabulary, model), [*found])
@@ -188,7 +151,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 def _check_order(args: argparse.Namespace) -> None:
     """Refuse workloads that a flag of many values has taken for its own."""
-    for flag in ("schemes", "memory", "routing"):
+    for flag in ("schemes", "memory"):
         for value in getattr(args, flag):
             if value.partition(":")[0] in {*GENERATORS, *PUBLIC}:
                 raise InvalidRequest(f"{value} is a workload: name it before --{flag}, not after")
@@ -206,7 +169,7 @@ def _check(args: argparse.Namespace) -> None:
     from radixcache.bench.report.files import check_page, check_writable
 
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
-    positive += " hash_block token_bytes replicas prefill_rate speed"
+    positive += " hash_block token_bytes speed"
     for name in positive.split():
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -215,12 +178,10 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidRequest(
                 f"--{name.replace('_', '-')} must be from {_LEAST:g} to {_MOST:g}, not {value:g}"
             )
-    if (args.replicas or 0) > _MOST_REPLICAS:
-        raise InvalidRequest(f"--replicas must be at most {_MOST_REPLICAS}, not {args.replicas}")
     if args.states is not None and not 2 <= args.states <= _MOST_STATES:
         raise InvalidRequest(f"--states must be from 2 to {_MOST_STATES}, not {args.states}")
-    if args.states is not None and (args.level != "index" or args.replicas):
-        raise InvalidRequest("--states are simulated, of one replica: --level index alone")
+    if args.states is not None and args.level != "index":
+        raise InvalidRequest("--states are simulated: --level index alone")
     if args.speculate and args.level == "index":
         raise InvalidRequest("--speculate needs a model: --level engine or both")
     if args.seed < 0:
@@ -228,8 +189,6 @@ def _check(args: argparse.Namespace) -> None:
     if (args.file is None) != (args.format is None):
         raise InvalidRequest("--file and --format go together")
     _check_unused(args)
-    if args.replicas is not None and args.level != "index":
-        raise InvalidRequest("--replicas are simulated, without a model: --level index alone")
     if args.arrivals == "poisson" and args.rate is None:
         raise InvalidRequest("--arrivals poisson needs a --rate")
     if args.arrivals == "trace" and (args.format not in TRACES or args.workloads):
@@ -254,17 +213,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_unused(args: argparse.Namespace) -> None:
     """Refuse flags that would change nothing, and that somebody must have meant to."""
-    alone, hybrid = args.replicas is None, args.states is not None
     unused = [
         ("hash_block", None, args.format not in TRACES, "with a trace"),
         ("limit", None, args.file is None, "with a --file"),
         ("rate", None, args.arrivals != "poisson", "with --arrivals poisson"),
         ("speed", 1, args.arrivals != "trace", "with --arrivals trace"),
-        ("schemes", ["default"], hybrid, "without --states"),
-        ("routing", ["all"], alone, "with --replicas"),
-        ("prefill_rate", 8192, alone, "with --replicas"),
-        ("schedule_policy", "fcfs", not alone, "without --replicas"),
-        ("max_num_batched_tokens", 2048, not alone, "without --replicas"),
+        ("schemes", ["default"], args.states is not None, "without --states"),
     ]
     for name, default, is_unused, where in unused:
         if is_unused and getattr(args, name) != default:
@@ -329,14 +283,6 @@ def _settings(
     }
     if args.speculate:
         settings["drafts"] = "at engine level"
-    if args.replicas is not None:
-        del settings["schedule"], settings["tokens a step"]
-        settings |= {
-            "replicas": args.replicas,
-            "running at most": args.max_num_seqs,
-            "prefilled tokens a second": args.prefill_rate,
-            "seconds a decoded token": args.step_time,
-        }
     if args.states is not None:
         settings["states"] = args.states
     if model is not None:

@@ -1,17 +1,16 @@
-"""All schemes, or all ways to route, on a workload, in every memory; one bar says how far."""
+"""All schemes on a workload, in every memory; one bar says how far."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixcache.bench.replay.index_level import Serving, run_index
-from radixcache.bench.replay.replicas import Fleet, run_replicas
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.schemes.bounds import build_trie, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import Memory, Scheme
@@ -35,7 +34,6 @@ class Comparison:
         token_bytes: KV bytes of a token, for memory that is given in bytes.
         level: "index", "engine" or "both".
         model, repeats: at engine level, which model runs and how often it is timed.
-        ways, fleet: with several replicas, names of `radixcache.bench.schemes.routing.RULES`.
     """
 
     schemes: list[Scheme]
@@ -45,13 +43,9 @@ class Comparison:
     level: str = "index"
     model: PagedModel | None = None
     repeats: int = 3
-    ways: list[str] = field(default_factory=list)
-    fleet: Fleet | None = None
-    seed: int = 0
 
     def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
         runs = (self.level != "engine") + (self.repeats + 1) * (self.level != "index")
-        runs = len(self.ways) if self.fleet else runs
         runs *= len(self.schemes) * len(self.memories)
         requests = sum(len(workload.arrivals) for workload in workloads)
         with _progress(requests * (1 + runs)) as (says, tick):
@@ -69,15 +63,12 @@ class Comparison:
                     workload.longest,
                 )
                 most = max(trie.footprint, workload.longest)
-                for size in np.linspace(workload.longest, most, 0 if self.fleet else _SIZES):
+                for size in np.linspace(workload.longest, most, _SIZES):
                     found.optimal_hits[int(size)] = optimal_hits(trie, int(size))
                 for memory in self.memories:
                     tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
-                    if self.fleet:
-                        self._route(workload, memory, tokens, found, says, tick)
-                    else:
-                        found.optimal_hits[tokens] = optimal_hits(trie, tokens)
-                        self._replay(workload, memory, tokens, found, says, tick)
+                    found.optimal_hits[tokens] = optimal_hits(trie, tokens)
+                    self._replay(workload, memory, tokens, found, says, tick)
                 yield found
 
     def _replay(
@@ -101,27 +92,6 @@ class Comparison:
                 memory=memory.text,
                 progress=tick,
             )
-
-    def _route(
-        self, workload: Workload, memory: Memory, tokens: int, found: WorkloadReport,
-        says: Says, tick: Tick,
-    ) -> None:  # fmt: skip
-        assert self.fleet is not None
-        for scheme in self.schemes:
-            for way in self.ways:
-                says(f"{workload.name}, {memory.text}: {way}")
-                figures = run_replicas(
-                    workload,
-                    way,
-                    scheme,
-                    tokens,
-                    self.fleet,
-                    self.serving.arrivals,
-                    memory=memory.text,
-                    seed=self.seed,
-                    progress=tick,
-                )
-                found.routing.append(figures)
 
 
 @contextmanager

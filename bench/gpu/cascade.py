@@ -4,17 +4,12 @@ and whether the thresholds in `kernels.cascade` stand.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
-
-import numpy as np
-import torch
 
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Report, Row, figure
-from radixcache.bench.gpu.steps import layers_of_pages, make_batch
-from radixcache.kernels.attention import LayerKind
+from radixcache.bench.gpu.steps import seconds_of_decodes
 from radixcache.kernels.cascade import MIN_ROWS, MIN_TOKENS
 
 AIM = 5.0
@@ -37,32 +32,20 @@ def run(place: Place, report: Report) -> None:
             report.tell(f"{heads[0]}/{heads[1]} heads, {rows} rows: it pays", told)
 
 
-@torch.inference_mode()
 def _attention(
     place: Place,
     heads: tuple[int, int],
     rows: int,
     shared: int,
     ratios: dict[tuple[int, int], float],
-) -> Row:
-    """Decodes in many layers, planned: flat over in two levels."""
-    sizes = place.sizes
-    kind = LayerKind(*heads, sizes.head_dim, sizes.head_dim, sizes.head_dim**-0.5)
-    batch = make_batch(np.random.default_rng(rows), [(1, shared + sizes.own)] * rows, 16, shared)
-    inputs = [place.randn(rows, count, sizes.head_dim) for count in (heads[0], heads[1], heads[1])]
-    layers = layers_of_pages(place, batch, heads[1])
-    seconds = []
-    for one in (replace(batch, shared=()), batch):
-        backend = place.make_backend(kind)
-        backend.allocate_fixed(rows, len(batch.kv_indices) + rows)
-        backend.plan_fixed(one)
-        works = [partial(backend.run, *inputs, *pages, scale=kind.scale) for pages in layers]
-        seconds.append(place.gpu_seconds(works, sizes.repeat))
-    flat, levels = seconds
+) -> Iterator[Row]:
+    lens = [(1, shared + place.sizes.own)] * rows
+    ways = [(place.make_backend, False), (place.make_backend, True)]
+    flat, levels = seconds_of_decodes(place, heads, lens, shared, ways)
     ratios[rows, shared] = flat / levels
     limit = NEVER_SLOWER if rows >= MIN_ROWS and shared >= MIN_TOKENS else None
     if (rows, shared) == (64, 8192) and heads[1] > 1:
         limit = AIM
     where = f"flat over cascade, {heads[0]}/{heads[1]} heads, {rows} rows, {shared} shared"
     note = f"{flat * 1e6:.1f} against {levels * 1e6:.1f} µs a layer"
-    return figure(where, flat / levels, "x", at_least=limit, note=note)
+    yield figure(where, flat / levels, "x", at_least=limit, note=note)

@@ -68,11 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="run nothing: merge what these hold into --out")  # fmt: skip
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(arguments)
-    try:
-        if not args.merge and not args.rehearse:
-            _find_device()
-    except NoDevice as error:
-        print(error, file=sys.stderr)
+    if not args.merge and not args.rehearse and (reason := why_not_here()):
+        print(f"the GPU check cannot run here: {reason}", file=sys.stderr)
         return CANNOT_RUN
     args.out.mkdir(parents=True, exist_ok=True)
     if args.section:
@@ -148,10 +145,6 @@ def run_section(name: str, place: Place, report: Report) -> None:
     section.run(place, report)
 
 
-class NoDevice(Exception):
-    """There is nothing to run on."""
-
-
 def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
     if args.rehearse:
         # By name: the stand-in for FlashInfer is the tests', and comes with a checkout only.
@@ -163,13 +156,13 @@ def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
     return nullcontext(gpu_place(args.out, with_flashinfer=not args.torch))
 
 
-def _find_device() -> None:
+def why_not_here() -> str:
+    """Empty where there is a GPU to run on."""
     try:
         import torch
     except ImportError as error:
-        raise NoDevice(f"the GPU check cannot run here: {error}") from error
-    if not torch.cuda.is_available():
-        raise NoDevice("the GPU check cannot run here: no CUDA device is visible")
+        return str(error)
+    return "" if torch.cuda.is_available() else "no CUDA device is visible"
 
 
 def merge(out: Path, folders: Sequence[Path]) -> int:

@@ -7,14 +7,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from radixcache.bench.gpu.place import Place, load_flashinfer
 from radixcache.bench.gpu.report import NotRun, Report
-from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.kernels.choice import try_out
 
 PACKAGES = (
@@ -72,9 +72,11 @@ def run(place: Place, report: Report) -> None:
             for kind in kinds:
                 heads = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}"
                 rules = f"window {kind.window}, softcap {kind.softcap}"
-                report.check(f"{model}, {dtype}, {heads}, {rules}", _try, place, dtype, kind)
+                name = f"{model}, {dtype}, {heads}, {rules}"
+                report.check(name, try_layer, place, place.make_backend, dtype, kind)
     for dtype in (torch.bfloat16, torch.float16):
-        report.check(f"deepseek, {dtype}, latents of 512 and 64", _try, place, dtype, MLA)
+        name = f"deepseek, {dtype}, latents of 512 and 64"
+        report.check(name, try_layer, place, place.make_backend, dtype, MLA)
 
 
 def _output(command: Sequence[str]) -> list[str]:
@@ -97,6 +99,8 @@ def _flashinfer(place: Place) -> str:
     return f"{flashinfer.__version__}"
 
 
-def _try(place: Place, dtype: torch.dtype, kind: LayerKind) -> None:
-    try_out(place.make_backend(kind, dtype=dtype), place.device, dtype, [kind])
+def try_layer(
+    place: Place, make: Callable[..., AttentionBackend], dtype: torch.dtype, kind: LayerKind
+) -> None:
+    try_out(make(kind, dtype=dtype), place.device, dtype, [kind])
     torch.cuda.synchronize()

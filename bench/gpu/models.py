@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -138,28 +137,28 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def begin_decoding(engine: Engine, prompts: Sequence[Tokens], steps: int) -> None:
-    """All prompts decode, their KV taken as computed, and go on for `steps` or more."""
-    for prompt in prompts:
-        remember(engine, prompt[:-1])
-        engine.add_request(prompt, greedy(steps + 16))
-    for _ in range(8):
-        engine.step()
-        if len(engine.scheduler.running) == len(prompts):
-            break
-    else:
-        raise RuntimeError(f"{len(engine.scheduler.running)} of {len(prompts)} prompts decode")
-    for _ in range(3):  # the first one captures the graph
-        engine.step()
-
-
-def seconds_of_steps(engine: Engine, count: int) -> list[float]:
-    taken = []
-    for _ in range(count):
-        start = time.perf_counter()
-        engine.step()
-        taken.append(time.perf_counter() - start)
-    return taken
+@contextmanager
+def decoding(
+    place: Place, model: PreTrainedModel, batch: int, steps: int, page_size: int = 16
+) -> Iterator[Engine]:
+    """An engine in which so many sequences decode, their KV taken as computed, for `steps` more."""
+    context, rng = place.sizes.decode_context, np.random.default_rng(batch)
+    with engine_on(
+        place, model, num_tokens=batch * (context + 256), page_size=page_size, max_num_seqs=batch
+    ) as engine:
+        for _ in range(batch):
+            prompt = random_tokens(rng, engine, context)
+            remember(engine, prompt[:-1])
+            engine.add_request(prompt, greedy(steps + 16))
+        for _ in range(8):
+            engine.step()
+            if len(engine.scheduler.running) == batch:
+                break
+        else:
+            raise RuntimeError(f"{len(engine.scheduler.running)} of {batch} prompts decode")
+        for _ in range(3):  # the first one captures the graph
+            engine.step()
+        yield engine
 
 
 def last_graph(engine: Engine) -> Work:

@@ -7,12 +7,12 @@ last section, and what it times is told as a share only.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from radixcache.bench.gpu.models import begin_decoding, engine_on, random_llama, random_tokens
+from radixcache.bench.gpu.models import decoding, random_llama
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.speed import asking
@@ -29,17 +29,15 @@ def run(place: Place, report: Report) -> None:
         report.measure(f"question on {cached} cached", _question, place, model, cached)
 
 
-def _decode(place: Place, model: PreTrainedModel, batch: int) -> Row:
-    context, rng = place.sizes.decode_context, np.random.default_rng(batch)
-    with engine_on(place, model, num_tokens=batch * (context + 256), max_num_seqs=batch) as engine:
-        begin_decoding(engine, [random_tokens(rng, engine, context) for _ in range(batch)], 4)
-        return _profile(place, f"decode step of {batch}", engine.step)
+def _decode(place: Place, model: PreTrainedModel, batch: int) -> Iterator[Row]:
+    with decoding(place, model, batch, steps=4) as engine:
+        yield _profile(place, f"decode step of {batch}", engine.step)
 
 
-def _question(place: Place, model: PreTrainedModel, cached: int) -> Row:
+def _question(place: Place, model: PreTrainedModel, cached: int) -> Iterator[Row]:
     with asking(place, model, cached) as (_, ask):
         ask()
-        return _profile(place, f"question on {cached} cached", ask)
+        yield _profile(place, f"question on {cached} cached", ask)
 
 
 def _profile(place: Place, name: str, work: Work) -> Row:

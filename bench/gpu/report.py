@@ -81,16 +81,9 @@ class Report:
         """A row that is ok unless `work` raises; what it returns is told along."""
         self._try(name, lambda: [Row(name, "ok", work(*arguments) or "")])
 
-    def measure(
-        self, name: str, work: Callable[..., Row | Iterable[Row]], *arguments: object
-    ) -> None:
+    def measure(self, name: str, work: Callable[..., Iterable[Row]], *arguments: object) -> None:
         """A row for each figure of `work`."""
-
-        def figures() -> Iterable[Row]:
-            found = work(*arguments)
-            return [found] if isinstance(found, Row) else found
-
-        self._try(name, figures)
+        self._try(name, lambda: work(*arguments))
 
     def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
         """A row without a value."""

@@ -13,14 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from radixcache.bench.gpu.models import (
-    begin_decoding,
+    decoding,
     engine_on,
     free_memory,
     last_graph,
     random_llama,
     random_tokens,
     run_all,
-    seconds_of_steps,
 )
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, figure
@@ -46,34 +45,35 @@ def run(place: Place, report: Report) -> None:
         report.measure(name, _ttft, place, model, cached, page_size)
 
 
-def _copy(place: Place) -> Row:
+def _copy(place: Place) -> Iterator[Row]:
     source = torch.empty(place.sizes.copy_bytes, dtype=torch.uint8, device=place.device)
     source.random_()
     target = torch.empty_like(source)
     rate = 2 * len(source) / place.gpu_seconds([lambda: target.copy_(source)])
     place.ceilings["bytes/s"] = rate
-    return figure("device-to-device copy", rate / 1e9, "GB/s", note="bytes read and written")
+    yield figure("device-to-device copy", rate / 1e9, "GB/s", note="bytes read and written")
 
 
-def _matmul(place: Place) -> Row:
+def _matmul(place: Place) -> Iterator[Row]:
     size = place.sizes.matmul
     a, b = place.randn(size, size), place.randn(size, size)
     out = torch.empty_like(a)
     rate = 2 * size**3 / place.gpu_seconds([lambda: torch.mm(a, b, out=out)] * 3)
     place.ceilings["flop/s"] = rate
     note = f"{place.dtype}, {size} cubed, random data"
-    return figure("matrix product", rate / 1e12, "TFLOP/s", note=note)
+    yield figure("matrix product", rate / 1e12, "TFLOP/s", note=note)
 
 
 def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> Iterator[Row]:
     """A step of the whole engine against reading the weights and the KV once."""
     context, steps = place.sizes.decode_context, place.sizes.steps
-    rng = np.random.default_rng(batch)
-    with engine_on(
-        place, model, num_tokens=batch * (context + 256), page_size=page_size, max_num_seqs=batch
-    ) as engine:
-        begin_decoding(engine, [random_tokens(rng, engine, context) for _ in range(batch)], steps)
-        seconds = statistics.median(seconds_of_steps(engine, steps))
+    with decoding(place, model, batch, steps, page_size) as engine:
+        taken = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step()
+            taken.append(time.perf_counter() - start)
+        seconds = statistics.median(taken)
         floor = floor_seconds(place, model, batch, 1, context, engine.model.bytes_per_token)
         where = f"decode, batch {batch} x {context}, page {page_size}"
         note = f"step {seconds * 1e3:.2f} ms, floor {floor * 1e3:.2f} ms"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ POISON = 1000.0
 
 Lens = Sequence[tuple[int, int]]
 """New and cached tokens of each sequence."""
+
+Way = tuple[Callable[[LayerKind], AttentionBackend], bool]
+"""What makes a backend, and whether that is told what is shared."""
 
 
 @dataclass
@@ -113,12 +117,32 @@ def make_step(
     )
 
 
-def layers_of_pages(place: Place, batch: PagedBatch, kv_heads: int) -> list[list[torch.Tensor]]:
-    """Random K and V pages of so many layers that none finds its own in the L2 cache."""
-    shape = (int(batch.kv_indices.max()) + 1, batch.page_size, kv_heads, place.sizes.head_dim)
+@torch.inference_mode()
+def seconds_of_decodes(
+    place: Place,
+    heads: tuple[int, int],
+    lens: Lens,
+    share: int,
+    ways: Sequence[Way],
+) -> list[float]:
+    """Of one layer, planned, in each of `ways`, with so many layers that none finds its pages in
+    the L2 cache."""
+    dim, rows = place.sizes.head_dim, len(lens)
+    kind = LayerKind(*heads, dim, dim, dim**-0.5)
+    batch = make_batch(np.random.default_rng(rows), lens, 16, share)
+    inputs = [place.randn(rows, count, dim) for count in (heads[0], heads[1], heads[1])]
+    shape = (int(batch.kv_indices.max()) + 1, batch.page_size, heads[1], dim)
     in_use = 2 * len(np.unique(batch.kv_indices)) * math.prod(shape[1:]) * place.dtype.itemsize
     count = min(256, max(2, -(-place.sizes.beyond_l2 // in_use)))
-    return [[place.randn(*shape) for _ in range(2)] for _ in range(count)]
+    layers = [[place.randn(*shape) for _ in range(2)] for _ in range(count)]
+    seconds = []
+    for make, is_told in ways:
+        backend = make(kind)
+        backend.allocate_fixed(rows, len(batch.kv_indices) + rows)
+        backend.plan_fixed(batch if is_told else replace(batch, shared=()))
+        works = [partial(backend.run, *inputs, *pages, scale=kind.scale) for pages in layers]
+        seconds.append(place.gpu_seconds(works, place.sizes.repeat))
+    return seconds
 
 
 def _cached_slots(batch: PagedBatch) -> np.ndarray:

@@ -73,6 +73,6 @@ def run_index(
     )
     surveys = scheduler.surveys
     figures.cache_us = clock.seconds * 1e6 / figures.requests
-    held = sum((s.used_pages + s.cached_pages) * scheme.page_size for s in surveys)
+    held = sum(s.held_pages * scheme.page_size for s in surveys)
     figures.empty_share = sum(s.empty_slots for s in surveys) / held if held else 0.0
     return figures

@@ -11,15 +11,17 @@ import heapq
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixcache.base import PrefixCache
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from radixcache.bench.replay.engine_level import ScriptedEngine
 
 
 @dataclass
@@ -143,25 +145,10 @@ class Queue:
         return self._ready[0][0] if self._ready else None
 
 
-class Steps(Protocol):
-    """An engine, as far as a workload needs it."""
-
-    cache: PrefixCache
-
-    def add(self, prompt: Tokens, answer: Tokens) -> Request:
-        """Queue a request that will generate `answer`."""
-
-    def step(self) -> list[Request]:
-        """Run a step; returns at least the requests that got their first token or ended."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-
 def play(
     workload: Workload,
     arrivals: Arrivals,
-    engine: Steps,
+    engine: IndexEngine | ScriptedEngine,
     clock: WallClock,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
@@ -236,6 +223,7 @@ class IndexEngine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def add(self, prompt: Tokens, answer: Tokens, client: Hashable = None) -> Request:
+        """Queue a request that will generate `answer`."""
         params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
         request = Request(0, None, prompt, params, client=client)
         request.add_sequences(len(answer), None)
@@ -244,6 +232,7 @@ class IndexEngine:
         return request
 
     def step(self) -> list[Request]:
+        """Run a step; returns the requests that got their first token or ended."""
         chunks = self.scheduler.schedule()
         changed = self.scheduler.take_failed()
         self.cache.commit()

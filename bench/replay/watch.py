@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,18 +14,10 @@ from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 
 
-@dataclass(frozen=True)
-class Survey:
-    """Who holds the pages at one moment.
+class Survey(NamedTuple):
+    """Pages that a request uses or that are kept for later, and their slots without a token."""
 
-    Attributes:
-        used_pages: a running request uses them.
-        cached_pages: kept for later, used by nobody.
-        empty_slots: slots of both kinds that hold no token.
-    """
-
-    used_pages: int
-    cached_pages: int
+    held_pages: int
     empty_slots: int
 
 
@@ -47,22 +38,19 @@ def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
         filled = filled_slots()
     elif isinstance(cache, HashBlockCache):
         filled[[page for page, block in enumerate(cache._blocks) if block is not None]] = size
-    used = np.zeros(num_pages, bool)
+    held = np.zeros(num_pages, bool)
     for sequence in running:
         if sequence.lease is not None:
             table, length = sequence.lease.page_table, sequence.num_computed
-            used[table] = True
+            held[table] = True
             whole = length // size
             filled[table[:whole]] = size
             if length % size:
                 last = int(table[whole])
                 filled[last] = max(filled[last], length % size)
-    held = used | (filled > 0)
-    return Survey(
-        int(np.count_nonzero(used)),
-        int(np.count_nonzero(held)) - int(np.count_nonzero(used)),
-        int(np.count_nonzero(held)) * size - int(filled[held].sum()),
-    )
+    held |= filled > 0
+    pages = int(np.count_nonzero(held))
+    return Survey(pages, pages * size - int(filled[held].sum()))
 
 
 class WatchedScheduler(Scheduler):

@@ -161,32 +161,6 @@ ENGINE = [
     REMARK,
 ]
 
-ROUTING = [
-    MEMORY,
-    SCHEME,
-    Column("routing", "How the replica of a request is chosen.", lambda w, r: r.routing),
-    HIT._replace(
-        note="Share of all prompt tokens that were cached on the replica when prefill began."
-    ),
-    PREFILLED._replace(note="Prompt tokens computed, on all replicas.", on_page_only=True),
-    Column(
-        "TTFT mean",
-        "Time to first token in ms, simulated, from when a request was due.",
-        lambda w, r: f"{1000 * r.ttft_mean:,.1f}" if r.ttfts else "–",
-    ),
-    Column(
-        "TTFT p99",
-        "Time to first token in ms that 99 % of the requests stay within, simulated.",
-        lambda w, r: f"{1000 * r.ttft_p99:,.1f}" if r.ttfts else "–",
-    ),
-    Column(
-        "busiest",
-        "Prompt tokens that the busiest replica computed, relative to the mean of all.",
-        lambda w, r: f"{r.imbalance:.2f}",
-    ),
-    Column("refused", "Requests that do not fit into a replica.", lambda w, r: _count(r.refused)),
-]
-
 
 def tables(workload: WorkloadReport) -> list[tuple[str, list[Column], Sequence[Any]]]:
     """Name, columns and rows of each table that has rows; without remarks where there are none."""
@@ -197,6 +171,4 @@ def tables(workload: WorkloadReport) -> list[tuple[str, list[Column], Sequence[A
         shown = columns if any(row.spoiled for row in rows) else columns[:-1]
         if rows:
             found.append((level, shown, rows))
-    if workload.routing:
-        found.append(("routing", ROUTING, workload.routing))
     return found

@@ -21,10 +21,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def as_html(report: Report) -> str:
     """The page. It loads nothing, and its policy lets it load nothing."""
-    routed = any(workload.routing for workload in report.workloads)
     hybrid = any(workload.states for workload in report.workloads)
-    title = "recurrent states" if hybrid else "radix against hash-block"
-    title = f"Prefix caching: {'ways to route' if routed else title}"
+    title = f"Prefix caching: {'recurrent states' if hybrid else 'radix against hash-block'}"
     specs: list[object] = []
     body = [f"<header><h1>{title}</h1><ol>"]
     for number, workload in enumerate(report.workloads):
@@ -60,8 +58,7 @@ def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
     """One workload; its plots go to the end of `specs`."""
     yield f'<h2>{escape(workload.name)}</h2><p class="headline">{_headline(workload)}</p>'
     yield f'<p class="note">{escape(workload.summary)}</p>'
-    if workload.rows:
-        yield from _legend(workload)
+    yield from _legend(workload)
     yield '<div class="plots">'
     for plot in plots(workload):
         yield f"<figure><figcaption><h3>{escape(plot.title)}</h3></figcaption>"
@@ -110,8 +107,7 @@ def _table(
     yield "</tr></thead><tbody>"
     for above, row in zip([None, *rows], rows, strict=False):
         css = "" if above is not None and above.memory == row.memory else ' class="first"'
-        listed = "" if name == "routing" else f' data-scheme="{escape(row.scheme)}"'
-        yield f"<tr{css}{listed}>"
+        yield f'<tr{css} data-scheme="{escape(row.scheme)}">'
         for column in columns:
             bar = f' style="--share:{row.hit_rate:.4f}"' if column.title == "hit" else ""
             yield f"<td{bar}>{escape(column.text(workload, row))}</td>"

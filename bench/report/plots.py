@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.replay.replicas import RoutingFigures
 from radixcache.bench.report.results import WorkloadReport
 
 Spec = dict[str, Any]
@@ -99,8 +98,7 @@ def plots(workload: WorkloadReport) -> Iterator[Plot]:
     """Of one workload: its hit rates, what each turn prefills, and its times."""
     timed = workload.level("engine")
     rows = workload.main_rows
-    if rows:
-        yield _hit_rates(workload, rows)
+    yield _hit_rates(workload, rows)
     if any(len(row.computed_by_turn) > 1 for row in rows):
         yield _by_turn(workload, rows)
     if timed:
@@ -234,8 +232,7 @@ def _looks(workload: WorkloadReport) -> dict[str, Spec]:
 
 def _spec(workload: WorkloadReport, layers: list[Spec], **data: list[dict[str, Any]]) -> Spec:
     """A whole plot of this data; one of a single amount of memory shows the largest at first."""
-    rows: list[Figures | RoutingFigures] = [*workload.rows, *workload.routing]
-    most = max(rows, key=lambda row: row.memory_tokens)
+    most = max(workload.rows, key=lambda row: row.memory_tokens)
     params = [
         {"name": "shown", "value": few(workload)},
         {"name": "memory", "value": most.memory},

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.bench.replay.figures import Figures
-from radixcache.bench.replay.replicas import RoutingFigures
 
-FORMAT = 3
+FORMAT = 4
 """Of the JSON; another number whenever a key that was there is gone."""
 
 
@@ -23,7 +22,6 @@ class WorkloadReport:
         longest: the most tokens that one request holds.
         optimal_hits: by amount of memory, what eviction that knows the future hits.
         rows: one for each level, memory and scheme.
-        routing: with several replicas, one for each memory, scheme and way to route.
     """
 
     name: str
@@ -36,7 +34,6 @@ class WorkloadReport:
     longest: int = 0
     optimal_hits: dict[int, int] = field(default_factory=dict)
     rows: list[Figures] = field(default_factory=list)
-    routing: list[RoutingFigures] = field(default_factory=list)
 
     def level(self, level: str) -> list[Figures]:
         return [row for row in self.rows if row.level == level]
@@ -103,7 +100,6 @@ class Report:
                 "disagreements": workload.disagreements,
                 "headline": headline(workload),
                 "rows": [row.to_json() for row in workload.rows],
-                "routing": [row.to_json() for row in workload.routing],
             }
             for workload in self.workloads
         ]

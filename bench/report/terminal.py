@@ -15,13 +15,13 @@ def print_report(report: Report, console: Console) -> None:
     for workload in report.workloads:
         console.rule(plain(workload.name), align="left")
         console.print(workload.summary, markup=False)
-        for name, columns, rows in tables(workload):
+        for _, columns, rows in tables(workload):
             shown = [column for column in columns if not column.on_page_only]
             console.print(
                 table(
                     [column.title for column in shown],
                     ([column.text(workload, row) for column in shown] for row in rows),
-                    left=3 if name == "routing" else 2,
+                    left=2,
                     words=REMARK in shown,
                 )
             )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.schemes.named import parse_memory
-from radixcache.bench.schemes.routing import BLIND
 
 TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
@@ -18,9 +17,7 @@ ENOUGH = 20
 
 def headline(workload: WorkloadReport) -> str:
     """For each memory whether the best hash-block or the best radix scheme computes less, and how
-    much less; with several replicas, which way to route is the fastest."""
-    if workload.routing:
-        return _fastest(workload)
+    much less."""
     if not workload.unlimited_hits:
         return "No prompt begins as one before it does: no scheme can hit anything."
     found: dict[str, list[str]] = {}
@@ -70,34 +67,6 @@ def _by_states(rows: list[Figures]) -> str:
     ranked = sorted(served, key=lambda row: row.computed_tokens)  # stable: kv-alone is first
     shares = ", ".join(f"{row.scheme} {row.computed_share:.1%}" for row in ranked)
     return f"computed of the prompt tokens with {rows[0].states:,} states: {shares}"
-
-
-def _fastest(workload: WorkloadReport) -> str:
-    """Which way to route is the fastest, beside the best that ignores what is shared."""
-    if workload.requests < ENOUGH:
-        return f"Too little data to compare ways to route: {workload.requests} requests."
-    served = [row for row in workload.routing if not row.refused]
-    if not served:
-        return "Requests were refused everywhere: the memory is too small for them."
-    best = min(served, key=lambda row: row.ttft_mean)
-    rivals = [r for r in served if (r.memory, r.scheme) == (best.memory, best.scheme)]
-    near = [
-        r.routing for r in rivals if r is not best and r.ttft_mean <= best.ttft_mean * (1 + TIE)
-    ]
-    also = f" ({', '.join(near)} within {TIE:.0%})" if near else ""
-    said = (
-        f"Routed by {best.routing}, requests have their first token earliest, after "
-        f"{1000 * best.ttft_mean:,.1f} ms in the mean, and hit {best.hit_rate:.0%} of the prompt "
-        f"tokens{also}"
-    )
-    blind = [row for row in rivals if row.routing in BLIND]
-    if not blind or best.routing in BLIND:
-        return f"{said}."
-    other = min(blind, key=lambda row: row.ttft_mean)
-    return (
-        f"{said}; by {other.routing}, the fastest that ignores what is shared, after "
-        f"{1000 * other.ttft_mean:,.1f} ms, and {other.hit_rate:.0%}."
-    )
 
 
 def _memories(workload: WorkloadReport) -> dict[str, None]:

@@ -50,13 +50,10 @@ class FirstBlocksCache(NoCache):
     - What nobody uses stays. Pages never used are taken first, then by last access, of equal ones
       the block with most tokens up to its end. Blocks without a hash wait for their turn, too.
 
-    So a prompt of P tokens, sent again after G were generated, finds
-    ``B * max(0, min((P + G - 1) // B - 1, (P - 1) // B))`` tokens; with P <= B, nothing.
-
     Here the runtime's scheduler tells of decoded tokens when a request leaves, so their blocks are
     hashed and marked then; a half-filled block to which its only user appends has no hash until
-    that leaves; and 1 % of the blocks that vLLM keeps free at admission is not kept. There is no
-    `rollback`: no step of a replay fails.
+    that leaves; and 1 % of the blocks that vLLM keeps free at admission is not kept. There is
+    neither `rollback` nor `reset` nor `cached_length`: a replay needs none.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -135,9 +132,6 @@ class FirstBlocksCache(NoCache):
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return len(self._find(self._hash(as_tokens(tokens), namespace)[:-1])) * self.page_size
-
-    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        return len(self._find(self._hash(as_tokens(tokens), namespace))) * self.page_size
 
     def acquire(
         self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
@@ -238,11 +232,6 @@ class FirstBlocksCache(NoCache):
             self._leave(page)
         lease.released = True
         del self._leases[lease]
-
-    def reset(self) -> None:
-        super().reset()
-        self.pool.clear()
-        self._forget_all()
 
     def filled_slots(self) -> NDArray[np.int32]:
         """[num_pages] slots that hold a token which a hash covers."""

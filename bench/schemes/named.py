@@ -29,20 +29,17 @@ class WholeLeaves(RadixCache):
         return freed
 
 
-KINDS: dict[str, Callable[[PagePool], PrefixCache]] = {
-    "none": NoCache,
-    "cow": FirstBlocksCache,
-    "hash": HashBlockCache,
-    "radix": RadixCache,
-    "whole": WholeLeaves,
-    "aligned": PageAlignedRadixCache,
-}
-
-NAMING_KINDS: dict[str, Callable[[PagePool, Workload], PrefixCache]] = {
+KINDS: dict[str, Callable[[PagePool, Workload], PrefixCache]] = {
+    "none": lambda pool, _: NoCache(pool),
     "template": lambda pool, workload: TemplateCache(pool, workload.templates()),
     "prefix": lambda pool, workload: PrefixObjectCache(pool, workload.stems()),
+    "cow": lambda pool, _: FirstBlocksCache(pool),
+    "hash": lambda pool, _: HashBlockCache(pool),
+    "radix": lambda pool, _: RadixCache(pool),
+    "whole": lambda pool, _: WholeLeaves(pool),
+    "aligned": lambda pool, _: PageAlignedRadixCache(pool),
 }
-"""Those that must be told beforehand which prefixes there will be."""
+"""Some must be told beforehand which prefixes there will be."""
 
 INDEX_ONLY = ("template", "prefix", "cow")
 """Kinds that are rules without a memory: they run at index level only."""
@@ -88,11 +85,9 @@ class Scheme:
     def make(self, num_tokens: int, workload: Workload = NOTHING) -> PrefixCache:
         """An empty cache over pages for `num_tokens` tokens, for the requests of `workload`."""
         pool = PagePool(num_tokens // self.page_size, self.page_size)
-        if self.kind in NAMING_KINDS:
-            return NAMING_KINDS[self.kind](pool, workload)
         if self.tier:
             return with_tier(pool, self.tier)
-        return KINDS[self.kind](pool)
+        return KINDS[self.kind](pool, workload)
 
     def planner(self, slots: int, workload: Workload) -> StatePlanner | None:
         """Who keeps recurrent states in so many slots; None where no model has any."""
@@ -104,22 +99,17 @@ HYBRID = [Scheme("radix", 1, rule) for rule in STATE_RULES]
 
 
 def parse_scheme(name: str) -> Scheme:
-    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS` or `NAMING_KINDS`;
-    "radix-P+Nx" has a tier below the pool of N times its size."""
-    kind, _, size = name.partition("-")
-    if kind == "radix" and (found := re.fullmatch(r"([1-9]\d{0,4})\+([1-9]\d?)x", size)):
-        return Scheme(kind, int(found[1]), tier=int(found[2]))
-    if kind == "none" and not size:
+    """The scheme called "none", "hash-B", "radix-P" or as another of `KINDS`; "radix-P+Nx" has a
+    tier below the pool of N times its size."""
+    if name == "none":
         return Scheme("none", 16)
-    if (
-        kind not in KINDS.keys() | NAMING_KINDS
-        or kind == "none"
-        or not re.fullmatch(r"[1-9]\d{0,4}", size)
-    ):
+    kind, _, size = name.partition("-")
+    found = re.fullmatch(r"([1-9]\d{0,4})(?:\+([1-9]\d?)x)?", size)
+    if kind not in KINDS or kind == "none" or not found or (found[2] and kind != "radix"):
         raise InvalidRequest(
             f"no scheme {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
         )
-    return Scheme(kind, int(size))
+    return Scheme(kind, int(found[1]), tier=int(found[2] or 0))
 
 
 def find_schemes(names: Sequence[str]) -> list[Scheme]:

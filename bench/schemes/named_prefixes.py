@@ -47,7 +47,8 @@ class PrefixObjectCache(NoCache):
 
     The user names what the workload declares as the stem of a prompt (`Arrival.stem_tokens`), less
     the prompt's last token, which must be computed; and as prefixes never go, no more of them than
-    fit half of the memory, in order of first use.
+    fit half of the memory, in order of first use. There is neither `reset` nor `cached_length`: a
+    replay needs none.
     """
 
     def __init__(self, pool: PagePool, names: Iterable[Tokens]) -> None:
@@ -71,9 +72,6 @@ class PrefixObjectCache(NoCache):
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         prefix = self._prefixes.get(self._find(as_tokens(tokens), namespace, len(tokens) - 1))
         return prefix.num_tokens if prefix is not None and prefix.computed else 0
-
-    def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        return self.match(np.append(as_tokens(tokens), np.int32(0)), namespace)
 
     def acquire(
         self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
@@ -117,11 +115,6 @@ class PrefixObjectCache(NoCache):
                 table = lease.page_table[: prefix.num_tokens // self.page_size]
                 prefix.computed |= np.array_equal(table, prefix.pages)
         super().commit()
-
-    def reset(self) -> None:
-        super().reset()
-        self.pool.clear()
-        self._forget_all()
 
     def filled_slots(self) -> NDArray[np.int32]:
         """[num_pages] slots that hold a token of a prefix."""

@@ -30,8 +30,7 @@ LIBRARIES = {"ours": ".venv", "sglang": ".venv-sglang", "vllm": ".venv-vllm"}
 BLOCK = 16
 """vLLM's page size in every row: it appears once, in the rows of page 16 if there are any."""
 
-CONTENDERS = ("ours", "sglang-rust", "sglang-python", "vllm")
-OF_TRACE = ("ours", "ours-token", "sglang-rust", "sglang-rust-once", "sglang-python", "vllm")
+CONTENDERS = ("ours", "ours-token", "sglang-rust", "sglang-python", "vllm")
 
 
 @dataclass
@@ -144,8 +143,10 @@ def run(row: Row, pages: list[int], seed: int, workers: Workers) -> dict[str, Re
     """One row: every contender set up, then round by round in turn."""
     results: dict[str, Result] = {}
     active: dict[str, Worker] = {}
-    for contender in OF_TRACE if row.case == "trace_t" else CONTENDERS:
+    for contender in CONTENDERS:
         if contender == "vllm" and row.page_size != BLOCK and BLOCK in pages:
+            continue
+        if contender == "ours-token" and row.case != "trace_t":  # who differs in decoding alone
             continue
         worker = workers.of(contender, fresh=row.case == "memory")
         if worker is None:

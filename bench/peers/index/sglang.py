@@ -69,20 +69,14 @@ def _as_array(tokens: Tokens) -> Any:
 class SGLang:
     """A `bench.peers.index.base.Index` with the tree core `core`: "rust" or "python".
 
-    With `decoding` "step" every step allocates a slot for each running request and writes it to
-    the request's row, as SGLang's scheduler does. With "once" the slots of all tokens that a
-    request will generate are allocated in one call, which no scheduler can: the least that it
-    could cost.
+    Every step allocates a slot for each running request and writes it to the request's row.
     """
 
-    def __init__(
-        self, num_tokens: int, page_size: int, texts: list[Tokens], core: str, decoding: str
-    ) -> None:
+    def __init__(self, num_tokens: int, page_size: int, texts: list[Tokens], core: str) -> None:
         torch.set_num_threads(1)
         self.watch = Stopwatch()
         self.page_size = page_size
         self.texts = texts
-        self.once = decoding == "once"
         kind = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
         sizes = (num_tokens,) if page_size == 1 else (num_tokens, page_size)
         self.slots = kind(*sizes, torch.int64, "cpu", None, need_sort=False)
@@ -170,19 +164,17 @@ class SGLang:
         else:
             prefix = self.cache.prefix_device_indices(req)
         (row,) = self.rows.alloc([req])
-        new = self._allocate(start, end, prefix)
+        if self.page_size == 1:
+            new = alloc_token_slots(self.cache, end - start)
+        else:
+            starts, ends = torch.tensor([start]), torch.tensor([end])
+            last = prefix[-1:] if start else torch.full((1,), -1)
+            new = alloc_paged_token_slots_extend(
+                self.cache, starts, starts, ends, ends, last, end - start
+            )
         self.rows.write((row, slice(0, start)), prefix)
         self.rows.write((row, slice(start, end)), new)
         req.kv.kv_allocated_len = req.kv.kv_committed_len = end
-
-    def _allocate(self, start: int, end: int, prefix: Any) -> Any:
-        if self.page_size == 1:
-            return alloc_token_slots(self.cache, end - start)
-        starts, ends = torch.tensor([start]), torch.tensor([end])
-        last = prefix[-1:] if start else torch.full((1,), -1)
-        return alloc_paged_token_slots_extend(
-            self.cache, starts, starts, ends, ends, last, end - start
-        )
 
     def _release(self, req: _Req, length: int) -> None:
         req.is_done = True
@@ -209,22 +201,6 @@ class SGLang:
         return hit
 
     def decode(self, requests: list[Request]) -> None:
-        if self.once:
-            self._decode_at_once(requests)
-        else:
-            self._decode_step(requests)
-
-    def _decode_at_once(self, requests: list[Request]) -> None:
-        for request in requests:
-            if request.done == request.num_prompt:
-                row = self.requests[request.number].kv.req_pool_idx
-                self.watch.start()
-                last = self.rows.req_to_token[row, request.done - 1 : request.done]
-                new = self._allocate(request.done, request.num_tokens, last)
-                self.rows.write((row, slice(request.done, request.num_tokens)), new)
-                self.watch.lap("decode")
-
-    def _decode_step(self, requests: list[Request]) -> None:
         numbers = [request.number for request in requests]
         if self._batch[0] != numbers:
             rows = torch.tensor([self.requests[n].kv.req_pool_idx for n in numbers])

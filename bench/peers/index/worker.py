@@ -20,9 +20,8 @@ from bench.peers.process import serve
 CLASSES = {
     "ours": ("radixcache", "Ours", {}),
     "ours-token": ("radixcache", "Ours", {"decoding": "token"}),
-    "sglang-rust": ("sglang", "SGLang", {"core": "rust", "decoding": "step"}),
-    "sglang-rust-once": ("sglang", "SGLang", {"core": "rust", "decoding": "once"}),
-    "sglang-python": ("sglang", "SGLang", {"core": "python", "decoding": "step"}),
+    "sglang-rust": ("sglang", "SGLang", {"core": "rust"}),
+    "sglang-python": ("sglang", "SGLang", {"core": "python"}),
     "vllm": ("vllm", "VLLM", {}),
 }
 """Of each contender the package, the class in the module of its library here, and its options."""

@@ -21,7 +21,7 @@ import torch
 from radixcache import RadixCache
 from radixcache.bench.gpu import check, equality, pack
 from radixcache.bench.gpu.environment import LAYERS
-from radixcache.bench.gpu.place import FULL, SMALL, Place
+from radixcache.bench.gpu.place import SMALL, Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
 from radixcache.runtime.model.load import VERIFIED
 from tests.bench.gpu.rehearsal import rehearsal_place
@@ -55,20 +55,12 @@ def test_a_rehearsal_goes_through_every_section_and_finds_nothing_wrong(rehearse
     assert [str(row) for row in rows if row.status in ("FAIL", "not run")] == []
 
 
-def test_every_path_and_figure_of_the_plan_has_a_row(rehearsed) -> None:
+def test_every_path_and_every_kind_of_layer_is_tried(rehearsed) -> None:
     for path in ("decode", "suffix", "fresh", "mixed", "cascade", "cascade, mixed"):
         for shape in product((1, 16), SMALL.head_dims, (1, 4, 8)):
             row = "{}: page {}, head_dim {}, GQA {}".format(path, *shape)
-            assert rehearsed["correctness"][row].status == "ok"
-    assert FULL.head_dims == (64, 128) and LAYERS.keys() == VERIFIED
-    batch, cached = SMALL.decode_batches[-1], SMALL.cached[-1]
-    decode = f"decode, batch {batch} x {SMALL.decode_context}, page 16"
-    assert {decode, f"{decode}: device alone", f"{decode}: overhead of the engine"} <= set(
-        rehearsed["speed"]
-    )
-    hit = f"TTFT of {SMALL.question} tokens on {cached} cached, page 16"
-    assert {hit, f"{hit}: cold over cached"} <= set(rehearsed["speed"])
-    assert all(row.lines for row in rehearsed["profiles"].values())
+            assert row in rehearsed["correctness"]
+    assert LAYERS.keys() == VERIFIED
 
 
 def test_other_tokens_than_transformers_fail_the_check(tmp_path, monkeypatch) -> None:
@@ -134,8 +126,8 @@ def test_checks_stand_alone(tmp_path) -> None:
     assert not failed(report.rows)
     report.check("wrong", raises(ValueError("so it is\nand more")))
     report.measure("figures", lambda: [figure("a", 1.0, "x", at_most=2), figure("b", 1, "x")])
-    report.measure("slow", lambda: figure("c", 3.0, "x", at_most=2, lines=["why"]))
-    report.measure("small", lambda: figure("d", 3.0, "x", at_least=4))
+    report.measure("slow", lambda: [figure("c", 3.0, "x", at_most=2, lines=["why"])])
+    report.measure("small", lambda: [figure("d", 3.0, "x", at_least=4)])
     late = Report("late", tmp_path / "first.jsonl", -1)
     late.check("never", raises(AssertionError("it ran")))
     assert [(row.name, row.status) for row in report.rows + late.rows] == [
@@ -185,7 +177,7 @@ def row(name, status):
 """
             return [sys.executable, "-S", "-c", prelude + started[name]]
 
-        monkeypatch.setattr(check, "_find_device", lambda: None)
+        monkeypatch.setattr(check, "why_not_here", lambda: "")
         monkeypatch.setattr(check, "command_of", command)
         code = check.main(["--out", str(tmp_path), *options])
         rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
@@ -233,15 +225,6 @@ def test_where_flashinfer_does_not_run_the_others_do_without(fakes) -> None:
         assert "--torch" not in rows[0][2] and "--torch" in rows[-1][2]
     _, rows = fakes(next="row('works', 'ok')")
     assert "--torch" not in rows[-1][2]
-
-
-def test_each_call_ends_within_nine_minutes_and_profiles_come_last() -> None:
-    for call in (1, 2):
-        seconds = [s.seconds for s in check.SECTIONS.values() if s.call == call]
-        if call == 2:
-            seconds.append(check.SECTIONS["environment"].seconds)
-        assert sum(seconds) + check._GRACE * len(seconds) <= 540
-    assert [*check.SECTIONS][-1] == "profiles"
 
 
 def test_a_machine_without_a_gpu_is_told_so_in_one_sentence(tmp_path, capfd) -> None:

@@ -41,6 +41,7 @@ def test_mooncake_times_are_seconds_and_answers_are_all_different(tmp_path):
     assert (len(one.answer()), len(other.answer())) == (9, 1)  # an answer has a token
     assert one.answer()[0] != other.answer()[0]
     assert Arrivals(as_recorded=True).due(workload) == [1.5, 2.5]
+    assert Arrivals(as_recorded=True, speed=2.0).due(workload) == [0.75, 1.25]
 
 
 def test_a_packed_file_and_a_limit_are_read(tmp_path):
