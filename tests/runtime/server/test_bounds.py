@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from radixcache import LLM, StructuredOutputsParams
@@ -18,10 +17,9 @@ from radixcache.runtime.server import serving
 from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.runtime.server import http
 from tests.runtime.server.api.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
-from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
+from tests.runtime.server.test_lifecycle import COMPLETIONS, streaming
 
 SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 MANY = bodies.MAX_VALUES + 1
@@ -288,21 +286,3 @@ def test_a_body_that_does_not_come_is_408(
     assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
     message = json.loads(content)["error"]["message"]
     assert message == "the request's body did not come within 0.2 seconds"
-
-
-def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
-    step = llm.engine.step
-
-    def slow() -> Any:
-        time.sleep(0.01)
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", slow)
-    with live(llm) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
-        server.wait_until(lambda: not server.engine.has_work, 5)
-        server.assert_idle()
