@@ -16,6 +16,7 @@ from tests.runtime.server.live import SYSTEM, LiveServer, assert_error, live
 COMPLETIONS, CHAT, PREFIXES = "/v1/completions", "/v1/chat/completions", "/v1/prefixes"
 EXPLAIN = "/v1/explain"
 VOLATILE = {"id", "created", "ttft", "expires_in"}
+KEYS = {name: {"authorization": f"Bearer {name}"} for name in ("user", "boss")}
 ADA, BEN = "salt of Ada", "salt of Bèn"
 
 
@@ -38,19 +39,14 @@ def server(keyed: LiveServer) -> Iterator[LiveServer]:
 @pytest.fixture
 def user(server: LiveServer) -> Iterator[httpx.Client]:
     """A client; which salt it is of, each request says."""
-    with as_client(server, "user") as client:
-        yield client
+    with httpx.Client(base_url=server.url, headers=KEYS["user"], timeout=60, verify=False) as user:
+        yield user
 
 
 @pytest.fixture
-def boss(server: LiveServer) -> Iterator[httpx.Client]:
-    with as_client(server, "boss") as client:
-        yield client
-
-
-def as_client(server: LiveServer, key: str) -> httpx.Client:
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=server.url, headers=headers, timeout=60, verify=False)
+def boss(user: httpx.Client) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=user.base_url, headers=KEYS["boss"], verify=False) as boss:
+        yield boss
 
 
 def lasting(answer: Any) -> Any:
@@ -196,10 +192,8 @@ def test_the_administrator_sees_and_ends_the_prefixes_of_all(
     listed = boss.get("/v1/cache/prefixes").json()
     shown = [tree["namespace"] for tree in boss.get("/v1/cache").json()["namespaces"]]
     ada, ben = listed["data"]
-    assert ada["name"] == ben["name"] == "system" and {*shown} == {
-        ada["namespace"],
-        ben["namespace"],
-    }
+    assert ada["name"] == ben["name"] == "system"
+    assert {*shown} == {ada["namespace"], ben["namespace"]}
     path = f"/v1/cache/prefixes/{ada['namespace']}/system"
     assert boss.delete(path).status_code == 200
     assert_error(boss.delete(path), 404, "no prefix named 'system' is pinned in")

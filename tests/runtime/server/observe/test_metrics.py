@@ -23,25 +23,10 @@ ROOT = Path(__file__).resolve().parents[4]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LINE = "| 1 | Nora Lund | 30 | Pilot | Norway |" * 3  # some pages
 
-DASHBOARD = """
-vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum
-vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_tokens_total
-vllm:inter_token_latency_seconds_bucket vllm:inter_token_latency_seconds_sum
-vllm:inter_token_latency_seconds_count vllm:num_requests_running vllm:num_requests_waiting
-vllm:time_to_first_token_seconds_bucket vllm:time_to_first_token_seconds_sum
-vllm:time_to_first_token_seconds_count vllm:kv_cache_usage_perc vllm:request_prompt_tokens_bucket
-vllm:request_generation_tokens_bucket vllm:request_success_total
-vllm:request_queue_time_seconds_sum vllm:request_prefill_time_seconds_sum
-vllm:request_decode_time_seconds_sum vllm:request_max_num_generation_tokens_sum
-vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:num_preemptions_total
-""".split()
-"""The series that the dashboard in vLLM's repository asks for, and the three about its cache."""
-
 
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
 def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    memory = "32MiB"
-    llm = LLM(cache=request.param, kv_cache_memory_bytes=memory, max_num_seqs=2)
+    llm = LLM(cache=request.param, kv_cache_memory_bytes="32MiB", max_num_seqs=2)
     with live(llm, served_model_name=["the model"]) as server:
         yield server
 
@@ -109,6 +94,11 @@ def test_they_agree_with_what_was_asked_and_answered(fresh: LiveServer):
     answers = [fresh.post(COMPLETIONS, body).json() for _ in range(2)]
     answers.append(fresh.post(COMPLETIONS, {**body, "n": 2, "max_tokens": 7}).json())
     hits = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    growth.look()
+    phases = [growth[f"{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode")]
+    assert sum(phases) == pytest.approx(growth["request_latency_seconds_sum"], abs=1e-6)
+    first = growth["time_to_first_token_seconds_sum"]
+    assert min(phases) > 0 and sum(phases[:2]) == pytest.approx(first, abs=1e-6)
     fresh.post("/v1/prefixes", {"name": "p", "prompt": "x " * 40})
     growth.look()
     line, prefix = count(fresh, LINE), count(fresh, "x " * 40)
@@ -138,22 +128,6 @@ def test_they_agree_with_what_was_asked_and_answered(fresh: LiveServer):
     assert now["pages{leased}"] == now["pages{pinned}"]
     assert now["pages{pinned}"] in (pinned - 1, pinned)  # in whole blocks
     fresh.delete("/v1/prefixes/p")
-
-
-def test_the_phases_of_requests_make_up_their_time(fresh: LiveServer):
-    growth = Growth(fresh)
-    body = {"prompt": LINE, "max_tokens": 30, "ignore_eos": True}
-    with ThreadPoolExecutor(4) as pool:  # two of them wait
-        for response in pool.map(lambda _: fresh.post(COMPLETIONS, body), range(4)):
-            assert response.status_code == 200
-    growth.look()
-    phases = ["queue", "prefill", "decode"]
-    assert [growth[f"{phase}_time_seconds_count"] for phase in phases] == [4, 4, 4]
-    queue, prefill, decode = (growth[f"{phase}_time_seconds_sum"] for phase in phases)
-    assert min(queue, prefill, decode) > 0
-    whole, first = growth["request_latency_seconds_sum"], "time_to_first_token_seconds_sum"
-    assert queue + prefill + decode == pytest.approx(whole, abs=1e-6)
-    assert queue + prefill == pytest.approx(growth[first], abs=1e-6)
 
 
 def test_what_waits_is_in_the_queue_and_what_runs_holds_pages(fresh: LiveServer):
@@ -192,22 +166,17 @@ def test_no_counter_ever_goes_back(fresh: LiveServer):
             for sample in family.samples
         }
 
-    before = counters()
-    for length in (50, 90, 0, 40, 0, 70):
-        if length:
-            fresh.post(COMPLETIONS, {"prompt": LINE[:length], "max_tokens": 2})
-        else:
-            assert fresh.post("/v1/cache/flush").status_code == 200
-        now = counters()
-        assert all(now[name] >= value for name, value in before.items())
-        before = now
+    for length in (50, 90, 40):
+        fresh.post(COMPLETIONS, {"prompt": LINE[:length], "max_tokens": 2})
+        before = counters()
+        assert fresh.post("/v1/cache/flush").status_code == 200
+        assert all(counters()[name] >= value for name, value in before.items())
     assert before["radixcache_hit_tokens_total{}"] > 0
 
 
-def test_vllm_s_dashboard_finds_all_that_it_asks_for(fresh: LiveServer):
+def test_what_has_vllm_s_name_is_what_has_ours(fresh: LiveServer):
     fresh.post(CHAT, {"messages": ask("How old is Nora Holm?")})
     shown = families(fresh)
-    assert set(DASHBOARD) <= {s.name for family in shown.values() for s in family.samples}
     for theirs, ours in VLLM.items():
         assert shown[theirs].type == shown[ours].type
         assert {sample.labels["model_name"] for sample in shown[theirs].samples} == {"the model"}
