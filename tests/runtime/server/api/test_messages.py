@@ -63,17 +63,6 @@ def test_the_prompt_is_that_of_a_chat_completion(messages: Any, server: LiveServ
     assert counted.input_tokens == tokens
 
 
-def test_events_come_in_the_apis_order(messages: Any):
-    with messages.stream(model="tabletalk", max_tokens=32, messages=[FIRST]) as stream:
-        events = [event.type for event in stream if event.type != "text"]
-    deltas = events.count("content_block_delta")
-    assert deltas and events == [
-        *("message_start", "content_block_start"),
-        *["content_block_delta"] * deltas,
-        *("content_block_stop", "message_delta", "message_stop"),
-    ]
-
-
 def test_a_message_that_is_begun_goes_on(scripted: LiveServer):
     begun = [user("Hi"), {"role": "assistant", "content": "us"}]
     assert Messages(scripted.url, False).ask(*begun).text == "er: Hi"

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
-from radixcache.errors import MissingDependency
-from radixcache.runtime.server import args
-from radixcache.runtime.server.args import ServerArgs
 from tests.forks import Forked
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
@@ -195,13 +191,3 @@ def serve_anew() -> int:
 def test_without_being_asked_for_opentelemetry_is_not_imported(tmp_path: Path):
     process = Forked(tmp_path, serve_anew)
     assert process.wait(60) == 0, process.err.read_text()
-
-
-def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    def none(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(args, "version", none)
-    ServerArgs()
-    with pytest.raises(MissingDependency, match="traces need opentelemetry-sdk: in a checkout, p"):
-        ServerArgs(otlp_endpoint="http://127.0.0.1:4318")

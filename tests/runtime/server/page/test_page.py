@@ -110,21 +110,6 @@ def test_turns_grow_the_tree_and_edits_branch_it_until_it_is_flushed(page: Page,
     assert cached_tokens(page) == 0
 
 
-def test_nodes_that_are_evicted_or_pinned_say_so(page: Page, url: str):
-    page.ask(QUESTION)
-    idle(page, 1)
-    http.post(f"{url}/v1/completions", json={"prompt": "x y " * 800, "max_tokens": 1}, timeout=60)
-    page.until(lambda: page.all(".node.evicted"))
-    lost = int(page.texts(".node.evicted small")[0].replace(",", ""))
-    assert lost == http.get(f"{url}/v1/cache").json()["stats"]["evicted_tokens"] > 0
-    assert page.texts("#gone") == [f"{lost:,} tokens evicted"]
-    http.post(f"{url}/v1/prefixes", json={"name": "mine", "prompt": "z " * 40}, timeout=60)
-    page.until(lambda: page.all(".node.pinned"))
-    assert "pinned as mine" in page.one(".node.pinned").accessible_name
-    http.delete(f"{url}/v1/prefixes/mine")
-    page.until(lambda: not page.all(".node.pinned"))
-
-
 def test_the_tree_is_read_with_the_keyboard(page: Page):
     page.ask(QUESTION)
     page.edit(0, OTHER)
