@@ -132,33 +132,27 @@ def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]):
     assert "two models are given: one and --model two" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_told_before_torch_is_imported(tmp_path: Path):
+def test_what_is_wrong_is_told_before_torch_is_imported():
     """The port, the model, the dtype, a variable: whatever can be known without a model."""
     code = """
 import os, socket, sys
 from radixcache.runtime.cli import main
 taken = socket.create_server(("127.0.0.1", 0))
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"
-folder, (_, port) = sys.argv[1], taken.getsockname()
-for argv in (
-    ["--port", str(port)], ["--port", "99999"],
-    ["/no/model"], [folder], ["no-org/no-model"], ["--dtype", "int3"], ["--nosuch-flag"],
+for flags in (
+    f"--port {taken.getsockname()[1]}", "/no/model --port 0", "no-org/no-model --port 0",
+    "--dtype int3", "--nosuch-flag",
 ):
-    port_flag = [] if "--port" in argv else ["--port", "0"]
-    assert main(["serve", *argv, *port_flag]) == 2, argv
+    assert main(["serve", *flags.split()]) == 2, flags
 heavy = {"torch", "transformers", "fastapi", "uvicorn"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     sentences = (
         "Address already in use",
-        "port must be from 0 to 65535",
         "no model at /no/model: no such folder",
-        "the folder has no config.json",
         "no model at no-org/no-model: no such folder, and no model of that name in reach (",
         "invalid choice: 'int3'",
         "unrecognized arguments: --nosuch-flag (see radixcache serve --help)",

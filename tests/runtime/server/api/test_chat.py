@@ -15,7 +15,7 @@ import pytest
 from radixcache import SamplingParams
 from tests.cover import seeds
 from tests.runtime.server.api.apis import SCHEMA, Answer, Chat, user
-from tests.runtime.server.live import SYSTEM, LiveServer, ask
+from tests.runtime.server.live import LiveServer, ask
 from tests.schemas import random_schema
 
 CHAT = "/v1/chat/completions"
@@ -103,15 +103,11 @@ def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
             assert [t.logprob for t in seen.top_logprobs] == pytest.approx(likeliest, abs=1e-3)
 
 
-def test_content_may_come_in_parts_and_from_developers(client: Any):
-    parts = [{"type": "text", "text": QUESTION[:8]}, {"type": "text", "text": QUESTION[8:]}]
-    joined, plain = (
-        client.chat.completions.create(
-            model="tabletalk", max_tokens=1, messages=[{**SYSTEM, "role": role}, user(content)]
-        )
-        for role, content in (("developer", parts), ("system", f"{QUESTION[:8]}\n{QUESTION[8:]}"))
-    )
-    assert joined.usage.prompt_tokens == plain.usage.prompt_tokens
+def test_content_may_come_in_parts_and_from_developers(chat: Chat):
+    parts = [{"type": "text", "text": text} for text in ("Be", "brief")]
+    joined = chat.ask({"role": "developer", "content": parts}, user("Hi"))
+    plain = chat.ask({"role": "system", "content": "Be\nbrief"}, user("Hi"))
+    assert plain.cached == plain.prompt == joined.prompt
 
 
 def test_what_has_ended_an_answer_is_told(client: Any):
