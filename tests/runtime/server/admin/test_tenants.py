@@ -21,7 +21,7 @@ ADA, BEN = "salt of Ada", "salt of Bèn"
 
 
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
-def keyed(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """A server with keys."""
     llm = LLM(cache=request.param, kv_cache_memory_bytes="12MiB")
     with live(llm, hide_texts=True, api_key="user", admin_key="boss") as server:
@@ -29,17 +29,9 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def server(keyed: LiveServer) -> Iterator[LiveServer]:
-    """The same with an empty cache."""
-    keyed.forget()
-    yield keyed
-    keyed.assert_idle()
-
-
-@pytest.fixture
-def user(server: LiveServer) -> Iterator[httpx.Client]:
+def user(fresh: LiveServer) -> Iterator[httpx.Client]:
     """A client; which salt it is of, each request says."""
-    with httpx.Client(base_url=server.url, headers=KEYS["user"], timeout=60, verify=False) as user:
+    with httpx.Client(base_url=fresh.url, headers=KEYS["user"], timeout=60, verify=False) as user:
         yield user
 
 

@@ -36,10 +36,6 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def parts(*kinds: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": kind} for kind in kinds]}]
-
-
 def called(arguments: str) -> dict[str, Any]:
     made = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [made]}
@@ -65,15 +61,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [user("\ud800")]}, "half of a surrogate pair"),
     (CHAT, {"messages": [user("x " * 9000)]}, "the context of 4096"),
     (CHAT, {"messages": [HI] * 10_001}, TOO_MANY),
-    (CHAT, {"messages": parts(*["text"] * 10_000)}, TOO_MANY),
+    (CHAT, {"messages": [user([{"type": "text"}] * 10_000)]}, TOO_MANY),
     (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
-    (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
     (COMPLETIONS, {"prompt": ["fine", ""]}, "prompt 1: the prompt is empty"),
     (COMPLETIONS, {"prompt": [10**30]}, "prompt"),
     (COMPLETIONS, {"prompt": [99_999], "stream": True}, "token ids outside the vocabulary"),
-    (RESPONSES, {"input": [{"role": "user"}]}, "input.0: a message has a 'content'"),
     (RESPONSES, {"input": [HI] * 10_001}, TOO_MANY),
-    (MESSAGES, {"messages": parts("text")}, "content.0: a text has a 'text'"),
+    (MESSAGES, {"messages": [user([{"type": "text"}])]}, "content.0: a text has a 'text'"),
     (MESSAGES, {"messages": [HI] * 10_001}, TOO_MANY),
     (MESSAGES, {"messages": [{"role": "user", "content": [MARKED] * 5}]}, "4 places at most"),
     (CHAT, {"messages": [user([{"type": "image_url", "image_url": {"url": "data:"}}])]}, NO_MEDIA),
@@ -83,7 +77,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [user([{"type": "image", "source": {"data": ""}}])]}, NO_MEDIA),
     # Sampling.
     (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
-    (CHAT, {"stop": [""]}, "stop must be a string or a list of strings that are not empty"),
     (CHAT, {"stream_options": {}}, "only for streams"),
     (COMPLETIONS, {"stop": "x" * 4097}, "stop: at most 64 strings of 4096 characters together"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens must be at least 1"),
@@ -93,7 +86,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias: its keys are token ids"),
     (COMPLETIONS, {"logit_bias": {"9999": 1}}, "outside the vocabulary"),
     (COMPLETIONS, {"logit_bias": {f"{i}": 1 for i in range(10_001)}}, "at most 10000 tokens have"),
-    (COMPLETIONS, {"min_tokens": 99}, "at most max_tokens (64)"),
     (COMPLETIONS, {"bad_words": [" "]}, "bad_words must have tokens"),
     (COMPLETIONS, {"bad_words": ["x"] * 65}, "bad_words: at most 64 strings"),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "are not streamed"),
@@ -105,12 +97,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [tool("a b")]}, "tools.0.function.name: String should match"),
     (CHAT, {"tools": [tool("f", parameters={"x": "x" * (1 << 20)})]}, "JSON schemas in all tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
-    (CHAT, {"tools": [tool("f")], "tool_choice": tool("x")}, "tool_choice names 'x', which is not"),
     (CHAT, {"messages": [called("{")]}, "an object as JSON text"),
     (CHAT, {"messages": [called(DEEP)]}, "a tool call has a 'function'"),
     (CHAT, {"messages": [called("{}"), result(None)]}, f"{NO_CALL}, not None"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-    (RESPONSES, {"input": [{"type": "function_call_output", "output": "1"}]}, "has a 'call_id'"),
     (RESPONSES, {"input": [HI, ITEM_RESULT]}, f"{NO_CALL}, not 'd'"),
     (RESPONSES, {"input": [ITEM_CALL]}, "input.0: a tool call has a 'function'"),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
@@ -120,21 +109,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "prompt to be false"),
     (MESSAGES, {"output_config": {"effort": "high"}}, "one cannot tell this model how much to"),
     # The form of the answer.
-    (CHAT, {"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
     (CHAT, {"structured_outputs": {"json": {"not": {}}}}, "json does not compile: Unimpl"),
-    (CHAT, {"structured_outputs": {"regex": "("}}, "regex does not compile"),
     (COMPLETIONS, {"structured_outputs": {}}, "none is given of json, regex, choice"),
     (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supp"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 forms of the answer"),
-    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "choice: List should have at least"),
     (COMPLETIONS, {"structured_outputs": {"json": False}}, "no JSON is of the schema false"),
     (COMPLETIONS, {"structured_outputs": {"json": {"description": "x" * (1 << 16)}}}, "65536 at"),
-    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type: "),
     # Fields that are not there, or go by another name.
     (COMPLETIONS, {"temprature": 1}, "temprature: there is no such field: did you mean temp"),
     (CHAT, {"prompt": "x"}, "prompt: not supported: send messages, or ask /v1/completions"),
-    (CHAT, {"tools": [{"type": "function", "name": "f"}]}, "tools.0.name: not supported: it be"),
     (CHAT, {"prefix": "no/name"}, "prefix: String should match"),
     (RESPONSES, {"response_format": {}}, "this API calls it text.format"),
     (RESPONSES, {"background": True}, "background: not supported: keep the connection open"),
@@ -146,7 +130,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
     ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
     ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
-    ("/v1/prefixes", {"name": "x", "prompt": "y", "lifetime": 0}, "lifetime: Input should be"),
 ]
 
 
@@ -259,15 +242,12 @@ def test_paths_methods_and_parameters_that_do_not_exist(
 def test_a_long_name_is_not_told_back(server: LiveServer):
     response = server.post(COMPLETIONS, {"model": "x" * 1_000_000, "prompt": "a"})
     assert response.status_code == 404 and len(response.text) < 1300
-    told = assert_error(server.post(CHAT, {**PLAIN[CHAT], "model": "gpt-9"}), 404, "'gpt-9' is not")
-    assert (told["code"], told["param"]) == ("model_not_found", "model")
 
 
 def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
     path = tiny_model("llama", tmp_path_factory.mktemp("bare"), tokenizer=False)
     with live(LLM(path, kv_cache_memory_bytes="1MiB")) as server:
         completion = server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2}).json()
-        assert completion["usage"]["completion_tokens"] in (1, 2)
         assert completion["choices"][0]["text"] == ""
         for route, body in (
             (COMPLETIONS, {"prompt": "x"}),

@@ -30,14 +30,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.fixture
-def fresh(server: LiveServer) -> Iterator[LiveServer]:
-    """A server whose cache is empty; it has a past."""
-    server.call(server.backend.llm.reset_prefix_cache)
-    yield server
-    server.assert_idle()
-
-
 def families(server: LiveServer) -> dict[str, Metric]:
     response = server.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
