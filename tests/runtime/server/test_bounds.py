@@ -50,9 +50,7 @@ def test_what_stands_in_texts_does_not_count(text: str) -> None:
     assert bodies.read_json(text.encode()) == json.loads(text)
 
 
-def test_a_large_body_keeps_no_other_request_waiting(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_body_keeps_no_other_request_waiting(server: LiveServer, monkeypatch: Any) -> None:
     begun, go_on, read = threading.Event(), threading.Event(), bodies.read_json
 
     def slowly(body: bytes) -> Any:
@@ -209,9 +207,7 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
         go_on.set()
 
 
-def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(server: LiveServer, monkeypatch):
     def broken(*_: Any) -> None:
         raise grammar.GrammarError("the structure cannot be followed: too many items")
 
@@ -277,9 +273,7 @@ def test_heads_that_are_too_large_or_tell_two_ends_of_a_body_are_refused(server:
 
 
 @pytest.mark.parametrize("body", [b"", b'{"prompt": '])
-def test_a_body_that_does_not_come_is_408(
-    server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_body_that_does_not_come_is_408(server: LiveServer, body: bytes, monkeypatch: Any):
     monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
     received = answer(server, COMPLETIONS_HEAD + b"Content-Length: 100\r\n\r\n" + body)
     head, _, content = received.partition(b"\r\n\r\n")

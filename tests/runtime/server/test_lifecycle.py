@@ -63,9 +63,7 @@ def test_a_body_that_is_too_large_is_413_though_it_does_not_say_so_first(llm: LL
 # Failures.
 
 
-def test_waiting_requests_survive_the_failure_of_those_that_run(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
+def test_waiting_requests_survive_the_failure_of_those_that_run(llm: LLM, monkeypatch: Any):
     forward, failures = llm.engine.model.forward, iter(range(MAX_FAILED_STEPS))
 
     def fail(*args: Any) -> Any:
@@ -170,9 +168,7 @@ def test_a_second_signal_kills(tmp_path: Path):
         assert time.monotonic() - start < 5
 
 
-def test_a_missing_package_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_package_is_one_sentence(capsys: Any, monkeypatch: Any):
     for name in [*sys.modules]:
         if name.startswith(("radixcache.runtime.server.http", "uvicorn")):
             monkeypatch.delitem(sys.modules, name)

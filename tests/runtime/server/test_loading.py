@@ -125,9 +125,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_model_that_fails_to_load_ends_it_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_model_that_fails_to_load_ends_it_in_one_sentence(monkeypatch: Any, capsys: Any):
     """Behind the address, which is told first where the model is not the bundled one."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"

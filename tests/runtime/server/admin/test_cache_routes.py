@@ -137,9 +137,7 @@ def test_what_is_found_comes_in_the_order_of_the_tree(seed: int):
     assert found == [[str(at) for at in path] for path in sorted(ends)[:100]]
 
 
-def test_who_looks_in_a_loop_takes_a_fifth_of_the_engine_at_most(
-    fresh: LiveServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_who_looks_in_a_loop_takes_a_fifth_of_the_engine_at_most(fresh: LiveServer, monkeypatch):
     times: list[tuple[float, float]] = []
     outline = fresh.engine.cache.outline
 

@@ -208,9 +208,7 @@ def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(capsys: Any, st
     assert keys == ["Bearer secret"]
 
 
-def test_what_the_server_refuses_is_told_in_its_own_words(
-    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_the_server_refuses_is_told_in_its_own_words(llm: LLM, capsys: Any, monkeypatch: Any):
     with live(llm, api_key="the key") as server:
         where = ("--url", server.url)
         assert "answers 401: a valid API key is needed" in refused(capsys, "x", *where)

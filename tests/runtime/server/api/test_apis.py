@@ -145,9 +145,7 @@ def test_a_failing_engine_is_told_in_the_apis_own_form(api: Api, scripted: LiveS
     assert not api.stream or api.failed in response.text.strip().splitlines()[-1]
 
 
-def test_a_request_whose_client_leaves_is_aborted(
-    api: Api, scripted: LiveServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_request_whose_client_leaves_is_aborted(api: Api, scripted: LiveServer, monkeypatch: Any):
     """Also later than a body may take to come."""
     step = scripted.engine.step
     monkeypatch.setattr(access, "BODY_SECONDS", 0.1)
