@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import pytest
 
 from radixcache import LLM
 from radixcache.runtime.cli import main
