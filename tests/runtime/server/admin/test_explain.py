@@ -14,7 +14,7 @@ from radixcache import LLM
 from radixcache.runtime.cli import main
 from tests.runtime.server.api.apis import user
 from tests.runtime.server.http import stranger
-from tests.runtime.server.live import SYSTEM, LiveServer, ask, assert_error, live
+from tests.runtime.server.live import SYSTEM, LiveServer, ask, live
 
 EXPLAIN, CHAT, COMPLETIONS = "/v1/explain", "/v1/chat/completions", "/v1/completions"
 QUESTION = "Question: how old is {} in this table of all members? Your answer:"
@@ -32,26 +32,36 @@ def misses(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-# Beside an answer.
+# Beside an answer, and before it.
 
 
-def test_a_time_at_the_top_is_named_as_the_reason(llm: LLM):
-    def at(server: LiveServer, time: str) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_is_explained_as_the_request_is_when_it_comes(llm: LLM, stream: bool):
+    def at(time: str) -> dict[str, Any]:
         system = {"role": "system", "content": f"It is {time} o'clock.\n{SYSTEM['content']}"}
-        messages = [system, user("How old is Nora Lund?")]
-        body = {"messages": messages, "explain": True, "stream": True}
-        lines = [line for line in server.post(CHAT, body).text.splitlines() if line]
-        return misses(json.loads(lines[-2].removeprefix("data: ")))
+        return {"messages": [system, user("How old is Nora Lund?")], **SALTED}
+
+    def state() -> object:
+        generated = llm.engine.output_processor.num_generated
+        return repr(llm.cache.stats), dict(llm.explainer.missed_tokens), generated
 
     with live(llm) as server:
-        (first,) = at(server, "10:38")
-        assert first["reason"] == "first_seen" and first["start"] == 0
-        (second,) = at(server, "10:41")
-        assert second["reason"] == "diverged" and 0 < second["start"] < 20
-        assert "10:41" in second["text"] and "10:38" in second["text"]
+        server.post(CHAT, at("10:38"))
+        seen = server.call(state)
+        told = server.post(EXPLAIN, {**at("10:41"), "temperature": 0}).json()
+        assert server.call(state) == seen, "nothing is computed, counted or changed"
+        (miss,) = told["explanation"]
+        assert miss["reason"] == "diverged" and 0 < miss["start"] < 20
+        assert "10:41" in miss["text"] and "10:38" in miss["text"]
+        more = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = server.post(CHAT, {**at("10:41"), "explain": True, "stream": stream, **more}).text
+        last = json.loads(answer.split("data: ")[-2] if stream else answer)
+        assert misses(last) == [miss] and last["usage"]["prompt_tokens"] == told["prompt_tokens"]
+        details = last["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == told["cached_tokens"] == miss["start"]
         asked = {"prompt": ["a b c", "a b d"], "max_tokens": 1}
-        answer = server.post(COMPLETIONS, asked).json()
-        assert answer["radixcache"]["explanation"] is None and answer["radixcache"]["ttft"] > 0
+        answers = server.post(COMPLETIONS, asked).json()
+        assert answers["radixcache"]["explanation"] is None and answers["radixcache"]["ttft"] > 0
 
 
 def test_a_stream_says_how_far_its_prompts_are_computed_if_asked():
@@ -104,44 +114,6 @@ def test_texts_of_others_can_be_hidden(llm: LLM):
         (miss,) = misses(answer)
         assert miss["reason"] == "diverged" and "Which" in miss["text"]
         assert "4822" not in miss["text"]
-
-
-# The route.
-
-
-def test_it_is_explained_as_the_request_is_when_it_comes(server: LiveServer):
-    more = {**SALTED, "max_tokens": 1, "temperature": 0}
-    server.post(COMPLETIONS, {"prompt": QUESTION.format("Ada"), **more})
-    now = {"prompt": QUESTION.format("Hugo")}
-
-    def state() -> object:
-        llm, generated = server.backend.llm, server.engine.output_processor.num_generated
-        return repr(llm.cache.stats), dict(llm.explainer.missed_tokens), generated
-
-    seen = server.call(state)
-    told = server.post(EXPLAIN, {**now, **more}).json()
-    assert server.post(EXPLAIN, {**now, **SALTED}).json() == told
-    assert server.call(state) == seen, "nothing is computed, counted or changed"
-
-    answer = server.post(COMPLETIONS, {**now, **more, "explain": True}).json()
-    assert told["explanation"] == answer["radixcache"]["explanation"] != []
-    details = answer["usage"]["prompt_tokens_details"]
-    assert told["cached_tokens"] == details["cached_tokens"]
-    assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-    assert server.post(EXPLAIN, now).json()["cached_tokens"] < told["cached_tokens"]
-    server.assert_idle()
-
-
-def test_a_prefix_comes_before_it(server: LiveServer):
-    pinned = {"name": "explained", "messages": ask("?")[:1], **SALTED}
-    assert server.post("/v1/prefixes", pinned).status_code == 200
-    body = {"messages": ask("Who?")[1:], "prefix": "explained", **SALTED}
-    told = server.post(EXPLAIN, body).json()
-    whole = server.post(EXPLAIN, {"messages": ask("Who?"), **SALTED}).json()
-    assert told == whole and told["cached_tokens"] > 1000
-    assert_error(server.post(EXPLAIN, {**body, "cache_salt": "x"}), 404, "no prefix named")
-    server.call(lambda: server.backend.llm.prefixes.unpin("explained", SALTED["cache_salt"]))
-    server.assert_idle()
 
 
 # The command.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-from itertools import count
 from typing import Any
 
 import jsonschema_rs
@@ -13,10 +11,8 @@ import openai
 import pytest
 
 from radixcache import SamplingParams
-from tests.cover import seeds
 from tests.runtime.server.api.apis import SCHEMA, Answer, Chat, user
 from tests.runtime.server.live import LiveServer, ask
-from tests.schemas import random_schema
 
 CHAT = "/v1/chat/completions"
 QUESTION, ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
@@ -158,19 +154,6 @@ def test_thoughts_have_both_names_and_can_be_left_out(scripted: LiveServer, stre
         assert not re.search(rf'"{name}":\s?"', hidden)
 
 
-def test_a_call_that_comes_back_changed_is_the_clients(chat: Chat, scripted: LiveServer):
-    question = user("Loop changed")
-    first = chat.ask(question, tools=[STEP])
-    (said,) = first.said
-    said["tool_calls"][0]["function"]["arguments"] = '{"why": "other", "n": 0}'
-    result = chat.result(first.calls[0], [{"type": "text", "text": "ok"}])
-    conversation = [question, said, result]
-    tokens = scripted.post("/tokenize", {"messages": conversation}).json()["tokens"]
-    prompt = scripted.post("/detokenize", {"tokens": tokens}).json()["prompt"]
-    assert '{"name": "step", "arguments": {"why": "other", "n": 0}}' in prompt
-    assert called(chat.ask(*conversation, tools=[STEP])) == [("step", {"why": "é", "n": 1})]
-
-
 @pytest.mark.parametrize(
     "choice",
     [NAMED, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}],
@@ -207,25 +190,3 @@ def test_the_template_takes_the_clients_values(chat: Chat):
     for more in (NO_THOUGHTS, {"reasoning_effort": "none"}):
         assert chat.ask(user("Hello"), **more).prompt > free
     assert chat.ask(user("Hello"), reasoning_effort="low").prompt == free
-
-
-@seeds(20, 99)
-def test_required_calls_are_valid(chat: Chat, seed: int):
-    """Of random functions with random schemas, as a model that knows of none samples them."""
-    rng = random.Random(seed)
-    objects = (schema for _ in count() if (schema := random_schema(rng)).get("type") == "object")
-    for _ in range(10):
-        tools = {f"f{i}": next(objects) for i in range(rng.randint(1, 3))}
-        answer = chat.ask(
-            user("Hello"),
-            tools=[{"name": name, "parameters": schema} for name, schema in tools.items()],
-            choice="required",
-            parallel=False,
-            max_tokens=2000,
-            temperature=1.0,
-            seed=rng.randrange(2**31),
-            **NO_THOUGHTS,
-        )
-        ((name, arguments),) = called(answer)
-        jsonschema_rs.validate(tools[name], arguments)
-        assert answer.end == "tools"
