@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from docs.pictures.camera import shoot_looks, window
+from docs.pictures.trees import fill
 from radixcache import LLM
 from tests.runtime.server.live import live
-from tests.runtime.server.page.trees import fill
 
 SIZES = (3, 60, 500, 5000)
 """Of trees, in nodes; the last prompts may make a few more."""

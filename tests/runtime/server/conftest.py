@@ -38,3 +38,11 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     with Chat(server.url, False).client() as client:
         yield client
     server.assert_idle()
+
+
+@pytest.fixture
+def fresh(server: LiveServer) -> Iterator[LiveServer]:
+    """The server, which has a past, with an empty cache."""
+    server.forget()
+    yield server
+    server.assert_idle()

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from radixcache import LLM, StructuredOutputsParams
@@ -18,10 +17,9 @@ from radixcache.runtime.server import serving
 from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.runtime.server import http
 from tests.runtime.server.api.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
-from tests.runtime.server.test_lifecycle import COMPLETIONS, ENDLESS, streaming
+from tests.runtime.server.test_lifecycle import COMPLETIONS, streaming
 
 SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 MANY = bodies.MAX_VALUES + 1
@@ -52,9 +50,7 @@ def test_what_stands_in_texts_does_not_count(text: str) -> None:
     assert bodies.read_json(text.encode()) == json.loads(text)
 
 
-def test_a_large_body_keeps_no_other_request_waiting(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_body_keeps_no_other_request_waiting(server: LiveServer, monkeypatch: Any) -> None:
     begun, go_on, read = threading.Event(), threading.Event(), bodies.read_json
 
     def slowly(body: bytes) -> Any:
@@ -72,24 +68,24 @@ def test_a_large_body_keeps_no_other_request_waiting(
         assert waiting.result().status_code == 200
 
 
+LONG = "a" * 500_000
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (COMPLETIONS, {"prompt": "a" * 500_000}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 500_000}]}),
-        ("/tokenize", {"prompt": "a" * 500_000}),
-        ("/v1/prefixes", {"name": "x", "prompt": "a" * 500_000}),
+        (COMPLETIONS, {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": [user(LONG)]}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/v1/prefixes", {"name": "x", "prompt": LONG}),
     ],
 )
 def test_a_text_that_cannot_fit_is_never_tokenised(
     server: LiveServer, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    def encode(*_: Any, **__: Any) -> None:
-        raise AssertionError("tokenised")
-
     fast = type(server.backend.tokenizer._tokenizer)
-    monkeypatch.setattr(fast, "encode", encode)
-    monkeypatch.setattr(fast, "__call__", encode)
+    monkeypatch.setattr(fast, "encode", None)
+    monkeypatch.setattr(fast, "__call__", None)
     error = assert_error(server.post(path, body), 400, "too long for the context of 4096")
     assert error["code"] == "context_length_exceeded"
 
@@ -211,9 +207,7 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
         go_on.set()
 
 
-def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(server: LiveServer, monkeypatch):
     def broken(*_: Any) -> None:
         raise grammar.GrammarError("the structure cannot be followed: too many items")
 
@@ -279,30 +273,10 @@ def test_heads_that_are_too_large_or_tell_two_ends_of_a_body_are_refused(server:
 
 
 @pytest.mark.parametrize("body", [b"", b'{"prompt": '])
-def test_a_body_that_does_not_come_is_408(
-    server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_body_that_does_not_come_is_408(server: LiveServer, body: bytes, monkeypatch: Any):
     monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
     received = answer(server, COMPLETIONS_HEAD + b"Content-Length: 100\r\n\r\n" + body)
     head, _, content = received.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
     message = json.loads(content)["error"]["message"]
     assert message == "the request's body did not come within 0.2 seconds"
-
-
-def test_who_hangs_up_later_than_a_body_may_take_is_noticed(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(access, "BODY_SECONDS", 0.2)
-    step = llm.engine.step
-
-    def slow() -> Any:
-        time.sleep(0.01)
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", slow)
-    with live(llm) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post(f"{server.url}{COMPLETIONS}", json=ENDLESS, timeout=0.5)
-        server.wait_until(lambda: not server.engine.has_work, 5)
-        server.assert_idle()

@@ -57,47 +57,34 @@ def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
 
 
 FLAGS = [
-    ("--port many", "argument --port: invalid int value: 'many' (see radixcache serve --help)"),
-    ("--block-size 16", "did you mean --page-size?"),
     ("--no-enable-prefix-caching", "did you mean --cache none?"),
-    ("--request-timeout soon", "argument --request-timeout: invalid float value: 'soon'"),
     ("--request-timeout 0", "--request-timeout: must be above 0, not 0"),
     ("--max-queued-requests -1", "--max-queued-requests: must be at least 0, not -1"),
     ("--allowed-origins app.example", "--allowed-origins: must be origins like https://app"),
-    ("--allowed-origins https://a.example/x", "--allowed-origins: must be origins like "),
     ("--allowed-origins https://a.example/", "with no slash at the end"),
     ("--allowed-hosts http://a.example", "must be names without scheme and port, not ['http://a"),
     ("--otlp-endpoint localhost:4317", "--otlp-endpoint: must be an address like http://127"),
-    (
-        "--kv-cache-memory-bytes 2gigs",
-        "--kv-cache-memory-bytes: must be an amount like 2GB or 512MiB, or bytes, not '2gigs'",
-    ),
+    ("--kv-cache-memory-bytes 2gigs", "--kv-cache-memory-bytes: must be an amount like 2GB or"),
     ("--config /no/file", "no settings at /no/file: no such file"),
     ("--api-key-file /no/file", "cannot read /no/file: No such file"),
     ("--api-key a --admin-key a", "the admin key must not be the API key, which all clients have"),
     ("--api-key a --api-key-file b", "api_key and api_key_file are both given"),
 ]
 VARIABLES = [
-    ("PORT=many", "RADIXCACHE_PORT: must be a valid integer, not 'many'"),
     ("PROT=8001", "RADIXCACHE_PROT is no setting of radixcache serve: did you mean RADIX"),
-    ("SPOON=1", "the variable RADIXCACHE_SPOON is no setting of radixcache serve"),
     ("CACHE=disk", "RADIXCACHE_CACHE: must be 'radix', 'hash-block' or 'none', not 'disk'"),
     ("API_KEY=", "the API key is empty"),
     ("API_KEY=one\ntwo", "the API key must be one line that a header can hold"),
     ("ADMIN_KEY=\ufeffkey", "the admin key must be one line that a header can hold"),
     ("HOST=", "RADIXCACHE_HOST: "),  # an empty one would be every address
-    ("SERVED_MODEL_NAME=,", "RADIXCACHE_SERVED_MODEL_NAME: "),
-    ("OTLP_ENDPOINT=http://", "RADIXCACHE_OTLP_ENDPOINT: must be an address"),
 ]
 FILES = [
     ("prt: 8001", "'prt' in FILE is no setting of radixcache serve: did you mean port?"),
     ("port: many", "port in FILE: must be a valid integer, not 'many'"),
     ("# a comment\nport: [1", "the settings in FILE are no YAML mapping: line 2, expected"),
-    ("port: 1\nhost: a\tb: c", "the settings in FILE are no YAML mapping: line 2, found"),
     ("kv-cache-memory-bytes: 2 gigs", "kv_cache_memory_bytes in FILE: must be an amount like 2GB"),
     ("config: b.yaml", "'config' in FILE: a file of settings cannot name another one"),
     ("[port, 1]", "the settings in FILE are no YAML mapping: "),
-    ("allowed-origins: [7]", "allowed_origins in FILE: must be a valid string, not 7"),
 ]
 
 
@@ -119,13 +106,9 @@ def test_what_makes_no_sense_in_a_file_is_named(text: str, sentence: str, file: 
     assert sentence.replace("FILE", str(file)) in refusal(f"--config {file}")
 
 
-def test_the_variables_of_the_benchmarks_and_of_the_kernels_are_no_typos(monkeypatch):
+def test_what_is_no_setting_of_the_server_says_nothing(file: Path, monkeypatch):
     monkeypatch.setenv("RADIXCACHE_DATA", "/data")
     monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64-v3")
-    assert read_settings({})[1].port == 8000
-
-
-def test_an_empty_file_says_nothing(file: Path):
     file.write_text("# port: 8001\n")
     assert read_settings({"config": str(file)})[1].port == 8000
 
@@ -149,40 +132,30 @@ def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]):
     assert "two models are given: one and --model two" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_told_before_torch_is_imported(tmp_path: Path):
+def test_what_is_wrong_is_told_before_torch_is_imported():
     """The port, the model, the dtype, a variable: whatever can be known without a model."""
     code = """
 import os, socket, sys
 from radixcache.runtime.cli import main
 taken = socket.create_server(("127.0.0.1", 0))
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"
-folder, (_, port) = sys.argv[1], taken.getsockname()
-for argv in (
-    ["--port", str(port)], ["--port", "99999"],
-    ["/no/model"], [folder], ["no-org/no-model"], ["--dtype", "int3"], ["--nosuch-flag"],
+for flags in (
+    f"--port {taken.getsockname()[1]}", "/no/model --port 0", "no-org/no-model --port 0",
+    "--dtype int3", "--nosuch-flag",
 ):
-    port_flag = [] if "--port" in argv else ["--port", "0"]
-    assert main(["serve", *argv, *port_flag]) == 2, argv
+    assert main(["serve", *flags.split()]) == 2, flags
 heavy = {"torch", "transformers", "fastapi", "uvicorn"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert len(lines) == 7 and all(line.startswith("radixcache: error: ") for line in lines)
-    for line, sentence in zip(
-        lines,
-        (
-            "Address already in use",
-            "port must be from 0 to 65535",
-            "no model at /no/model: no such folder",
-            "the folder has no config.json",
-            "no model at no-org/no-model: no such folder, and no model of that name in reach (",
-            "invalid choice: 'int3'",
-            "unrecognized arguments: --nosuch-flag (see radixcache serve --help)",
-        ),
-        strict=True,
-    ):
-        assert sentence in line
+    sentences = (
+        "Address already in use",
+        "no model at /no/model: no such folder",
+        "no model at no-org/no-model: no such folder, and no model of that name in reach (",
+        "invalid choice: 'int3'",
+        "unrecognized arguments: --nosuch-flag (see radixcache serve --help)",
+    )
+    for line, sentence in zip(lines, sentences, strict=True):
+        assert line.startswith("radixcache: error: ") and sentence in line

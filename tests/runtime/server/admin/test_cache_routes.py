@@ -29,25 +29,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.fixture
-def fresh(server: LiveServer) -> Iterator[LiveServer]:
-    """A server whose cache is empty."""
-    server.forget()
-    yield server
-    server.assert_idle()
-
-
 def cached(response: Any) -> int:
     assert response.status_code == 200, response.text
     count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return count
-
-
-def nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield tree
-    for child in tree["children"]:
-        assert child["start"] == tree["start"] + tree["num_tokens"]
-        yield from nodes(child)
 
 
 # The tree.
@@ -60,16 +45,13 @@ def test_the_tree_shows_what_prompts_share(fresh: LiveServer):
     assert namespace["namespace"] is None
     (stem,) = namespace["tree"]["children"]
     assert stem["text"].startswith("<|system|>You answer") and len(stem["children"]) == 2
-    assert {node["leases"] for node in nodes(namespace["tree"])} == {0}
+    assert all(child["start"] == stem["start"] + stem["num_tokens"] for child in stem["children"])
     assert view["stats"]["requests"] == 2 and 0 < view["stats"]["hit_rate"] < 1
     used = view["stats"]["pages"] - view["stats"]["free_pages"]
     assert used > 0 or view["kind"] == "HashBlockCache"  # there, what is cached counts as free
-    recent = view["recent"][-2:]
-    assert [(r["prompt_tokens"], r["cached_tokens"]) for r in recent] == [
-        (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
-        for usage in usages
-    ]
-    assert all(0 < request["ttft"] < 60 for request in recent)
+    for usage, request in zip(usages, view["recent"][-2:], strict=True):
+        assert request["prompt_tokens"] == usage["prompt_tokens"] and 0 < request["ttft"] < 60
+        assert request["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
     fresh.post(CHAT, {"messages": ask("And the country?"), "cache_salt": "x"})
     after = fresh.get("/v1/cache").json()["namespaces"]
     assert [n["namespace"] is None for n in after] == [True, False]
@@ -99,25 +81,22 @@ def test_a_branch_is_shown_by_itself_until_it_has_gone(fresh: LiveServer):
 
 
 def test_an_unchanged_cache_is_not_sent_again(fresh: LiveServer):
-    def tag() -> str:
-        """The present tag, which is not sent if it is known."""
-        found: str = fresh.get("/v1/cache").headers["etag"]
-        again = fresh.get("/v1/cache", headers={"If-None-Match": found})
-        assert (again.status_code, again.text, again.headers["etag"]) == (304, "", found)
-        return found
-
     changes: list[Callable[[], Any]] = [
+        lambda: None,
         lambda: fresh.post(COMPLETIONS, LINE),
         lambda: fresh.post(COMPLETIONS, LINE),
         lambda: fresh.post(PREFIXES, {"name": "p", "prompt": "x " * 40}),
         lambda: fresh.delete(f"{PREFIXES}/p"),
         lambda: fresh.post("/v1/cache/flush"),
     ]
-    tags = [tag()]
+    tags = set()
     for change in changes:
         change()
-        tags.append(tag())
-    assert len(set(tags)) == len(tags)
+        tag = fresh.get("/v1/cache").headers["etag"]
+        again = fresh.get("/v1/cache", headers={"If-None-Match": tag})
+        assert (again.status_code, again.text, again.headers["etag"]) == (304, "", tag)
+        tags.add(tag)
+    assert len(tags) == len(changes)
 
 
 def test_text_is_found_wherever_a_path_has_it(fresh: LiveServer):
@@ -143,29 +122,22 @@ def test_what_is_found_comes_in_the_order_of_the_tree(seed: int):
         def decode(self, tokens: list[int], special: bool) -> str:
             return "".join(chr(token) for token in tokens)
 
-    draw = random.Random(seed)
-    parents = [-1] * draw.randint(1, 4)
-    for at in range(200):  # level by level
-        if at < len(parents):
-            parents += [at] * draw.randint(1, 3)
-    nodes = [
-        Spelled(str(at), parent, np.array([draw.choice(b"ab") for _ in range(2)], np.int32))
-        for at, parent in enumerate(parents)
-    ]
+    draw, nodes = random.Random(seed), list[Spelled]()
     paths, texts = list[list[int]](), list[str]()
-    for at, (_, parent, tokens) in enumerate(nodes):
+    for at in range(800):
+        parent = draw.randrange(-1, at)
+        tokens = np.array([draw.choice(b"ab") for _ in range(2)], np.int32)
+        nodes.append(Spelled(str(at), parent, tokens))
         paths.append([*(paths[parent] if parent >= 0 else []), at])
         texts.append((texts[parent] if parent >= 0 else "") + bytes(tokens.tolist()).decode())
     # "aba" ends in a node's two letters, or one before them.
     ends = [path for path, text in zip(paths, texts, strict=True) if "aba" in text[-4:]]
     found, total = search(nodes, "ABA", cast(Tokenizer, Letters()))
-    assert total == len(ends) > 0
+    assert total == len(ends) > 100
     assert found == [[str(at) for at in path] for path in sorted(ends)[:100]]
 
 
-def test_who_looks_in_a_loop_takes_a_fifth_of_the_engine_at_most(
-    fresh: LiveServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_who_looks_in_a_loop_takes_a_fifth_of_the_engine_at_most(fresh: LiveServer, monkeypatch):
     times: list[tuple[float, float]] = []
     outline = fresh.engine.cache.outline
 
@@ -207,40 +179,32 @@ def test_a_completion_goes_on_from_a_named_prefix(fresh: LiveServer):
     assert cached(named) >= pinned["num_tokens"] // page * page
     listed = fresh.get(PREFIXES).json()
     assert listed["data"] == [pinned] and 0 < listed["pinned_pages"] <= listed["budget_pages"]
-    tree = fresh.get("/v1/cache").json()["namespaces"][0]["tree"]
-    assert [node["pins"] for node in nodes(tree) if node["pins"]] == [["table"]]
+    assert fresh.get("/v1/cache").text.count('"pins":["table"]') == 1
     deleted = fresh.delete(f"{PREFIXES}/table")
     assert deleted.json() == {"name": "table", "object": "prefix", "deleted": True}
     assert_error(fresh.delete(f"{PREFIXES}/table"), 404, "no prefix named 'table'")
     assert_error(fresh.post(COMPLETIONS, {"prefix": "table", "prompt": "x"}), 404, "'table'")
 
 
-def test_a_chat_goes_on_from_messages_by_name(fresh: LiveServer):
-    tokens = fresh.post(PREFIXES, {"name": "club", "messages": [SYSTEM]}).json()["num_tokens"]
-    question = {"role": "user", "content": TWO[0]}
-    named = fresh.post(CHAT, {"prefix": "club", "messages": [question]})
-    whole = fresh.post(CHAT, {"messages": [SYSTEM, question]})
-    for response in (named, whole):
-        said = response.json()["choices"][0]["message"]["content"]
-        assert said == "The age of Nora Holm is 57."
-    assert named.json()["usage"]["prompt_tokens"] == whole.json()["usage"]["prompt_tokens"]
-    page = fresh.engine.cache.page_size
-    assert cached(named) >= tokens // page * page
+def test_a_chat_goes_on_from_messages_by_name_and_from_no_text(fresh: LiveServer):
+    fresh.post(PREFIXES, {"name": "club", "messages": [SYSTEM]})
+    named = fresh.post(CHAT, {"prefix": "club", "messages": ask(TWO[0])[1:]}).json()
+    whole = fresh.post(CHAT, {"messages": ask(TWO[0])}).json()
+    assert named["choices"][0]["message"] == whole["choices"][0]["message"]
+    assert named["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     fresh.post(PREFIXES, {"name": "text", "prompt": "x " * 40})
-    wrong = fresh.post(CHAT, {"prefix": "text", "messages": [question]})
+    wrong = fresh.post(CHAT, {"prefix": "text", "messages": ask(TWO[0])[1:]})
     assert_error(wrong, 400, "was pinned as text")
 
 
 def test_a_prefix_ends_with_its_lifetime(fresh: LiveServer):
     """Also where nothing has woken the engine's thread since."""
     short = {"name": "short", "prompt": "x " * 40, "lifetime": 0.1}
-    assert 0 < fresh.post(PREFIXES, short).json()["expires_in"] <= 0.1
-    time.sleep(0.12)
-    assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
-    fresh.post(PREFIXES, short)
-    time.sleep(0.12)
-    assert_error(fresh.get(f"{PREFIXES}/short"), 404, "no prefix named 'short'")
-    assert fresh.get(PREFIXES).json()["pinned_pages"] == 0
+    for look in (lambda: fresh.get(PREFIXES).json()["pinned_pages"], lambda: None):
+        assert 0 < fresh.post(PREFIXES, short).json()["expires_in"] <= 0.1
+        time.sleep(0.12)
+        assert not look()
+        assert fresh.post("/v1/cache/flush").json() == {"flushed": True}
 
 
 def test_requests_of_others_go_on_while_a_prefix_is_pinned(fresh: LiveServer):

@@ -16,11 +16,12 @@ from tests.runtime.server.live import SYSTEM, LiveServer, assert_error, live
 COMPLETIONS, CHAT, PREFIXES = "/v1/completions", "/v1/chat/completions", "/v1/prefixes"
 EXPLAIN = "/v1/explain"
 VOLATILE = {"id", "created", "ttft", "expires_in"}
+KEYS = {name: {"authorization": f"Bearer {name}"} for name in ("user", "boss")}
 ADA, BEN = "salt of Ada", "salt of Bèn"
 
 
 @pytest.fixture(scope="module", params=["radix", "hash-block"])
-def keyed(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """A server with keys."""
     llm = LLM(cache=request.param, kv_cache_memory_bytes="12MiB")
     with live(llm, hide_texts=True, api_key="user", admin_key="boss") as server:
@@ -28,29 +29,16 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def server(keyed: LiveServer) -> Iterator[LiveServer]:
-    """The same with an empty cache."""
-    keyed.forget()
-    yield keyed
-    keyed.assert_idle()
-
-
-@pytest.fixture
-def user(server: LiveServer) -> Iterator[httpx.Client]:
+def user(fresh: LiveServer) -> Iterator[httpx.Client]:
     """A client; which salt it is of, each request says."""
-    with as_client(server, "user") as client:
-        yield client
+    with httpx.Client(base_url=fresh.url, headers=KEYS["user"], timeout=60, verify=False) as user:
+        yield user
 
 
 @pytest.fixture
-def boss(server: LiveServer) -> Iterator[httpx.Client]:
-    with as_client(server, "boss") as client:
-        yield client
-
-
-def as_client(server: LiveServer, key: str) -> httpx.Client:
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=server.url, headers=headers, timeout=60, verify=False)
+def boss(user: httpx.Client) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=user.base_url, headers=KEYS["boss"], verify=False) as boss:
+        yield boss
 
 
 def lasting(answer: Any) -> Any:
@@ -196,10 +184,8 @@ def test_the_administrator_sees_and_ends_the_prefixes_of_all(
     listed = boss.get("/v1/cache/prefixes").json()
     shown = [tree["namespace"] for tree in boss.get("/v1/cache").json()["namespaces"]]
     ada, ben = listed["data"]
-    assert ada["name"] == ben["name"] == "system" and {*shown} == {
-        ada["namespace"],
-        ben["namespace"],
-    }
+    assert ada["name"] == ben["name"] == "system"
+    assert {*shown} == {ada["namespace"], ben["namespace"]}
     path = f"/v1/cache/prefixes/{ada['namespace']}/system"
     assert boss.delete(path).status_code == 200
     assert_error(boss.delete(path), 404, "no prefix named 'system' is pinned in")

@@ -13,7 +13,7 @@ import openai
 
 from tests.scripted import call, turns
 
-NUM_TURNS = 8
+NUM_TURNS = 4
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

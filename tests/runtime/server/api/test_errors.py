@@ -36,10 +36,6 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def parts(*kinds: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": kind} for kind in kinds]}]
-
-
 def called(arguments: str) -> dict[str, Any]:
     made = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [made]}
@@ -53,40 +49,34 @@ BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEM
 MARKED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 NO_CALL = "message 1: a tool's result has the id of a call before it"
 DEEP = '{"a":' + "[" * 5000 + "]" * 5000 + "}"
+NO_MEDIA = "not supported: models here read and write text"
 TOO_MANY = "at most 10000 items"
 ITEM_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}
 ITEM_RESULT = {"type": "function_call_output", "call_id": "d", "output": "x"}
-BLOCK_RESULT = {"type": "tool_result", "tool_use_id": "d"}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Messages and prompts.
-    (CHAT, {"messages": None}, "messages: Input should be a valid list"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0: only an assistant's message may"),
-    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should"),
     (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "no role is called 'usr': say sys"),
     (CHAT, {"messages": [user("\ud800")]}, "half of a surrogate pair"),
     (CHAT, {"messages": [user("x " * 9000)]}, "the context of 4096"),
     (CHAT, {"messages": [HI] * 10_001}, TOO_MANY),
-    (CHAT, {"messages": parts(*["text"] * 10_000)}, TOO_MANY),
+    (CHAT, {"messages": [user([{"type": "text"}] * 10_000)]}, TOO_MANY),
     (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
-    (COMPLETIONS, {"prompt": [[1.5]]}, "prompt.0.0: Input should be a valid integer"),
-    (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
     (COMPLETIONS, {"prompt": ["fine", ""]}, "prompt 1: the prompt is empty"),
     (COMPLETIONS, {"prompt": [10**30]}, "prompt"),
-    (COMPLETIONS, {"prompt": [99_999]}, "token ids outside the vocabulary"),
     (COMPLETIONS, {"prompt": [99_999], "stream": True}, "token ids outside the vocabulary"),
-    (RESPONSES, {"input": []}, "input: List should have at least 1 item"),
-    (RESPONSES, {"input": [{"role": "user"}]}, "input.0: a message has a 'content'"),
     (RESPONSES, {"input": [HI] * 10_001}, TOO_MANY),
-    (MESSAGES, {"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role: Input should"),
-    (MESSAGES, {"messages": parts("text")}, "content.0: a text has a 'text'"),
+    (MESSAGES, {"messages": [user([{"type": "text"}])]}, "content.0: a text has a 'text'"),
     (MESSAGES, {"messages": [HI] * 10_001}, TOO_MANY),
     (MESSAGES, {"messages": [{"role": "user", "content": [MARKED] * 5}]}, "4 places at most"),
+    (CHAT, {"messages": [user([{"type": "image_url", "image_url": {"url": "data:"}}])]}, NO_MEDIA),
+    (CHAT, {"messages": [user([{"type": "input_audio", "input_audio": {}}])]}, NO_MEDIA),
+    (RESPONSES, {"input": [user([{"type": "input_image", "image_url": "data:"}])]}, NO_MEDIA),
+    (RESPONSES, {"input": [user([{"type": "input_file", "file_id": "file-1"}])]}, NO_MEDIA),
+    (MESSAGES, {"messages": [user([{"type": "image", "source": {"data": ""}}])]}, NO_MEDIA),
     # Sampling.
-    (CHAT, {"temperature": "hot"}, "temperature: Input should be"),
-    (CHAT, {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
-    (CHAT, {"stop": [""]}, "stop must be a string or a list of strings that are not empty"),
     (CHAT, {"stream_options": {}}, "only for streams"),
     (COMPLETIONS, {"stop": "x" * 4097}, "stop: at most 64 strings of 4096 characters together"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens must be at least 1"),
@@ -96,7 +86,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias: its keys are token ids"),
     (COMPLETIONS, {"logit_bias": {"9999": 1}}, "outside the vocabulary"),
     (COMPLETIONS, {"logit_bias": {f"{i}": 1 for i in range(10_001)}}, "at most 10000 tokens have"),
-    (COMPLETIONS, {"min_tokens": 99}, "at most max_tokens (64)"),
     (COMPLETIONS, {"bad_words": [" "]}, "bad_words must have tokens"),
     (COMPLETIONS, {"bad_words": ["x"] * 65}, "bad_words: at most 64 strings"),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "are not streamed"),
@@ -104,79 +93,43 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"echo": True, "prefix": "p"}, "a prefix cannot be echoed"),
     (MESSAGES, {"stop_sequences": ["a"] * 70}, "stop_sequences: at most 64 strings"),
     # Tools and their results.
-    (CHAT, {"tools": [{}]}, "tools.0.type: Field required"),
     (CHAT, {"tools": [tool("f"), tool("f")]}, "two tools have the same name"),
     (CHAT, {"tools": [tool("a b")]}, "tools.0.function.name: String should match"),
     (CHAT, {"tools": [tool("f", parameters={"x": "x" * (1 << 20)})]}, "JSON schemas in all tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
-    (CHAT, {"tools": [tool("f")], "tool_choice": tool("x")}, "tool_choice names 'x', which is not"),
-    (CHAT, {"functions": [{"name": "f"}]}, "functions: not supported: send them as tools"),
     (CHAT, {"messages": [called("{")]}, "an object as JSON text"),
     (CHAT, {"messages": [called(DEEP)]}, "a tool call has a 'function'"),
-    (CHAT, {"messages": [HI, result("d")]}, NO_CALL),
     (CHAT, {"messages": [called("{}"), result(None)]}, f"{NO_CALL}, not None"),
-    (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-    (RESPONSES, {"input": [{"type": "function_call_output", "output": "1"}]}, "has a 'call_id'"),
     (RESPONSES, {"input": [HI, ITEM_RESULT]}, f"{NO_CALL}, not 'd'"),
     (RESPONSES, {"input": [ITEM_CALL]}, "input.0: a tool call has a 'function'"),
-    (MESSAGES, {"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: String"),
-    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools.0."),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
-    (MESSAGES, {"messages": [HI, user([BLOCK_RESULT])]}, f"{NO_CALL}, not 'd'"),
     # Templates.
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "takes no enable_thinking"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "messages"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "prompt to be false"),
     (MESSAGES, {"output_config": {"effort": "high"}}, "one cannot tell this model how much to"),
     # The form of the answer.
-    (CHAT, {"response_format": {"type": "xml"}}, "'text', 'json_object' or 'json_schema'"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
     (CHAT, {"structured_outputs": {"json": {"not": {}}}}, "json does not compile: Unimpl"),
-    (CHAT, {"structured_outputs": {"regex": "("}}, "regex does not compile"),
     (COMPLETIONS, {"structured_outputs": {}}, "none is given of json, regex, choice"),
     (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supp"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 forms of the answer"),
-    (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "response_format": BY_SCHEMA}, "2 forms"),
-    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "choice: List should have at least"),
     (COMPLETIONS, {"structured_outputs": {"json": False}}, "no JSON is of the schema false"),
     (COMPLETIONS, {"structured_outputs": {"json": {"description": "x" * (1 << 16)}}}, "65536 at"),
-    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type: "),
-    (MESSAGES, {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
     # Fields that are not there, or go by another name.
     (COMPLETIONS, {"temprature": 1}, "temprature: there is no such field: did you mean temp"),
-    (COMPLETIONS, {"suffix": "y"}, "suffix: not supported: write both sides"),
-    (COMPLETIONS, {"messages": []}, "send a prompt, or ask /v1/chat/completions"),
     (CHAT, {"prompt": "x"}, "prompt: not supported: send messages, or ask /v1/completions"),
-    (CHAT, {"input": "x"}, "send messages, or ask /v1/responses"),
-    (CHAT, {"thinking": {}}, "this API calls it reasoning_effort"),
-    (CHAT, {"tools": [{"type": "function", "name": "f"}]}, "tools.0.name: not supported: it be"),
     (CHAT, {"prefix": "no/name"}, "prefix: String should match"),
-    (RESPONSES, {"temprature": 1}, "did you mean temperature?"),
     (RESPONSES, {"response_format": {}}, "this API calls it text.format"),
-    (RESPONSES, {"max_tokens": 1}, "this API calls it max_output_tokens"),
-    (RESPONSES, {"tools": [{"type": "function", "function": {}}]}, "tools.0.function: not supp"),
     (RESPONSES, {"background": True}, "background: not supported: keep the connection open"),
-    (RESPONSES, {"truncation": "auto"}, "truncation: Input should be 'disabled'"),
-    (RESPONSES, {"text": {"verbosity": "low"}}, "verbosity: not supported: say it in the instr"),
     (RESPONSES, {"prompt_cache_options": {"prewarm": True}}, "POST /v1/prefixes"),
-    (RESPONSES, {"top_logprobs": 3}, "/v1/chat/completions has log-probabilities"),
-    (MESSAGES, {"systen": "a"}, "systen: there is no such field: did you mean system?"),
     (MESSAGES, {"stop": "x"}, "stop: not supported: this API calls it stop_sequences"),
-    (MESSAGES, {"tools": [{"function": {}}]}, "send name, description and input_schema beside"),
-    (MESSAGES, {"diagnostics": {"previous": "1"}}, "diagnostics.previous: there is no such field"),
     (MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
     # Other routes.
     ("/tokenize", {}, "either a prompt or messages"),
-    ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
     ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
-    ("/v1/explain", {}, "give either a prompt or messages"),
     ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
     ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
-    ("/v1/explain", {"prompt": "x", "suffix": "y"}, "suffix: not supported"),
-    ("/v1/explain", {"messages": [HI, result("d")]}, NO_CALL),
-    ("/v1/prefixes", {"name": "x"}, "either a prompt or messages"),
-    ("/v1/prefixes", {"name": "x", "prompt": "y", "lifetime": 0}, "lifetime: Input should be"),
 ]
 
 
@@ -186,33 +139,12 @@ def test_a_bad_body_is_told_what_is_bad(
 ):
     content = json.dumps({**PLAIN.get(path, {}), **body})
     response = server.post(path, content=content, headers={"content-type": "application/json"})
-    if path == MESSAGES:
-        error = response.json()["error"]
-        assert response.status_code == 400 and error["type"] == "invalid_request_error"
-        assert sentence in error["message"]
-        assert "\n" not in error["message"]
-    else:
-        error = assert_error(response, 400, sentence)
-        assert error["type"] == "invalid_request_error"
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    assert sentence in error["message"] and "\n" not in error["message"]
+    if path != MESSAGES:
         assert (error["code"] == "context_length_exceeded") == ("context of" in sentence)
     server.assert_idle()
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_media_are_refused_in_one_sentence(server: LiveServer, path: str) -> None:
-    text = {"type": "input_text" if path == RESPONSES else "text", "text": "?"}
-    for part in (
-        {"type": "image_url", "image_url": {"url": "data:"}},
-        {"type": "input_image", "detail": "auto", "image_url": "data:"},
-        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        {"type": "input_file", "file_id": "file-1"},
-        {"type": "image", "source": {"type": "base64", "data": ""}},
-    ):
-        field = "input" if path == RESPONSES else "messages"
-        said = [{"role": "user", "content": [text, part]}]
-        response = server.post(path, {**PLAIN[path], field: said})
-        assert response.status_code == 400
-        assert "not supported: models here read and write text" in response.text
 
 
 _DEEP = "[" * 300 + "]" * 300
@@ -250,13 +182,10 @@ def test_what_could_not_be_written_again_is_refused_wherever_any_json_may_stand(
         (b"\xff\xfe", "json", "the body is not JSON"),
         (b"[]", "json", "Input should be a valid dictionary"),
         (b'{"prompt": "x", "temperature": NaN}', "json", "temperature: Input should be a finite"),
-        (b'{"prompt": "x", "temperature": 1e999}', "json", "temperature: Input should be a finite"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "json", "too deep"),
         (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", "json", "too long a number"),
         (b'{"prompt": "x"}', "x-www-form-urlencoded", "send 'Content-Type: application/json'"),
-        (b'{"prompt": "x"}', "plain", "send 'Content-Type: application/json'"),
     ],
-    ids=["broken", "binary", "list", "nan", "infinite", "deep", "digits", "form", "text"],
 )
 def test_a_body_that_is_no_proper_json_is_refused(
     server: LiveServer, content: bytes, kind: str, sentence: str
@@ -292,18 +221,13 @@ def test_what_is_wrong_a_thousand_times_is_complained_of_once(kind: Any, body: d
     ("method", "path", "status", "sentence"),
     [
         ("GET", "/v2/x", 404, "there is nothing at '/v2/x'"),
-        ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
-        ("POST", "/models", 404, "did you mean /v1/models?"),
-        ("POST", "/v1/v1/messages", 404, "did you mean /v1/messages?"),
         ("POST", "/messages", 404, "did you mean /v1/messages?"),
         ("GET", COMPLETIONS, 405, "the method must be POST"),
-        ("GET", "/v1/prefixes/unknown", 404, "no prefix named 'unknown'"),
         ("GET", "/v1/models/other/model", 404, "'other/model' is not served here"),
         ("GET", "/v1/cache?row=3", 400, "there is no query parameter 'row' here"),
         ("GET", "/v1/models?limit=1", 400, "limit"),
         ("POST", "/v1/cache/flush?replica=a", 400, "replica"),
-        ("GET", "/v1/cache?rows=0", 400, "rows: Input should be"),
         ("GET", "/v1/cache/search?text=", 400, "text: String should"),
     ],
 )
@@ -315,22 +239,15 @@ def test_paths_methods_and_parameters_that_do_not_exist(
     assert (response.json().get("type") == "error") == path.endswith("/messages")
 
 
-def test_a_parameter_of_anthropics_client_is_taken(server: LiveServer):
-    assert server.post(f"{MESSAGES}?beta=true", PLAIN[MESSAGES]).status_code == 200
-
-
 def test_a_long_name_is_not_told_back(server: LiveServer):
     response = server.post(COMPLETIONS, {"model": "x" * 1_000_000, "prompt": "a"})
     assert response.status_code == 404 and len(response.text) < 1300
-    told = assert_error(server.post(CHAT, {**PLAIN[CHAT], "model": "gpt-9"}), 404, "'gpt-9' is not")
-    assert (told["code"], told["param"]) == ("model_not_found", "model")
 
 
 def test_a_model_without_tokenizer_completes_token_ids_only(tmp_path_factory):
     path = tiny_model("llama", tmp_path_factory.mktemp("bare"), tokenizer=False)
     with live(LLM(path, kv_cache_memory_bytes="1MiB")) as server:
         completion = server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2}).json()
-        assert completion["usage"]["completion_tokens"] in (1, 2)
         assert completion["choices"][0]["text"] == ""
         for route, body in (
             (COMPLETIONS, {"prompt": "x"}),

@@ -35,17 +35,6 @@ def chat(client: openai.OpenAI, *messages: Any) -> str:
     return str(answer.choices[0].message.content)
 
 
-def test_a_response_says_what_a_chat_completion_says(client: openai.OpenAI):
-    response = ask(client)
-    assert (response.status, response.output_text) == ("completed", chat(client, user(FIRST)))
-    (message,) = response.output
-    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
-    usage, details = response.usage, response.usage.input_tokens_details
-    assert usage.input_tokens == details.cached_tokens + details.cache_write_tokens
-    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-    assert response.instructions == TABLE_TEXT and response.tools == []
-
-
 def test_a_conversation_goes_on_by_id_or_by_items(client: openai.OpenAI):
     first = ask(client)
     by_id = ask(client, SECOND, previous_response_id=first.id)
@@ -54,6 +43,8 @@ def test_a_conversation_goes_on_by_id_or_by_items(client: openai.OpenAI):
     said = chat(client, user(FIRST), answer, user(SECOND))
     assert by_id.output_text == by_items.output_text == said
     assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    details = first.usage.input_tokens_details
+    assert first.usage.input_tokens == details.cached_tokens + details.cache_write_tokens
     assert by_id.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1
 
 
@@ -63,11 +54,6 @@ def test_results_of_tools_go_on_by_id(scripted: LiveServer):
     result = api.result(first.calls[0], "7°")
     second = api.ask(result, tools=[WEATHER], previous_response_id=first.whole.id)
     assert second.text == "It is 7°" and second.cached == first.prompt + first.completion - 1
-
-
-def test_thoughts_are_counted(scripted: LiveServer):
-    usage = Responses(scripted.url, False).ask(user("Think.")).whole.usage
-    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
 
 
 def test_instructions_are_not_inherited(client: openai.OpenAI):
@@ -88,32 +74,18 @@ def test_system_and_developer_messages_at_the_top_are_one(client: openai.OpenAI)
     assert several.usage.input_tokens_details.cached_tokens == one.usage.input_tokens
 
 
-def test_events_come_in_the_apis_order_and_with_lines_of_their_types(
+def test_events_are_numbered_and_have_lines_of_their_types(
     client: openai.OpenAI, server: LiveServer
 ):
     with client.responses.stream(model="tabletalk", input=FIRST, temperature=0) as stream:
         events = [*stream]
         final = stream.get_final_response()
     assert [event.sequence_number for event in events] == [*range(len(events))]
-    types = [event.type.removeprefix("response.") for event in events]
-    deltas = types.count("output_text.delta")
-    assert deltas and types == [
-        *("created", "in_progress", "output_item.added", "content_part.added"),
-        *["output_text.delta"] * deltas,
-        *("output_text.done", "content_part.done", "output_item.done", "completed"),
-    ]
     assert client.responses.retrieve(final.id).output_text == final.output_text
     text = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "stream": True}).text
-    lines = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
-    assert len(lines) > 6
-    for name, data in lines:
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
         assert data.startswith('data: {"type":"' + name.removeprefix("event: ") + '"')
-
-
-def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI):
-    response = ask(client, max_output_tokens=3)
-    assert response.status == "incomplete" and response.usage.output_tokens == 3
-    assert response.output[0].status == "incomplete"
 
 
 def test_a_response_is_found_until_it_is_deleted(client: openai.OpenAI):
@@ -162,13 +134,9 @@ def test_it_says_why_a_prompt_was_not_cached(server: LiveServer, client: openai.
     assert told.comparison_reusable_tokens == first.usage.input_tokens
     cached = changed.usage.input_tokens_details.cached_tokens
     assert told.cache_missed_tokens == changed.usage.input_tokens - cached
-    (miss,) = changed.radixcache["explanation"]
-    assert miss["reason"] == "diverged" and "10:4" in miss["text"]
     # Nothing changed, but it is no longer there.
     assert server.post("/v1/cache/flush").status_code == 200
-    evicted, told = compare()
-    assert told.type == "unavailable"
-    assert evicted.radixcache["explanation"][0]["reason"] == "evicted"
+    assert compare()[1].type == "unavailable"
 
 
 def stored(*texts: str, salt: str | None = None, prompt: str = "", **more: Any) -> StoredResponse:
@@ -183,10 +151,8 @@ def stored(*texts: str, salt: str | None = None, prompt: str = "", **more: Any) 
         (stored("a", "b", "c", prompt="[a][b][c]"), 5, 1, ("nothing", 6)),  # the last is computed
         (stored("a", "b", "c", prompt="[a][b][c]"), 3, 1, ("unknown", 6)),  # evicted
         (stored("a", "b", "c", prompt="[a][b][c]"), 4, 4, ("nothing", 6)),
-        (stored("a", "b", "c", prompt="[a][b][c]"), 0, 0, ("unknown", 6)),
         (stored("a", "c", prompt="[a][c]"), 4, 1, ("messages", 4)),
         (stored("a", "c", prompt="[a][c]"), 6, 1, ("nothing", 6)),  # somebody sent that before
-        (stored("a", prompt="[a]"), 3, 1, ("nothing", 3)),
         (stored("a", "b", prompt="T[a][b]", tools=(Tool("f"),)), 0, 1, ("tools", 0)),
         (stored("a", "b", prompt="[a][b]<>", template_kwargs={"t": 1}), 5, 1, ("nothing", 6)),
         (stored("a", "b", prompt="[A][B]<>", template_kwargs={"t": 1}), 1, 1, ("settings", 1)),

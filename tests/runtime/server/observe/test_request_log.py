@@ -11,7 +11,6 @@ import pytest
 
 from radixcache import LLM
 from radixcache.runtime.server import app as app_module
-from tests.runtime.server.http import stream
 from tests.runtime.server.live import LiveServer, ask, assert_error, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -19,11 +18,9 @@ APP = "https://app.example.org"
 
 
 def preflight(server: LiveServer, origin: str) -> httpx.Response:
-    headers = {
-        "origin": origin,
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,content-type",
-    }
+    asked = {"method": "POST", "headers": "authorization,content-type"}
+    asks = {f"access-control-request-{name}": value for name, value in asked.items()}
+    headers = {"origin": origin, **asks}
     return httpx.request("OPTIONS", f"{server.url}{CHAT}", headers=headers, verify=False)
 
 
@@ -37,12 +34,11 @@ def test_every_answer_has_the_id_of_its_request(server: LiveServer, monkeypatch,
         server.get("/health", headers=sent),
         server.post(CHAT, body, headers=sent),
         server.post(CHAT, {}, headers=sent),
+        server.post(CHAT, {**body, "stream": True}, headers=sent),
         server.get("/nowhere", headers=sent),
         server.get("/v1/models", headers={**sent, "origin": "https://evil.example"}),
     ):
         assert response.headers.get_list("x-request-id") == ["job-7:a.b_c"], response.text
-    with stream("POST", f"{server.url}{CHAT}", json={**body, "stream": True}, headers=sent) as got:
-        assert got.headers["x-request-id"] == "job-7:a.b_c" and got.read()
 
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("by a bug")
@@ -54,9 +50,9 @@ def test_every_answer_has_the_id_of_its_request(server: LiveServer, monkeypatch,
     assert "request job-7:a.b_c failed" in caplog.text
 
 
-@pytest.mark.parametrize("sent", [None, "", "a b", "x" * 129, '{"a":1}', "ä"])
-def test_an_id_that_makes_no_sense_is_replaced(sent: str | None, server: LiveServer):
-    headers = {} if sent is None else {"x-request-id": sent.encode("latin-1")}
+@pytest.mark.parametrize("sent", ["a b", "x" * 129, '{"a":1}', "ä"])
+def test_an_id_that_makes_no_sense_is_replaced(sent: str, server: LiveServer):
+    headers = {"x-request-id": sent.encode("latin-1")}
     ids = [server.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{32}", made) for made in ids) and ids[0] != ids[1]
 
@@ -69,21 +65,13 @@ def test_the_log_has_a_line_for_each_request_without_texts_and_keys(llm: LLM, ca
     with live(llm, access_log=True, api_key="sesame") as server:
         key = {"authorization": "Bearer sesame"}
         usages = [server.post(CHAT, body, headers=key).json()["usage"] for _ in range(2)]
-        with stream(
-            "POST",
-            f"{server.url}{CHAT}",
-            json={**body, "stream": True},
-            headers={**key, "x-request-id": "mine"},
-        ) as got:
-            got.read()
+        server.post(CHAT, {**body, "stream": True}, headers={**key, "x-request-id": "mine"})
         server.get("/v1/models?secret=1")
         server.assert_idle()
     out = capsys.readouterr().out
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [(line["method"], line["path"], line["status"]) for line in lines] == [
-        *[("POST", CHAT, 200)] * 3,
-        ("GET", "/v1/models", 401),
-    ]
+    calls = [*[("POST", CHAT, 200)] * 3, ("GET", "/v1/models", 401)]
+    assert [(line["method"], line["path"], line["status"]) for line in lines] == calls
     for line, usage in zip(lines, [*usages, usages[1]], strict=False):
         assert line["prompt_tokens"] == usage["prompt_tokens"]
         assert line["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
@@ -123,9 +111,8 @@ def test_a_page_that_is_named_may_use_a_server_with_a_key(llm: LLM):
             assert response.headers["access-control-expose-headers"] == "X-Request-Id"
         evil = server.post(CHAT, body, headers={**page, "origin": "https://evil.example"})
         assert_error(evil, 403, "may not use this server")
-        assert (
-            "access-control-allow-origin" not in preflight(server, "https://evil.example").headers
-        )
+        asked = preflight(server, "https://evil.example")
+        assert "access-control-allow-origin" not in asked.headers
 
 
 def test_no_page_of_another_origin_administrates_without_a_key(llm: LLM):

@@ -1,4 +1,4 @@
-"""Trees of any size, for tests and pictures: prompts that branch as conversations do."""
+"""Trees of any size, for pictures: prompts that branch as conversations do."""
 
 from __future__ import annotations
 
