@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from radixcache import LLM, Chat, SamplingParams
-from radixcache.errors import InvalidRequest
 from tests.scripted import scripted_llm, turns
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -65,16 +64,3 @@ def test_a_chat_takes_results_of_tools(llm: LLM):
         output = chat.ask([result], GREEDY)
         assert output.num_cached_tokens == computed - 1
     assert chat.messages[-1]["content"] == "Hello."
-
-
-def test_the_template_takes_values_and_an_unfinished_message(llm: LLM):
-    plain_chat: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
-    (plain,) = llm.chat(plain_chat, GREEDY)
-    values = {"enable_thinking": False}
-    (silent,) = llm.chat(plain_chat, GREEDY, chat_template_kwargs=values)
-    assert len(silent.prompt_token_ids) > len(plain.prompt_token_ids)
-    begun = [*plain_chat, {"role": "assistant", "content": "<think>Hm"}]
-    (rest,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
-    assert rest.outputs[0].text == ".</think>Hello."
-    with pytest.raises(InvalidRequest, match="takes no tonality"):
-        llm.chat(begun, chat_template_kwargs={"tonality": "warm"})
