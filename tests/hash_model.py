@@ -20,13 +20,14 @@ from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.states import SequenceStates, StateIndex
+from radixcache.states import StateIndex
 from tests.engines import CACHES
 
 VOCAB = 29
+Ints = NDArray[np.integer]
 
 
-def logits_after(tokens: NDArray[np.integer], vocab: int = VOCAB) -> NDArray[np.float32]:
+def logits_after(tokens: Ints, vocab: int = VOCAB) -> NDArray[np.float32]:
     """[vocab] of the token that comes after all of `tokens`."""
     seed = crc32(np.asarray(tokens, np.int64).tobytes())
     return (np.random.default_rng(seed).random(vocab) * 4).astype(np.float32)
@@ -47,10 +48,10 @@ class HashPool:
     def page_bytes(self) -> int:
         return 8 * self.page_size
 
-    def read_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
+    def read_pages(self, pages: Ints) -> torch.Tensor:
         return torch.from_numpy(self.slots[pages]).view(torch.uint8)
 
-    def write_pages(self, pages: NDArray[np.integer], rows: torch.Tensor) -> None:
+    def write_pages(self, pages: Ints, rows: torch.Tensor) -> None:
         self.slots[pages] = rows.contiguous().view(torch.int64).numpy()
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
@@ -71,12 +72,7 @@ class HashModel:
         """Slots that were read before anybody had written them."""
 
     def forward(
-        self,
-        token_ids: NDArray[np.integer],
-        batch: PagedBatch,
-        logit_rows: NDArray[np.integer],
-        pool: HashPool,
-        states: Sequence[SequenceStates] = (),
+        self, token_ids: Ints, batch: PagedBatch, logit_rows: Ints, pool: HashPool, states: Any = ()
     ) -> torch.Tensor:
         pool.slots.reshape(-1)[batch.slots()] = token_ids
         logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
@@ -92,12 +88,7 @@ class RecurrentHashModel(HashModel):
     wrong_states = 0
 
     def forward(
-        self,
-        token_ids: NDArray[np.integer],
-        batch: PagedBatch,
-        logit_rows: NDArray[np.integer],
-        pool: HashPool,
-        states: Sequence[SequenceStates] = (),
+        self, token_ids: Ints, batch: PagedBatch, logit_rows: Ints, pool: HashPool, states: Any = ()
     ) -> torch.Tensor:
         logits = super().forward(token_ids, batch, logit_rows, pool)
         after = []
@@ -136,9 +127,7 @@ def hash_engine(
     return Engine(model, pool, index, scheduler, **options)
 
 
-def read_rows(
-    batch: PagedBatch, logit_rows: NDArray[np.integer], slots: NDArray[Any]
-) -> Iterator[NDArray[Any]]:
+def read_rows(batch: PagedBatch, logit_rows: Ints, slots: NDArray[Any]) -> Iterator[NDArray[Any]]:
     """What the pages `slots` [num_pages, page_size] hold for each row: of all tokens up to it."""
     owners = np.searchsorted(batch.qo_indptr, logit_rows, side="right") - 1
     for row, owner in zip(logit_rows, owners, strict=True):

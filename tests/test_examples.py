@@ -6,25 +6,14 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from radixcache import LLM
 from tests.runtime.server.live import live
 from tests.sources import ROOT
 
 FOLDER = ROOT / "examples"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in tests/runtime."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(name: str) -> None:

