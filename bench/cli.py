@@ -136,16 +136,16 @@ def measure(args: argparse.Namespace) -> Report:
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY or scheme.tier]
     if rules and args.level != "index":
         raise InvalidRequest(f"{', '.join(rules)}: at index level only, without a model")
-    from radixcache.bench.comparison import Comparison
+    from radixcache.bench.comparison import compare
     from radixcache.bench.report.results import Report
 
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
-    comparison = Comparison(
-        schemes, memories, _serving(args), token_bytes, args.level, model, args.repeats
-    )
-    found = comparison.run(choose(args, vocabulary))
+    found = compare(
+        choose(args, vocabulary), schemes, memories, _serving(args), token_bytes=token_bytes,
+        with_index=args.level != "engine", model=model, repeats=args.repeats,
+    )  # fmt: skip
     return Report(_settings(args, token_bytes, vocabulary, model), [*found])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,80 +21,64 @@ if TYPE_CHECKING:
 _SIZES = 40
 """Sizes of memory in the curve of the optimum."""
 
-Says = Callable[[str], object]
-Tick = Callable[[], object]
 
+def compare(
+    workloads: list[Workload],
+    schemes: list[Scheme],
+    memories: list[Memory],
+    serving: Serving,
+    *,
+    token_bytes: int,
+    with_index: bool,
+    model: PagedModel | None,
+    repeats: int,
+) -> Iterator[WorkloadReport]:
+    """Run all schemes on each workload.
 
-@dataclass(frozen=True)
-class Comparison:
-    """What is compared, and how; the same for every workload.
-
-    Attributes:
+    Args:
         token_bytes: KV bytes of a token, for memory that is given in bytes.
-        level: "index", "engine" or "both".
-        model, repeats: at engine level, which model runs and how often it is timed.
+        with_index: whether at index level.
+        model: runs at engine level, timed `repeats` times; None if not at that level.
     """
-
-    schemes: list[Scheme]
-    memories: list[Memory]
-    serving: Serving
-    token_bytes: int
-    level: str = "index"
-    model: PagedModel | None = None
-    repeats: int = 3
-
-    def run(self, workloads: list[Workload]) -> Iterator[WorkloadReport]:
-        runs = (self.level != "engine") + (self.repeats + 1) * (self.level != "index")
-        runs *= len(self.schemes) * len(self.memories)
-        requests = sum(len(workload.arrivals) for workload in workloads)
-        with _progress(requests * (1 + runs)) as (says, tick):
-            for workload in workloads:
-                says(f"bounds, {workload.name}")
-                trie = build_trie(workload, progress=tick)
-                found = WorkloadReport(
-                    workload.name,
-                    workload.shape,
-                    len(workload.arrivals),
-                    workload.prompt_tokens,
-                    workload.answer_tokens,
-                    trie.footprint,
-                    unlimited_hits(trie),
-                    workload.longest,
-                )
-                most = max(trie.footprint, workload.longest)
-                for size in np.linspace(workload.longest, most, _SIZES):
-                    found.optimal_hits[int(size)] = optimal_hits(trie, int(size))
-                for memory in self.memories:
-                    tokens = memory.tokens(trie.footprint, self.token_bytes, self.schemes)
-                    found.optimal_hits[tokens] = optimal_hits(trie, tokens)
-                    self._replay(workload, memory, tokens, found, says, tick)
-                yield found
-
-    def _replay(
-        self, workload: Workload, memory: Memory, tokens: int, found: WorkloadReport,
-        says: Says, tick: Tick,
-    ) -> None:  # fmt: skip
-        for scheme in self.schemes if self.level != "engine" else ():
-            says(f"{scheme.name}, {memory.text}, {workload.name}")
-            found.rows.append(run_index(workload, scheme, tokens, self.serving, memory.text, tick))
-        if self.model is not None:
-            from radixcache.bench.replay.engine_level import run_engine
-
-            says(f"engine, {memory.text}, {workload.name}")
-            found.rows += run_engine(
-                workload,
-                self.schemes,
-                tokens,
-                self.serving,
-                self.model,
-                repeats=self.repeats,
-                memory=memory.text,
-                progress=tick,
+    runs = (with_index + (repeats + 1) * (model is not None)) * len(schemes) * len(memories)
+    requests = sum(len(workload.arrivals) for workload in workloads)
+    with _progress(requests * (1 + runs)) as (says, tick):
+        for workload in workloads:
+            says(f"bounds, {workload.name}")
+            trie = build_trie(workload, progress=tick)
+            found = WorkloadReport(
+                workload.name,
+                workload.shape,
+                len(workload.arrivals),
+                workload.prompt_tokens,
+                workload.answer_tokens,
+                trie.footprint,
+                unlimited_hits(trie),
+                workload.longest,
             )
+            most = max(trie.footprint, workload.longest)
+            for size in np.linspace(workload.longest, most, _SIZES):
+                found.optimal_hits[int(size)] = optimal_hits(trie, int(size))
+            for memory in memories:
+                tokens = memory.tokens(trie.footprint, token_bytes, schemes)
+                found.optimal_hits[tokens] = optimal_hits(trie, tokens)
+                where, rows = f"{memory.text}, {workload.name}", found.rows
+                for scheme in schemes if with_index else ():
+                    says(f"{scheme.name}, {where}")
+                    rows.append(run_index(workload, scheme, tokens, serving, memory.text, tick))
+                if model is not None:
+                    from radixcache.bench.replay.engine_level import run_engine
+
+                    says(f"engine, {where}")
+                    rows += run_engine(
+                        workload, schemes, tokens, serving, model,
+                        repeats=repeats, memory=memory.text, progress=tick,
+                    )  # fmt: skip
+            yield found
 
 
 @contextmanager
-def _progress(requests: int) -> Iterator[tuple[Says, Tick]]:
+def _progress(requests: int) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
     """One bar for everything, where a terminal shows it: what is running, how much is left."""
     from tqdm import tqdm
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
@@ -20,7 +20,7 @@ class Column(NamedTuple):
 
     title: str
     note: str
-    text: Callable[[WorkloadReport, Any], str]
+    text: Callable[[WorkloadReport, Figures], str]
     on_page_only: bool = False
 
 
@@ -150,7 +150,7 @@ ENGINE = [
     Column(
         "tokens/s",
         "Prompt and generated tokens served a second; median of the repeats.",
-        lambda w, r: _count(r.engine and r.engine.throughput.median),
+        lambda w, r: _count(r.engine.throughput.median if r.engine else None),
     ),
     Column(
         "tok/step",
@@ -162,13 +162,9 @@ ENGINE = [
 ]
 
 
-def tables(workload: WorkloadReport) -> list[tuple[str, list[Column], Sequence[Any]]]:
-    """Name, columns and rows of each table that has rows; without remarks where there are none."""
-    found: list[tuple[str, list[Column], Sequence[Any]]] = []
+def tables(workload: WorkloadReport) -> Iterator[tuple[list[Column], list[Figures]]]:
+    """Columns and rows of each level that was run; without remarks where there are none."""
     index = STATES if workload.states else INDEX
     for level, columns in (("index", index), ("engine", ENGINE)):
-        rows = workload.level(level)
-        shown = columns if any(row.spoiled for row in rows) else columns[:-1]
-        if rows:
-            found.append((level, shown, rows))
-    return found
+        if rows := workload.level(level):
+            yield columns if any(row.spoiled for row in rows) else columns[:-1], rows

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.columns import Column, tables
 from radixcache.bench.report.plots import few, plots, styles
 from radixcache.bench.report.results import Report, WorkloadReport
@@ -66,8 +66,8 @@ def _section(workload: WorkloadReport, specs: list[object]) -> Iterator[str]:
         yield f'<p class="note">{escape(plot.note)}</p></figure>'
         specs.append(plot.spec)
     yield "</div>"
-    for name, columns, rows in tables(workload):
-        yield from _table(name, columns, workload, rows)
+    for columns, rows in tables(workload):
+        yield from _table(columns, workload, rows)
     if said := remarks(workload):
         lines = "".join(f"<li>{escape(line)}</li>" for line in said)
         yield f"<details><summary>Remarks</summary><ul>{lines}</ul></details>"
@@ -98,9 +98,9 @@ def _legend(workload: WorkloadReport) -> Iterator[str]:
 
 
 def _table(
-    name: str, columns: list[Column], workload: WorkloadReport, rows: Sequence[Any]
+    columns: list[Column], workload: WorkloadReport, rows: Sequence[Figures]
 ) -> Iterator[str]:
-    yield f'<div class="table"><table data-level="{name}"><thead><tr>'
+    yield '<div class="table"><table><thead><tr>'
     for column in columns:
         title = f'<abbr title="{escape(column.note)}">{escape(column.title)}</abbr>'
         yield f'<th scope="col">{title}</th>'

@@ -15,7 +15,7 @@ def print_report(report: Report, console: Console) -> None:
     for workload in report.workloads:
         console.rule(plain(workload.name), align="left")
         console.print(workload.summary, markup=False)
-        for _, columns, rows in tables(workload):
+        for columns, rows in tables(workload):
             shown = [column for column in columns if not column.on_page_only]
             console.print(
                 table(

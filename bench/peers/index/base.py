@@ -5,12 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bench.peers.index.trace_t import Replayed
-
-Tokens = NDArray[np.int32]
+from bench.peers.index.trace_t import Replayed, Tokens
 
 clock = time.thread_time_ns
 
@@ -63,15 +58,27 @@ class Index(Replayed, Protocol):
     """
 
     watch: Stopwatch
+    page_size: int
+    texts: list[Tokens]
+
+    def __init__(self, page_size: int, texts: list[Tokens]) -> None:
+        self.watch, self.page_size, self.texts = Stopwatch(), page_size, texts
+
+    def query(self, key: Any) -> Any:
+        return key
+
+    def after_insert(self, prepared: Any) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
 
     def convert(self, tokens: Tokens) -> Any: ...
     def convert_list(self, tokens: list[int]) -> Any: ...
-    def query(self, key: Any) -> Any: ...
     def match(self, query: Any) -> int: ...
     def borrow(self, query: Any) -> int: ...
     def store(self, key: Any) -> None: ...
     def prepare_insert(self, key: Any, cached: int) -> Any: ...
     def insert(self, prepared: Any) -> None: ...
-    def after_insert(self, prepared: Any) -> None: ...
     def evict(self, num_tokens: int) -> None: ...
     def prefill_in_chunks(self, key: Any, chunk: int) -> None: ...

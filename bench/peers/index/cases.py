@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench.peers.index.base import Index, Tokens
-from bench.peers.index.trace_t import TraceT, replay
+from bench.peers.index.base import Index
+from bench.peers.index.trace_t import Tokens, TraceT, replay
 
 VOCABULARY = 128_000
 LEAF = 16

@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from bench.peers.index.base import Stopwatch, Tokens
-from bench.peers.index.trace_t import Request
+from bench.peers.index.base import Index
+from bench.peers.index.trace_t import Request, Tokens
 from radixcache import Lease, PagePool, RadixCache
 
 Decoding = Literal["ahead", "token"]
@@ -17,16 +17,14 @@ as our scheduler does; or each reserved and published in the step that computes 
 AHEAD = 128
 
 
-class Ours:
-    """`RadixCache` over a pool of `num_tokens` tokens. A `bench.peers.index.base.Index`."""
+class Ours(Index):
+    """`RadixCache` over a pool of `num_tokens` tokens."""
 
     def __init__(
         self, num_tokens: int, page_size: int, texts: list[Tokens], decoding: Decoding = "ahead"
     ) -> None:
-        self.watch = Stopwatch()
+        super().__init__(page_size, texts)
         self.cache = RadixCache(PagePool(num_tokens // page_size, page_size))
-        self.page_size = page_size
-        self.texts = texts
         self.decoding = decoding
         self.stride = 1 if decoding == "token" else AHEAD
         self.leases: dict[int, Lease] = {}
@@ -36,9 +34,6 @@ class Ours:
 
     def convert_list(self, tokens: list[int]) -> Tokens:
         return np.asarray(tokens, dtype=np.int32)
-
-    def query(self, key: Tokens) -> Tokens:
-        return key
 
     def match(self, query: Tokens) -> int:
         return self.cache.match(query)

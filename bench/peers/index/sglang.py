@@ -32,8 +32,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from bench.peers.index.base import Stopwatch, Tokens
-from bench.peers.index.trace_t import Request
+from bench.peers.index.base import Index
+from bench.peers.index.trace_t import Request, Tokens
 
 MAX_REQUESTS = 16
 MAX_LENGTH = 1 << 18
@@ -66,17 +66,15 @@ def _as_array(tokens: Tokens) -> Any:
     return key
 
 
-class SGLang:
-    """A `bench.peers.index.base.Index` with the tree core `core`: "rust" or "python".
+class SGLang(Index):
+    """With the tree core `core`: "rust" or "python".
 
     Every step allocates a slot for each running request and writes it to the request's row.
     """
 
     def __init__(self, num_tokens: int, page_size: int, texts: list[Tokens], core: str) -> None:
         torch.set_num_threads(1)
-        self.watch = Stopwatch()
-        self.page_size = page_size
-        self.texts = texts
+        super().__init__(page_size, texts)
         kind = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
         sizes = (num_tokens,) if page_size == 1 else (num_tokens, page_size)
         self.slots = kind(*sizes, torch.int64, "cpu", None, need_sort=False)
@@ -101,9 +99,6 @@ class SGLang:
 
     def convert_list(self, tokens: list[int]) -> Any:
         return array("q", tokens)
-
-    def query(self, key: Any) -> Any:
-        return key
 
     def match(self, query: Any) -> int:
         params = MatchPrefixParams(key=RadixKey(query, limit=len(query) - 1))
@@ -130,9 +125,6 @@ class SGLang:
     def insert(self, prepared: Any) -> None:
         key, value, cached = prepared
         self.cache.insert(InsertParams(key=key, value=value, prev_prefix_len=cached))
-
-    def after_insert(self, prepared: Any) -> None:
-        pass
 
     def evict(self, num_tokens: int) -> None:
         self.cache.evict(EvictParams(num_tokens=num_tokens))
@@ -217,9 +209,6 @@ class SGLang:
         self.watch.lap("decode")
         lengths += 1
         lengths_cpu += 1
-
-    def end_step(self) -> None:
-        pass
 
     def finish(self, request: Request) -> None:
         req = self.requests.pop(request.number)

@@ -15,19 +15,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
-from bench.peers.index.base import Stopwatch, Tokens
-from bench.peers.index.trace_t import Request
+from bench.peers.index.base import Index
+from bench.peers.index.trace_t import Request, Tokens
 from bench.peers.vllm_manager import make_hasher, make_manager
 
 
-class VLLM:
-    """A `bench.peers.index.base.Index` over blocks of `page_size` tokens; one stays empty."""
+class VLLM(Index):
+    """Over blocks of `page_size` tokens; one stays empty."""
 
     def __init__(self, num_tokens: int, page_size: int, texts: list[Tokens]) -> None:
         torch.set_num_threads(1)
-        self.watch = Stopwatch()
-        self.page_size = page_size
-        self.texts = texts
+        super().__init__(page_size, texts)
         self.hasher = make_hasher(page_size)
         self.manager = make_manager(num_tokens // page_size + 1, page_size, enable_caching=True)
         self.requests: dict[int, Any] = {}
@@ -136,9 +134,6 @@ class VLLM:
             allocate(peer, 1)
             peer.num_computed_tokens += 1
         watch.lap("decode")
-
-    def end_step(self) -> None:
-        pass
 
     def finish(self, request: Request) -> None:
         peer = self.requests.pop(request.number)
