@@ -40,7 +40,6 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
     monkeypatch.setenv("RADIXCACHE_HOST", "environment")
     _, options = read_settings(parse("--port 3"))
     assert (options.port, options.host) == (3, "environment")
-    assert options.shutdown_timeout == 30
     assert options.max_queued_requests == 5 and options.request_timeout == 600
     assert options.allowed_hosts == ["a", "b"]
     _, options = read_settings(parse("--allowed-hosts one.example two.example --admin-key a"))
@@ -49,11 +48,10 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
 
 def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
     monkeypatch.setenv("RADIXCACHE_ALLOWED_ORIGINS", "https://a.example, http://localhost:3000")
-    monkeypatch.setenv("RADIXCACHE_HIDE_TEXTS", "true")
     monkeypatch.setenv("RADIXCACHE_MODEL", "a-model")
     _, options = read_settings({})
     assert options.allowed_origins == ["https://a.example", "http://localhost:3000"]
-    assert options.hide_texts and options.served_model_name == ["a-model"]
+    assert options.served_model_name == ["a-model"]
 
 
 FLAGS = [

@@ -116,13 +116,11 @@ def test_a_page_that_is_named_may_use_a_server_with_a_key(llm: LLM):
 
 
 def test_no_page_of_another_origin_administrates_without_a_key(llm: LLM):
+    with live(llm) as server:
+        assert_error(preflight(server, APP), 403, "may not use this server")
     with live(llm, allowed_origins=["*"]) as server:
         assert preflight(server, APP).headers["access-control-allow-origin"] == "*"
         assert server.get("/v1/models", headers={"origin": APP}).status_code == 200
         flush = server.post("/v1/cache/flush", headers={"origin": APP})
         assert_error(flush, 403, "for the server's administrator")
         assert server.post("/v1/cache/flush").status_code == 200
-
-
-def test_without_origins_there_are_no_preflights(server: LiveServer):
-    assert_error(preflight(server, APP), 403, "may not use this server")

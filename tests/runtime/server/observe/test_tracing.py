@@ -107,13 +107,10 @@ def test_a_prefill_says_what_was_cached_and_why_the_rest_was_not(traced: Traced)
     rest = ", by the sea, of which nobody here has ever heard a word"
     for city in ("Rome", "Oslo"):
         traced.server.post(COMPLETIONS, {"prompt": f"A town: {city}{rest}", "max_tokens": 1})
-    spans = traced.spans(10)
-    prefill = attributes([span for span in spans if span.name == "prefill"][1])
+    _, whole, _, prefill, _ = map(attributes, traced.spans(10)[5:])
     cached = prefill["gen_ai.usage.cache_read.input_tokens"]
-    missed = prefill["radixcache.missed_tokens.diverged"]
-    tokens = [span for span in spans if span.name == "text_completion m"][1]
-    length = attributes(tokens)["gen_ai.usage.input_tokens"]
-    assert 0 < cached == length - 1 - missed
+    length = whole["gen_ai.usage.input_tokens"]
+    assert 0 < cached == length - 1 - prefill["radixcache.missed_tokens.diverged"]
     assert prefill["radixcache.prefilled_tokens"] == length - cached
 
 
