@@ -186,8 +186,11 @@ def test_what_is_refused_changes_nothing() -> None:
     router.choose("k", [1, 2, 3])
     before = router.standings([1, 2, 3])
     bad: list[tuple[Any, Any, str]] = [
-        *((tokens, None, ".") for tokens in ([1.5], [[1], [2]], [2**40])),
-        *(([1, 2, 3], salt, "a salt must be hashable") for salt in ([], ([],))),
+        ([1.5], None, "."),
+        ([[1], [2]], None, "."),
+        ([2**40], None, "."),
+        ([1, 2, 3], [], "a salt must be hashable"),
+        ([1, 2, 3], ([],), "a salt must be hashable"),
     ]
     for tokens, salt, said in bad:
         with pytest.raises(InvalidRequest, match=said):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
@@ -44,41 +43,40 @@ ANSWER = (
 )
 
 
-def make(template: str = QWEN3) -> tuple[Conversations, PreTrainedTokenizerFast]:
-    plain = make_tokenizer()
-    plain.chat_template = template
-    return Conversations(TokenHistory(Tokenizer(plain))), plain
+class Talk(Conversations):
+    """Conversations of a scripted model."""
 
+    def __init__(self, template: str = QWEN3) -> None:
+        self.plain = make_tokenizer()
+        self.plain.chat_template = template
+        super().__init__(TokenHistory(Tokenizer(self.plain)))
 
-def answer(
-    turns: Conversations, plain: PreTrainedTokenizerFast, text: str, **values: Any
-) -> tuple[dict[str, Any], str]:
-    """The message of an answer to the question, and the text of prompt and answer."""
-    prompt = turns.encode([QUESTION], template_kwargs=values)
-    tokenizer = turns.history.tokenizer
-    begun = bool(thoughts_of(prompt.text))
-    parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, begun)
-    parser.feed(text, ended=True)
-    said = parser.said()
-    turns.remember(prompt, plain.encode(text + "<|im_end|>", add_special_tokens=False), said)
-    calls = [call.as_template() for call in said.calls]
-    return {"role": "assistant", "content": said.content, "tool_calls": calls}, prompt.text + text
-
-
-def result(message: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
+    def answered(self, text: str, more: str = "", **values: Any) -> list[dict[str, Any]]:
+        """The question, `text` as its answer, and a result; `more` was generated, and cut off."""
+        prompt = self.encode([QUESTION], template_kwargs=values)
+        tokenizer = self.history.tokenizer
+        begun = bool(thoughts_of(prompt.text))
+        parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, begun)
+        parser.feed(text, ended=True)
+        said = parser.said()
+        ids = self.plain.encode(text + (more or "<|im_end|>"), add_special_tokens=False)
+        self.remember(prompt, ids, said)
+        calls = [call.as_template() for call in said.calls]
+        message = {"role": "assistant", "content": said.content, "tool_calls": calls}
+        return [QUESTION, message, {"role": "tool", "tool_call_id": calls[0]["id"], "content": "7"}]
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_thoughts_that_the_client_forgot_are_kept_while_the_template_keeps_them(begun: bool):
-    turns, plain = make()
+    talk = Talk()
     text = ANSWER.removeprefix("<think>\n") if begun else ANSWER
-    message, so_far = answer(turns, plain, text, begun=begun)
-    prompt = turns.encode([QUESTION, message, result(message)], template_kwargs={"begun": begun})
-    assert prompt.text.startswith(so_far + "<|im_end|>")
+    messages = talk.answered(text, begun=begun)
+    asked = talk.encode([QUESTION], template_kwargs={"begun": begun}).text
+    prompt = talk.encode(messages, template_kwargs={"begun": begun})
+    assert prompt.text.startswith(f"{asked}{text}<|im_end|>")
     assert prompt.text.count("Hm.") == 1
     # After another question the template drops them, and with them the spelling.
-    later = turns.encode([QUESTION, message, result(message), QUESTION]).text
+    later = talk.encode([*messages, QUESTION]).text
     assert "Hm." not in later
     assert '{"name": "f", "arguments": {"b": 1, "a": []}}' in later
 
@@ -97,39 +95,28 @@ def test_thoughts_that_the_client_forgot_are_kept_while_the_template_keeps_them(
     ],
 )
 def test_whatever_comes_back_otherwise_is_the_templates(change: dict[str, Any]):
-    turns, plain = make()
-    message, _ = answer(turns, plain, ANSWER)
+    talk = Talk()
+    question, message, result = talk.answered(ANSWER)
     (call,) = message["tool_calls"]
     function = {**call["function"], **{k: v for k, v in change.items() if k in call["function"]}}
     changed = {**call, "id": change.get("id", call["id"]), "function": function}
     message = {**message, "content": change.get("content", "So."), "tool_calls": [changed]}
-    messages = [QUESTION, message, result(message)]
-    prompt = turns.encode(messages, change.get("cache_salt"))
-    assert prompt.text == turns.history.tokenizer.render_chat(messages)
+    messages = [question, message, {**result, "tool_call_id": changed["id"]}]
+    prompt = talk.encode(messages, change.get("cache_salt"))
+    assert prompt.text == talk.history.tokenizer.render_chat(messages)
 
 
 def test_an_answer_that_was_cut_comes_back_as_it_was_read():
-    turns, plain = make()
-    prompt = turns.encode([QUESTION])
-    parser = MessageParser(turns.history.tokenizer.tool_format)
-    parser.feed(ANSWER.split("\n\n")[1], ended=True)
-    said = parser.said()
-    more = ANSWER.split("\n\n")[1] + '\n<tool_call>{"name":"g","arguments":{}}</tool_call>'
-    turns.remember(prompt, plain.encode(more, add_special_tokens=False), said)
-    calls = [call.as_template() for call in said.calls]
-    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
-    messages = [QUESTION, message, result(message)]
-    assert turns.encode(messages).text == turns.history.tokenizer.render_chat(messages)
+    talk, more = Talk(), '\n<tool_call>{"name":"g","arguments":{}}</tool_call>'
+    messages = talk.answered(ANSWER.split("\n\n")[1], more)
+    assert talk.encode(messages).text == talk.history.tokenizer.render_chat(messages)
 
 
 def test_many_turns_with_the_same_text_are_each_their_own():
-    turns, plain = make()
+    talk = Talk()
     spelt = [f'<tool_call>{" " * i}{{"name":"f","arguments":{{}}}}</tool_call>' for i in range(5)]
-    messages: list[dict[str, Any]] = [QUESTION]
-    for text in spelt:
-        message, _ = answer(turns, plain, text)
-        messages += [message, result(message)]
-    text = turns.encode(messages).text
+    answers = [message for text in spelt for message in talk.answered(text)[1:]]
+    text = talk.encode([QUESTION, *answers]).text
     assert [text.count(one) for one in spelt] == [1] * 5
     assert sorted(spelt, key=text.index) == spelt
 
@@ -140,17 +127,15 @@ def test_a_template_that_wants_a_call_before_a_result_is_obeyed():
         "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
         "{{ raise_exception('whose result?') }}{% endif %}<|im_start|>{{ m.role }}",
     )
-    turns, plain = make(strict)
-    message, _ = answer(turns, plain, ANSWER)
-    messages = [QUESTION, message, result(message)]
-    assert '{"name": "f", "arguments": ' in turns.encode(messages).text
+    talk = Talk(strict)
+    assert '{"name": "f", "arguments": ' in talk.encode(talk.answered(ANSWER)).text
 
 
 def test_the_oldest_turns_are_forgotten():
-    turns, plain = make()
-    turns.max_bytes = 4 * len(ANSWER) * 3
-    messages = [answer(turns, plain, ANSWER)[0] for _ in range(5)]
-    stable = ['"name":"f"' in turns.encode([QUESTION, m, result(m)]).text for m in messages]
+    talk = Talk()
+    talk.max_bytes = 4 * len(ANSWER) * 3
+    conversations = [talk.answered(ANSWER) for _ in range(5)]
+    stable = ['"name":"f"' in talk.encode(messages).text for messages in conversations]
     assert stable == [False, False, True, True, True]
 
 
@@ -178,6 +163,5 @@ def calls(call: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_messages_that_are_none_are_refused(message: dict[str, Any], reason: str):
-    turns, _ = make()
     with pytest.raises(InvalidRequest, match=reason):
-        turns.encode([QUESTION, message])
+        Talk().encode([QUESTION, message])
