@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     texts: dict[str, list[tuple[str, str]]] = {
-        "a file, and after it its next version": file_changes(args.records),
+        "a file, and after it its next version": file_changes(args.records)
     }
     if (folder := data_folder()) is not None:
         texts["GSM8K, people's answers"] = gsm8k_answers(folder)[: args.records]
