@@ -119,11 +119,7 @@ def make_step(
 
 @torch.inference_mode()
 def seconds_of_decodes(
-    place: Place,
-    heads: tuple[int, int],
-    lens: Lens,
-    share: int,
-    ways: Sequence[Way],
+    place: Place, heads: tuple[int, int], lens: Lens, share: int, ways: Sequence[Way]
 ) -> list[float]:
     """Of one layer, planned, in each of `ways`, with so many layers that none finds its pages in
     the L2 cache."""

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from radixcache import LLM, SamplingParams
 from radixcache.bench.probes.people import ask_about, make_table
@@ -74,12 +73,11 @@ class Row:
             f"{middle:.2f}x",
         ]
 
-
-def in_turns(row: Row, runs: list[Callable[[], Run]]) -> None:
-    """`runs` are without drafts and with them; every other pair begins with the latter."""
-    order = [0, 1] if len(row.pairs) % 2 else [1, 0]
-    found = {at: runs[at]() for at in order}
-    row.pairs.append((found[0], found[1]))
+    def in_turns(self, *runs: Callable[[], Run], counts: bool = True) -> None:
+        """`runs` are without drafts and with them; every other pair begins with the latter."""
+        found = {at: runs[at]() for at in ((0, 1) if len(self.pairs) % 2 else (1, 0))}
+        if counts:
+            self.pairs.append((found[0], found[1]))
 
 
 def ask(llm: LLM, chats: list[Chat]) -> Run:
@@ -98,10 +96,6 @@ def ask(llm: LLM, chats: list[Chat]) -> Run:
 def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
     llms = [LLM(model, speculate=s, kv_cache_memory_bytes="512MiB") for s in ("off", "auto")]
     rng = random.Random(seed)
-
-    def measure(row: Row, chats: list[Chat]) -> None:
-        in_turns(row, [partial(ask, llm, chats) for llm in llms])
-
     rows = [Row(name) for name in (
         "a fresh question on a known table", "regenerate", "the same question, another user",
     )]  # fmt: skip
@@ -112,53 +106,45 @@ def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
         first, other = ask_about(rng, told, people), ask_about(rng, told, people)
         answer = {"role": "assistant", "content": "I do not know."}
         for row, chat in zip(rows, (first, first, [*other, answer, first[1]]), strict=True):
-            measure(row, [chat])
-            if pair < 0:
-                row.pairs.clear()
+            row.in_turns(*(partial(ask, llm, [chat]) for llm in llms), counts=pair >= 0)
     yield from rows
     for count in (1, 16, 64):
         row = Row(f"{count} at once, a fresh table each")
         for pair in range(-1, max(2, pairs // 4)):
-            measure(row, [ask_about(rng, *make_table(rng)) for _ in range(count)])
-            if pair < 0:
-                row.pairs.clear()
+            chats = [ask_about(rng, *make_table(rng)) for _ in range(count)]
+            row.in_turns(*(partial(ask, llm, chats) for llm in llms), counts=pair >= 0)
         yield row
     for llm in llms:
         llm.close()
 
 
-class Recorded(NamedTuple):
-    prompt: Tokens
-    answer: Tokens
-
-
-def recorded(rows: dict[str, list[Recorded]], seed: int) -> Iterator[Row]:
+def recorded(rows: dict[str, list[list[Tokens]]], seed: int) -> Iterator[Row]:
+    """Of each kind the prompts and the answers that were recorded."""
     with tempfile.TemporaryDirectory() as place:
         save_random_llama(Path(place), seed)
         model = load_model(place)
     pools = [model.allocate(40_000 // 16, 16) for _ in "01"]
     servings = [Serving(Arrivals(), speculate=on) for on in (False, True)]
     for name, records in rows.items():
-        row = Row(name)
+        kinds = Row(name), Row(f"{name}, again")
         engines = [
             ScriptedEngine(model, pool, parse_scheme("radix-16"), serving)
             for pool, serving in zip(pools, servings, strict=True)
         ]
-        again = Row(f"{name}, again")
         for record in records:
-            for kind in (row, again):
-                in_turns(kind, [partial(replay, engine, record) for engine in engines])
-        yield from (row, again)
+            for row in kinds:
+                row.in_turns(*(partial(replay, engine, *record) for engine in engines))
+        yield from kinds
 
 
-def replay(engine: ScriptedEngine, record: Recorded) -> Run:
+def replay(engine: ScriptedEngine, prompt: Tokens, answer: Tokens) -> Run:
     start = time.perf_counter()
-    request = engine.add(record.prompt, record.answer)
+    request = engine.add(prompt, answer)
     while engine.has_work:
         engine.step()
     metrics = request.output().metrics
     counts = [sum(d.values()) for d in (metrics.drafted_tokens, metrics.accepted_tokens)]
-    return Run(time.perf_counter() - start, len(record.answer), *counts)
+    return Run(time.perf_counter() - start, len(answer), *counts)
 
 
 def file_changes(limit: int) -> list[tuple[str, str]]:
@@ -201,21 +187,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     texts: dict[str, list[tuple[str, str]]] = {
-        "a file, and after it its next version": file_changes(args.records),
+        "a file, and after it its next version": file_changes(args.records)
     }
     if (folder := data_folder()) is not None:
         texts["GSM8K, people's answers"] = gsm8k_answers(folder)[: args.records]
     if args.messages is not None:
         texts["calls of tools by an agent"] = [*calls_of_tools(args.messages)][: args.records]
-    shown: Console = console()
+    shown = console(100)
     rows = [*live(args.model, args.pairs, args.seed)]
     encode = train_encoder(
         (t for pairs in texts.values() for pair in pairs for t in pair), VOCABULARY
     )
-    scripts: dict[str, list[Recorded]] = {}
+    scripts: dict[str, list[list[Tokens]]] = {}
     for name, pairs in texts.items():
-        tokens = [Recorded(*(np.array(encode(t), np.int32) for t in pair)) for pair in pairs]
-        scripts[name] = [one for one in tokens if len(one.prompt) + len(one.answer) < CONTEXT]
+        tokens = [[np.array(encode(text), np.int32) for text in pair] for pair in pairs]
+        scripts[name] = [pair for pair in tokens if sum(map(len, pair)) < CONTEXT]
     rows += recorded(scripts, args.seed)
     header = ["requests", "runs", "tok/step", "accepted", "time", "median"]
     shown.print(table(header, [row.cells() for row in rows]))

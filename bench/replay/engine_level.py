@@ -39,10 +39,7 @@ class ScriptedSampler(Sampler):
 
     @torch.inference_mode()
     def sample(
-        self,
-        rows: list[Row],
-        logits: torch.Tensor,
-        latest: torch.Tensor | None = None,
+        self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None = None
     ) -> PendingStep:
         """The sampler's own, of logits in which the script is certain."""
         if rows:

@@ -116,11 +116,7 @@ class EngineFigures:
 
 
 def summarise(
-    outcomes: Sequence[Outcome],
-    workload: Workload,
-    scheme: Scheme,
-    memory_tokens: int,
-    **more: Any,
+    outcomes: Sequence[Outcome], workload: Workload, scheme: Scheme, memory_tokens: int, **more: Any
 ) -> Figures:
     """The figures that both levels have; `more` are those that `outcomes` do not say."""
     turns = 1 + max(outcome.turn for outcome in outcomes)

@@ -233,10 +233,7 @@ def _looks(workload: WorkloadReport) -> dict[str, Spec]:
 def _spec(workload: WorkloadReport, layers: list[Spec], **data: list[dict[str, Any]]) -> Spec:
     """A whole plot of this data; one of a single amount of memory shows the largest at first."""
     most = max(workload.rows, key=lambda row: row.memory_tokens)
-    params = [
-        {"name": "shown", "value": few(workload)},
-        {"name": "memory", "value": most.memory},
-    ]
+    params = [{"name": "shown", "value": few(workload)}, {"name": "memory", "value": most.memory}]
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "width": "container",

@@ -111,15 +111,8 @@ def main() -> int:
             for at_once in (1, 8):
                 off, _, version = run(engine, block, False, args.tokens, asked, at_once)
                 on, lines, _ = run(engine, block, True, args.tokens, asked, at_once)
-                wrong += compare(
-                    f"{engine} {version}, blocks of {block}, {at_once} at once",
-                    asked,
-                    off,
-                    on,
-                    lines,
-                    block,
-                    at_once,
-                )
+                name = f"{engine} {version}, blocks of {block}, {at_once} at once"
+                wrong += compare(name, asked, off, on, lines, block, at_once)
     return int(wrong > 0)
 
 
