@@ -107,11 +107,6 @@ class StateIndex:
         self._hits: Counter[Kind] = Counter()
 
     @property
-    def num_checkpoints(self) -> int:
-        """States that may be gone on from."""
-        return len(self._kept)
-
-    @property
     def counts(self) -> dict[str, int]:
         """Slots by who has them, between two steps."""
         kept, free = len(self._kept), len(self._free)

@@ -67,7 +67,7 @@ def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
         there = {checkpoint.slot for checkpoint in index._kept.values()}
         kept = {key: slot for key, slot in kept.items() if slot in there}
         assert there == {*kept.values()}
-        assert len(there) == len(kept) == index.num_checkpoints
+        assert len(there) == len(kept) == index.counts["kept"]
         index.check(own)
 
 

@@ -118,7 +118,7 @@ def test_each_rule_computes_what_it_finds_no_state_for(
     for question in others:
         both.add([text[::-1], question], answer, template=1)
     _, index = replay(both, rule, 1000, budget=2048)
-    assert kept == (index.num_checkpoints if index else 0)
+    assert kept == (index.counts["kept"] if index else 0)
 
 
 QUESTIONS, TURNS = questions(600), turns()
