@@ -237,6 +237,7 @@ class LowerTier:
                 self._drop(shorter)  # all of it is in a longer one now
             if not count or self.below is None:
                 break
+            digest = digest.copy()  # the run goes on from the one before
             digest.update(tokens[at : at + count * size].tobytes())
             at += count * size
 
@@ -321,12 +322,12 @@ class LowerTier:
         how many pages there was room. They go before `last`."""
         digest = before.copy()
         digest.update(tokens[at : at + self.page_size].tobytes())
-        if (lost := self._page(digest.digest())) is not None:
-            if lost.readers:
-                return 0
-            self._drop(lost)
         if not (count := self._make_room(len(pages), last)):
             return 0
+        if (same := self._page(digest.digest())) is not None:  # lost, or looked at for that room
+            if same.readers:
+                return 0
+            self._drop(same)
         slots = self._free[: -count - 1 : -1]
         del self._free[-count:]
         held = tokens[at : at + count * self.page_size].copy()

@@ -214,6 +214,7 @@ class Loads:
 
     def recover(self) -> None:
         """Anything was cut off."""
+        self._looked.clear()  # a load may have ended, and nobody counted it
         loads = [*self._loads.values(), *self._left]
         for level in self.levels:
             level.tier.recover([load.pages for load in loads if load.level is level])

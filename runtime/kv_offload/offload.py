@@ -87,13 +87,14 @@ class Offload:
                 session.save(self.disk, turns, prefixes)
                 self._cache.recover()
                 for level in self.levels[:-1]:  # what was used last is written last
+                    level.tier.recover([])  # nobody waits for a load any more
                     level.tier.evict_all()
                 self.disk.source, self._cache.lower = self._pool, self.levels[-1].tier
                 for namespace, name in self._cache.pins:
                     self._cache.unpin(name, namespace)
                 self._cache.evict(self._cache.pool.num_pages)
         finally:
-            for level in self.levels:
+            for level in reversed(self.levels):  # a device that was lost closes no host memory
                 level.store.close(level.tier.in_order())
 
 

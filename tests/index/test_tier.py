@@ -178,6 +178,17 @@ def test_a_page_that_went_down_twice_is_kept_once(seen: bool) -> None:
     assert len(tier) == 4 and tier.num_tokens == 8
 
 
+def test_what_makes_room_by_going_further_down_may_hold_the_page_that_comes() -> None:
+    cache, below, _ = tier_of(8)
+    tier = cache.lower = LowerTier(3, 2, Slots(), "host", below)
+    text = [1, 2, 3, 4, 5, 6]
+    for length, count in ((6, 8), (4, 1)):  # then in the middle of what nobody has looked at
+        put(cache, text[:length])
+        cache.evict(count)
+        cache.check()
+    assert found(tier, text) == 4 and found(below, text, 4) == 6
+
+
 @pytest.mark.parametrize("state", ["writing", "lost"])
 def test_what_is_not_there_is_not_found_and_may_come_again(state: str) -> None:
     cache, tier, _ = tier_of(2)

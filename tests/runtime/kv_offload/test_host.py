@@ -173,6 +173,18 @@ def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
     again.offload.close()
 
 
+def test_what_is_being_read_at_the_end_is_written(device: PinnedDevice, tmp_path: Path) -> None:
+    engine = Pinned(device, folder=tmp_path / "kv")
+    engine.answer(TEXT)
+    evict_all(engine)
+    engine.engine.add_request(TEXT, SamplingParams(max_tokens=1))
+    engine.engine.step()
+    lost = patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("device lost"))
+    with lost, pytest.raises(RuntimeError, match="device lost"):
+        engine.offload.close()
+    assert len(Pinned(device, folder=tmp_path / "kv").offload.levels[1].tier) == 7
+
+
 def test_a_reset_forgets_host_memory_too(device: PinnedDevice) -> None:
     engine = Pinned(device)
     engine.answer(TEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -71,4 +72,24 @@ def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
         disk.engine.check()
     assert [request.output().num_cached_tokens for request in requests] == [len(TEXT)] * 7
     assert generated(requests) == [[greedy(text, 4)] for text in texts]
+    disk.close()
+
+
+def test_who_waits_for_a_load_whose_end_was_cut_off_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path)
+    disk.put_down(TEXT)
+    disk.store.flush()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    requests = [disk.engine.add_request(TEXT, params) for _ in range(2)]
+    cut = Mock(side_effect=MemoryError)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.tier, "_use", cut)
+        while not cut.called:
+            with suppress(MemoryError):
+                disk.engine.step()
+    for _ in range(20):
+        disk.engine.step()
+    assert generated(requests) == [[greedy(TEXT, 4)]] * 2
     disk.close()
