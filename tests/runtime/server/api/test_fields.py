@@ -107,6 +107,7 @@ def test_where_an_answer_ends(server: LiveServer, path: str) -> None:
     assert answer(server, path, stop="Nora", **shown) == "The age of Nora"
     whole = answer(server, path, stop=None, skip_special_tokens=False, **shown)
     assert whole.endswith(".<|end|>")
+    assert answer(server, path, stop=None, skip_special_tokens=False).endswith(".")
 
 
 @both
