@@ -76,6 +76,11 @@ def test_a_stream_that_nobody_begins_to_read_is_aborted_as_well(llm: LLM) -> Non
     stream = llm.stream("never read")
     del stream
     assert not llm.call(lambda: llm.engine.has_work)
+    chat = Chat(llm)
+    answer = chat.stream("not read to its end")
+    next(answer)
+    answer.close()
+    assert not chat.messages and not llm.call(lambda: llm.engine.has_work)
 
 
 def test_a_stream_tells_its_end_if_another_call_ran_the_last_steps(llm: LLM) -> None:
@@ -129,7 +134,7 @@ ODD_VALUES: list[Any] = [
     float("inf"), float("nan"), "", "a", "5", b"5", [], ["a"], ["a", ""], [1], [1.5], [True], [[1]],
     [2**70], (1, 2), {1}, {"a"}, {}, {1: 1}, {1: True}, {1: 10**400}, {"1": 1}, {1: "x"}, object(),
     1j, len, np.int64(1), np.float32(0.5), np.bool_(True), np.array([1, 2]), np.array(1),
-    np.array([0.5]), iter([1]), 2.1, 17, 21, {5: 101},
+    np.array([0.5]), iter([1]), 2.1, 17, 21, {5: 101}, -3,
 ]  # fmt: skip
 
 
@@ -157,6 +162,8 @@ def test_whatever_a_sampling_parameter_is_given_is_refused_in_a_sentence_or_runs
         ("presence_penalty", "2.1"), ("frequency_penalty", "2.1"), ("top_p", "2.1"),
         ("min_p", "2.1"), ("prompt_logprobs", "21"), ("logprobs", "-1"), ("min_tokens", "17"),
         ("repetition_penalty", "0"), ("n", "0"), ("top_p", "0"), ("logit_bias", "{5: 101}"),
+        ("temperature", "-3"), ("top_k", "-3"), ("min_p", "-3"), ("presence_penalty", "-3"),
+        ("frequency_penalty", "-3"),
     ):  # fmt: skip
         assert beyond not in taken[name], name
     for i, params in enumerate(runnable):  # alone: what fails with others could be another's fault
@@ -216,6 +223,7 @@ BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda llm: llm.chat(message(7)), "a text, or a list of parts"),
     (lambda llm: llm.chat(message([{"type": "image_url"}])), "not a part of type 'image_url'"),
     (lambda llm: llm.chat(message([{"type": "text"}])), "not a part of type 'text'"),
+    (lambda llm: llm.generate("x", SamplingParams(max_tokens=0)), "must be at least 1, not 0"),
     (lambda llm: llm.chat(message("x"), tools=FLAT), "name goes under 'function'"),
     (lambda llm: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
     (lambda llm: Chat(llm, message("x")), "system is a text, not list"),  # type: ignore[arg-type]

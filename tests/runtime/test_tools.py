@@ -49,3 +49,14 @@ def test_a_message_is_read_and_sent_back(llm: LLM):
     (output,) = llm.chat(messages, GREEDY, tools=[LOOK_UP])
     last = {"role": "assistant", "content": "Hello.", "reasoning_content": "Hm."}
     assert llm.read_message(output) == last
+
+
+def test_the_template_takes_parts_values_and_an_unfinished_message(llm: LLM):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    asked = [{"role": "user", "content": parts}]
+    (silent,) = llm.chat(asked, GREEDY, chat_template_kwargs={"enable_thinking": False})
+    prompt = llm.history.tokenizer.decode(silent.prompt_token_ids, special=True)
+    assert "Hel\nlo" in prompt and "<think>" in prompt
+    begun = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<think>Hm"}]
+    (rest,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert rest.outputs[0].text == ".</think>Hello."

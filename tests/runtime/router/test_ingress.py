@@ -368,11 +368,14 @@ async def test_a_response_is_found_where_it_is_kept_by_its_salt_only(world: Worl
 
 
 async def test_explain_asks_the_replica_that_the_prompt_would_go_to(world: World) -> None:
-    body = {"prompt": "one two three " * 9, "max_tokens": 1}
-    for _ in range(2):
-        answer = await world.ask("/v1/completions", body)
-        told = await world.ask("/v1/explain", {"prompt": body["prompt"]})
-        assert told.replica == answer.replica and told.json()["cached_tokens"] > 0
+    for salt in ("a", "b"):
+        body, replicas = {"prompt": "one two three " * 9, "cache_salt": salt}, set()
+        for _ in range(2):
+            answer = await world.ask("/v1/completions", {**body, "max_tokens": 1})
+            told = await world.ask("/v1/explain", body)
+            assert told.json()["cached_tokens"] > 0
+            replicas |= {answer.replica, told.replica}
+        assert len(replicas) == 1
     assert (await world.ask("/tokenize", {"prompt": "x"})).status == 200
 
 

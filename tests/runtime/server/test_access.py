@@ -197,7 +197,12 @@ def test_a_foreign_page_cannot_flush_and_a_name_made_to_lead_here_cannot_read(ll
 
 @pytest.mark.parametrize(
     ("host", "api_key", "warns"),
-    [("0.0.0.0", None, True), ("0.0.0.0", "user", False), ("127.0.0.1", None, False)],
+    [
+        ("0.0.0.0", None, True),
+        ("::", None, True),
+        ("0.0.0.0", "user", False),
+        ("127.0.0.1", None, False),
+    ],
 )
 def test_a_public_address_without_an_api_key_is_warned_of_in_one_line(
     host: str, api_key: str | None, warns: bool, llm: LLM, monkeypatch: Any, capsys: Any

@@ -40,8 +40,9 @@ def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
 # Hanging up, and limits.
 
 
-def test_a_stream_that_takes_too_long_ends(llm: LLM):
+def test_a_request_that_takes_too_long_ends(llm: LLM):
     with live(llm, request_timeout=0.5) as server:
+        assert_error(server.post(COMPLETIONS, ENDLESS), 504, "not finished within 0.5 seconds")
         with streaming(server) as lines:
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "timeout_error"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from radixcache.errors import InvalidRequest
+from radixcache.errors import InvalidRequest, MissingDependency
 from radixcache.runtime import cli, commands
+from radixcache.runtime.server import args
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.settings import SETTINGS, read_settings
 
 
@@ -41,6 +45,7 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
     _, options = read_settings(parse("--port 3"))
     assert (options.port, options.host) == (3, "environment")
     assert options.max_queued_requests == 5 and options.request_timeout == 600
+    assert options.shutdown_timeout == 30
     assert options.allowed_hosts == ["a", "b"]
     _, options = read_settings(parse("--allowed-hosts one.example two.example --admin-key a"))
     assert (options.allowed_hosts, options.admin_key) == (["one.example", "two.example"], "a")
@@ -49,9 +54,10 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
 def test_lists_in_the_environment_are_written_with_commas(monkeypatch):
     monkeypatch.setenv("RADIXCACHE_ALLOWED_ORIGINS", "https://a.example, http://localhost:3000")
     monkeypatch.setenv("RADIXCACHE_MODEL", "a-model")
+    monkeypatch.setenv("RADIXCACHE_HIDE_TEXTS", "true")
     _, options = read_settings({})
     assert options.allowed_origins == ["https://a.example", "http://localhost:3000"]
-    assert options.served_model_name == ["a-model"]
+    assert options.hide_texts and options.served_model_name == ["a-model"]
 
 
 FLAGS = [
@@ -75,6 +81,8 @@ VARIABLES = [
     ("API_KEY=one\ntwo", "the API key must be one line that a header can hold"),
     ("ADMIN_KEY=\ufeffkey", "the admin key must be one line that a header can hold"),
     ("HOST=", "RADIXCACHE_HOST: "),  # an empty one would be every address
+    ("SERVED_MODEL_NAME=,", "RADIXCACHE_SERVED_MODEL_NAME: "),
+    ("OTLP_ENDPOINT=http://", "RADIXCACHE_OTLP_ENDPOINT: must be an address"),
 ]
 FILES = [
     ("prt: 8001", "'prt' in FILE is no setting of radixcache serve: did you mean port?"),
@@ -157,3 +165,9 @@ assert not heavy, heavy
     )
     for line, sentence in zip(lines, sentences, strict=True):
         assert line.startswith("radixcache: error: ") and sentence in line
+
+
+def test_traces_without_their_packages_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(args, "version", Mock(side_effect=PackageNotFoundError))
+    with pytest.raises(MissingDependency, match="traces need opentelemetry-sdk: in a checkout, p"):
+        ServerArgs(otlp_endpoint="http://127.0.0.1:4318")

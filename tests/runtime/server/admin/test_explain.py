@@ -59,6 +59,8 @@ def test_it_is_explained_as_the_request_is_when_it_comes(llm: LLM, stream: bool)
         assert misses(last) == [miss] and last["usage"]["prompt_tokens"] == told["prompt_tokens"]
         details = last["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] == told["cached_tokens"] == miss["start"]
+        answer = server.post(CHAT, {**at("10:43"), "explain": True, "stream": True}).text
+        assert '"reason":"diverged"' in answer, "without usage, too"
         asked = {"prompt": ["a b c", "a b d"], "max_tokens": 1}
         answers = server.post(COMPLETIONS, asked).json()
         assert answers["radixcache"]["explanation"] is None and answers["radixcache"]["ttft"] > 0

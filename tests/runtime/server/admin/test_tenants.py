@@ -17,6 +17,10 @@ COMPLETIONS, CHAT, PREFIXES = "/v1/completions", "/v1/chat/completions", "/v1/pr
 EXPLAIN = "/v1/explain"
 VOLATILE = {"id", "created", "ttft", "expires_in"}
 KEYS = {name: {"authorization": f"Bearer {name}"} for name in ("user", "boss")}
+TEXT = {"prompt": "y"}
+SAID: dict[str, dict[str, Any]] = {
+    COMPLETIONS: TEXT, EXPLAIN: TEXT, CHAT: {"messages": [{"role": "user", "content": "y"}]}
+}  # fmt: skip
 ADA, BEN = "salt of Ada", "salt of Bèn"
 
 
@@ -126,6 +130,10 @@ def test_the_prefixes_of_a_salt_are_not_there_for_another(
     made = user.post(PREFIXES, json={"name": "mine", "prompt": "x " * 40, "cache_salt": ADA})
     assert made.status_code == 200 and made.json()["salted"]
     assert user.get(f"{PREFIXES}/mine", headers=of(ADA)).json() == made.json()
+    ours = {"prefix": "mine", "cache_salt": ADA}
+    told = user.post(EXPLAIN, json={**ours, **SAID[EXPLAIN]}).json()
+    assert told["prompt_tokens"] > told["cached_tokens"] >= made.json()["num_tokens"] - 16
+    assert_error(user.post(CHAT, json={**ours, **SAID[CHAT]}), 400, "was pinned as text")
     for salt in (BEN, None):
         empty = user.get(PREFIXES, headers=of(salt)).json()
         assert empty["data"] == [] and empty["pinned_pages"] == 0
@@ -136,8 +144,9 @@ def test_the_prefixes_of_a_salt_are_not_there_for_another(
             )
             assert_error(theirs, 404, "no prefix named 'mine' is pinned")
             assert theirs.text.replace("mine", "nope") == nobodys.text
-        body = {"prefix": "mine", "prompt": "y", "max_tokens": 1, "cache_salt": salt}
-        assert_error(user.post(COMPLETIONS, json=body), 404, "no prefix named 'mine' is pinned")
+        for path in (COMPLETIONS, EXPLAIN, CHAT):
+            asked = {"prefix": "mine", "cache_salt": salt, **SAID[path]}
+            assert_error(user.post(path, json=asked), 404, "no prefix named 'mine' is pinned")
         again = {"name": "mine", "prompt": "y " * 40, "cache_salt": salt}
         assert user.post(PREFIXES, json=again).status_code == 200
         assert user.delete(f"{PREFIXES}/mine", headers=of(salt)).status_code == 200

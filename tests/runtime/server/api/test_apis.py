@@ -86,6 +86,9 @@ def test_thoughts_are_apart_and_may_be_sent_back(api: Api, fresh: str):
     question = user(f"Think. {fresh}")
     first = api.ask(question)
     assert (first.reasoning.strip(), first.text.strip()) == ("Hm.", "Done.")
+    if isinstance(api, Responses):
+        thoughts = first.whole.usage.output_tokens_details.reasoning_tokens
+        assert 0 < thoughts < first.completion
     assert api.ask(question, *first.said, user("A")).text == "user: A"
 
 
@@ -96,6 +99,8 @@ def test_a_call_that_must_come_does(api: Api, choice: str):
     assert name == "weather" and {*arguments} == {"city"}
     # OpenAI's chat API calls it no news if the client has named the function.
     assert answer.end == ("stop" if isinstance(api, Chat) and choice == "weather" else "tools")
+    if isinstance(api, Chat) and not api.stream:
+        assert answer.whole.choices[0].message.content is None
 
 
 def test_calls_come_one_by_one_or_not_at_all(api: Api):
@@ -121,7 +126,10 @@ def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer):
     body = {**api.body(user("Hi"), max_tokens=3), "stream": api.stream}
     reason = {Chat: "length", Responses: "max_output_tokens", Messages: "max_tokens"}[type(api)]
     told = rf'"(finish_reason|reason|stop_reason)":\s?"{reason}"'
-    assert re.search(told, scripted.post(api.path, body).text)
+    text = scripted.post(api.path, body).text
+    assert re.search(told, text)
+    # The whole response, and its last item.
+    assert text.count('"status":"incomplete"') == 2 * isinstance(api, Responses)
 
 
 def test_salts_share_nothing(api: Api, fresh: str):

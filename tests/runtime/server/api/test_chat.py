@@ -120,6 +120,7 @@ def test_what_has_ended_an_answer_is_told(client: Any):
     ("fields", "form"),
     [
         ({"response_format": {"type": "json_object"}}, r"\{.*"),
+        ({"response_format": {"type": "text"}}, "[^{].*"),
         ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
         ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),

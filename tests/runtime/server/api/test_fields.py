@@ -107,6 +107,7 @@ def test_where_an_answer_ends(server: LiveServer, path: str) -> None:
     assert answer(server, path, stop="Nora", **shown) == "The age of Nora"
     whole = answer(server, path, stop=None, skip_special_tokens=False, **shown)
     assert whole.endswith(".<|end|>")
+    assert answer(server, path, stop=None, skip_special_tokens=False).endswith(".")
 
 
 @both
@@ -125,6 +126,8 @@ def test_prompt_logprobs_are_those_of_the_embedded_runtime(server: LiveServer, p
         for key, value in seen.items():
             assert value["logprob"] == pytest.approx(expected[int(key)], abs=1e-3)
             assert value["decoded_token"] == server.backend.token_text(int(key))
+            likelier = sum(other > expected[int(key)] for other in expected.values())
+            assert value["rank"] in (None, likelier + 1)
         assert {value["rank"] for value in seen.values()} - {None} == {1, 2}
         assert (seen[str(token)]["rank"] is None) == (len(seen) == 3)
 

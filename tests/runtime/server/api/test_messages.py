@@ -57,6 +57,12 @@ def test_the_prompt_is_that_of_a_chat_completion(messages: Any, server: LiveServ
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     stopped = ask(messages, stop_sequences=["Mei"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Mei")
+    with messages.stream(model="tabletalk", max_tokens=32, messages=[FIRST]) as stream:
+        events = dict.fromkeys(event.type for event in stream if event.type != "text")
+    assert [*events] == [
+        *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
     tokens = said["usage"]["prompt_tokens"]
     assert ask(messages, system=SYSTEM[0]["text"]).usage.cache_read_input_tokens == tokens
     counted = messages.count_tokens(model="tabletalk", system=SYSTEM, messages=[FIRST])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_events_are_numbered_and_have_lines_of_their_types(
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert client.responses.retrieve(final.id).output_text == final.output_text
     text = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "stream": True}).text
+    names = re.findall("event: response.(.*)", text)
+    assert [*dict.fromkeys(names)] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
+        "incomplete",
+    ]
     for event in text.removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n")
         assert data.startswith('data: {"type":"' + name.removeprefix("event: ") + '"')

@@ -111,6 +111,9 @@ def test_they_agree_with_what_was_asked_and_answered(fresh: LiveServer):
         "request_generation_tokens_bucket{5.0}": 3,
     }
     assert {name: growth[name] for name in wanted} == wanted and sum(hits) > 0
+    missed = sum(growth[name] for name in growth.now if name.startswith("missed_tokens_total"))
+    computed = growth["query_tokens_total"] - growth["hit_tokens_total"]
+    assert 5 < missed < computed  # the last token of each prompt apart
     cache, now = fresh.engine.cache, growth.now
     assert now["hit_rate"] == cache.stats.hit_rate > 0
     assert now["pages{free}"] == cache.pool.num_free
