@@ -90,7 +90,7 @@ class LLM:
         )  # fmt: skip
         if self.offload is not None and self.offload.disk is not None:
             try:
-                session.restore(self.offload.disk, self.inputs.conversations, self.pin_prefix)
+                session.restore(self.offload.disk, self.inputs.conversations, self._pin)
             except BaseException:
                 self.close()  # or the folder would be locked as long as the error's traceback
                 raise
@@ -285,14 +285,27 @@ class LLM:
         none, may hold `llm.cache.pin_share` pages: a quarter of all, and all together half.
 
         Raises:
-            PinError: the salt has that name, or there are too few pages left to pin.
+            PinError: the salt has that name for another prefix, or there are too few pages left to
+                pin.
             InvalidRequest: the prompt is unusable.
         """
+        return self._pin(name, prompt, lifetime=lifetime, cache_salt=cache_salt)
+
+    def _pin(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        lifetime: float | None = None,
+        cache_salt: str | None = None,
+        messages: list[Message] | None = None,
+    ) -> NamedPrefix:
         tokens, job, prefixes = self.encode(prompt), Job(), self.prefixes
         prepare = partial(prefixes.prepare, name, tokens, lifetime=lifetime, cache_salt=cache_salt)
         for _ in listen(self.worker, job, lambda: [prepare()]):
             pass
-        return self.call(lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime))
+        keep = partial(prefixes.keep, lifetime=lifetime, messages=messages)
+        return self.call(lambda: keep(name, job.requests[0]))
 
     def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
         """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""

@@ -15,9 +15,12 @@ from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.tokens.tokenizer import Message
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.engine.engine import Engine
+
+Messages = list[Message]
 
 MAX_PREFERRED = 256
 """Of one salt. They may share all of their pages, and each is looked at by each that comes."""
@@ -30,6 +33,7 @@ class NamedPrefix:
     Attributes:
         expires: when it is unpinned, in the seconds of `time.monotonic`; None is never.
         yields: it is unpinned as soon as anything else needs its pages.
+        messages: those that it was rendered from; None if it was given as text.
     """
 
     name: str
@@ -37,6 +41,7 @@ class NamedPrefix:
     cache_salt: str | None
     expires: float | None
     yields: bool = False
+    messages: Messages | None = None
 
 
 class NamedPrefixes:
@@ -68,36 +73,52 @@ class NamedPrefixes:
         """Queue the request of a client that computes what `keep` then pins.
 
         Raises:
-            PinError: the salt has that name.
+            PinError: the salt has that name for other tokens.
             InvalidRequest: the tokens are no prompt that the engine could run.
         """
         self.drop_expired()
-        if (cache_salt, name) in self._prefixes:
-            raise PinError(f"a prefix named {name!r} is pinned already")
+        self._has(name, as_tokens(tokens), cache_salt)
         if lifetime is not None and not lifetime > 0:
             raise InvalidRequest(f"lifetime must be above 0 seconds, not {lifetime!r}")
         self.make_room(len(as_tokens(tokens)) + 1)
         one_token = SamplingParams(temperature=0, max_tokens=1)
         return self._engine.add_request(tokens, one_token, namespace=cache_salt, client=client)
 
-    def keep(self, name: str, request: Request, *, lifetime: float | None = None) -> NamedPrefix:
-        """Pin the prompt of a finished request of `prepare`; its lifetime begins.
+    def keep(
+        self,
+        name: str,
+        request: Request,
+        *,
+        lifetime: float | None = None,
+        messages: Messages | None = None,
+    ) -> NamedPrefix:
+        """Pin the prompt of a finished request of `prepare`; its lifetime begins, anew if the salt
+        has it by that name.
 
         Raises:
             PinError: the request failed, its KV was evicted in the meantime, the salt has that name
-                by now, or there are too few pages left to pin.
+                for other tokens by now, or there are too few pages left to pin.
         """
         if request.error is not None:
             raise PinError(f"{name!r} cannot be computed: {request.error}")
         tokens, cache_salt = request.prompt_token_ids, cast(str | None, request.namespace)
-        try:
-            self._pin(name, tokens, cache_salt)
-        except PinError:
-            self.drop_yielding()
-            self._pin(name, tokens, cache_salt)
+        if not self._has(name, tokens, cache_salt):
+            try:
+                self._pin(name, tokens, cache_salt)
+            except PinError:
+                self.drop_yielding()
+                self._pin(name, tokens, cache_salt)
         expires = None if lifetime is None else self._now() + lifetime
-        prefix = self._prefixes[cache_salt, name] = NamedPrefix(name, tokens, cache_salt, expires)
+        prefix = NamedPrefix(name, tokens, cache_salt, expires, messages=messages)
+        self._prefixes[cache_salt, name] = prefix
         return prefix
+
+    def _has(self, name: str, tokens: Tokens, cache_salt: str | None) -> bool:
+        """Whether the salt has these tokens by that name; `PinError` if it has others."""
+        same = self._prefixes.get((cache_salt, name))
+        if same is not None and not np.array_equal(same.tokens, tokens):
+            raise PinError(f"another prefix named {name!r} is pinned already")
+        return same is not None
 
     def prefer(self, tokens: TokensLike, lifetime: float, cache_salt: str | None = None) -> None:
         """Pin cached tokens for `lifetime` seconds if, and as long as, nothing else needs the room.
@@ -174,12 +195,13 @@ class NamedPrefixes:
         self.drop_expired()
         return [*self._prefixes.values()]
 
-    def lasting(self) -> Iterable[tuple[str, Tokens, float | None]]:
-        """Name, tokens and seconds left of those without a salt that `pin` has made."""
+    def lasting(self) -> Iterable[tuple[str, Tokens, float | None, Messages | None]]:
+        """Name, tokens, seconds left and messages of those without a salt that `keep` has made."""
         now = self._now()
         for prefix in self._prefixes.values():
             if prefix.cache_salt is None and not prefix.yields:
-                yield prefix.name, prefix.tokens, prefix.expires and prefix.expires - now
+                left = prefix.expires and prefix.expires - now
+                yield prefix.name, prefix.tokens, left, prefix.messages
 
     def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""

@@ -16,7 +16,7 @@ from radixcache.runtime.files import find_file, find_gguf, split_gguf
 from radixcache.runtime.model.checkpoint import checkpoint_files
 from radixcache.runtime.model.paged_model import PagedModel
 
-FORMAT = 2
+FORMAT = 3
 """Of slots, rows and checksums."""
 
 _PROBED = 64

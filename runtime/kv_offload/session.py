@@ -21,6 +21,7 @@ from radixcache.base import Tokens
 from radixcache.errors import RadixCacheError
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
+from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Call, ParsedMessage
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
@@ -28,14 +29,17 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 
 _log = logging.getLogger("radixcache")
 
-Prefix = tuple[str, Tokens, float | None]
-"""A name, its tokens, and how many seconds it is still pinned; None is for good."""
+Prefix = tuple[str, Tokens, float | None, list[Message] | None]
+"""A name, its tokens, how many seconds it is still pinned (None is for good), its messages."""
 
 
 def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefix]) -> None:
     """Keep them for the next process."""
     now = time.time()
-    pinned = [(name, tokens.tolist(), left and now + left) for name, tokens, left in prefixes]
+    pinned = [
+        (name, tokens.tolist(), left and now + left, messages)
+        for name, tokens, left, messages in prefixes
+    ]
     store.note("prefixes", json.dumps(pinned))
     if turns is not None:
         texts = [
@@ -49,7 +53,7 @@ def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., ob
     """Bring back what the last process has kept.
 
     Args:
-        pin: as `LLM.pin_prefix`.
+        pin: as `LLM.pin_prefix`, and takes `messages`.
     """
     notes = store.notes()
     tokenizer, texts, kept = json.loads(notes.get("texts", '["", [], []]'))
@@ -60,11 +64,11 @@ def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., ob
         for raw, (content, reasoning, calls) in kept:
             said = ParsedMessage(content, reasoning, tuple(Call(*call) for call in calls))
             turns.keep(said, raw)
-    for name, tokens, until in json.loads(notes.get("prefixes", "[]")):
+    for name, tokens, until, messages in json.loads(notes.get("prefixes", "[]")):
         left = None if until is None else until - time.time()
         if left is None or left > 0:
             try:
-                pin(name, tokens, lifetime=left)
+                pin(name, tokens, lifetime=left, messages=messages)
             except RadixCacheError as error:
                 _log.warning("the prefix %r is not pinned again: %s", name, error)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -66,8 +66,6 @@ class Backend:
         self.completion_defaults = replace(llm.default_params, **options.sampling)
         chat_defaults = replace(llm.default_params, max_tokens=limit)
         self.chat_defaults = replace(chat_defaults, **options.sampling)
-        self.prefix_messages: WeakKeyDictionary[NamedPrefix, list[Message]] = WeakKeyDictionary()
-        """What prefixes that were given as messages consist of."""
         self._token_texts: dict[int, str] = {}
         # Not on the event loop, because a long text takes a while; nor one client on all threads.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")

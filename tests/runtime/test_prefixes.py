@@ -48,6 +48,8 @@ def test_a_prompt_goes_on_from_a_prefix_by_name_under_any_pressure(llm: LLM) -> 
     (named,) = llm.generate("Hello", GREEDY, prefix="system")
     assert named.num_cached_tokens == len(SYSTEM)
     assert named.prompt_token_ids == llm.encode(SYSTEM + "Hello")
+    again = llm.pin_prefix("system", SYSTEM, lifetime=60)
+    assert again.expires is not None and [*llm.prefixes.list()] == [again], "the same is no other"
     llm.unpin_prefix("system")
     llm.reset_prefix_cache()
     (whole,) = llm.generate(SYSTEM + "Hello", GREEDY)
@@ -76,7 +78,7 @@ def test_bad_prefixes_are_one_sentence_and_cost_nothing(path: Path, llm: LLM) ->
     for call, error, sentence in (
         (lambda: llm.generate(["a", "b"], prefix="sytem"), PinError, "no prefix named 'sytem'"),
         (lambda: llm.unpin_prefix("sytem"), PinError, "no prefix named 'sytem'"),
-        (lambda: llm.pin_prefix("system", "x"), PinError, "is pinned already"),
+        (lambda: llm.pin_prefix("system", "x"), PinError, "another prefix named 'system' is pinn"),
         (lambda: llm.pin_prefix("big", "y" * 60), PinError, "28 pinned pages, the share is 15"),
         (lambda: llm.pin_prefix("empty", ""), InvalidRequest, "the prompt is empty"),
         (lambda: llm.pin_prefix("x", "x", lifetime=0), InvalidRequest, "lifetime must be"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from fastapi import APIRouter, Request
 
@@ -20,7 +21,8 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/prefixes")
 async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
-    """Compute a prefix and pin it; 409 if the salt has that name, or no pages left to pin."""
+    """Compute a prefix and pin it; 409 if the salt has that name for another one, or no pages left
+    to pin."""
     client = client_of(request, body.cache_salt)
     tokens: TokensLike = body.prompt if isinstance(body.prompt, list) else ()
     if not isinstance(body.prompt, list):
@@ -34,12 +36,9 @@ async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep)
         timeout=backend.options.request_timeout,
     )
     await finish(job, request)
-    prefix = await backend.jobs.call(
-        lambda: prefixes.keep(name, job.requests[0], lifetime=lifetime)
-    )
-    if body.messages is not None:
-        backend.prefix_messages[prefix] = plain_messages(body.messages)
-    return describe(prefix)
+    messages = None if body.messages is None else plain_messages(body.messages)
+    keep = partial(prefixes.keep, lifetime=lifetime, messages=messages)
+    return describe(await backend.jobs.call(lambda: keep(name, job.requests[0])))
 
 
 @router.get("/v1/prefixes")

@@ -65,7 +65,7 @@ async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedTex
     messages = turn.messages
     if turn.prefix is not None:
         prefix = await backend.find_prefix(turn.prefix, turn.cache_salt)
-        before = backend.prefix_messages.get(prefix)
+        before = prefix.messages
         if before is None:
             raise ApiError(
                 400,

@@ -116,21 +116,27 @@ def test_a_server_that_is_stopped_keeps_all(tmp_path: Path) -> None:
         body = {"input": TABLE + "Who is 7?", "max_output_tokens": 8, "temperature": 0}
         first, gone = (http.post(f"{url}/v1/responses", json=body).json() for _ in range(2))
         assert http.delete(f"{url}/v1/responses/{gone['id']}").status_code == 200
+        rules = {"name": "rules", "messages": [{"role": "system", "content": "Be short."}]}
+        assert http.post(f"{url}/v1/prefixes", json=rules).status_code == 200
         running.send_signal(SIGTERM)
         assert running.wait(30) in (0, -SIGTERM)
     with forked(folders[1], *flags) as (_, url):
         assert http.get(f"{url}/v1/responses/{gone['id']}").status_code == 404
         assert http.get(f"{url}/v1/responses/{first['id']}").json() == first
+        assert http.post(f"{url}/v1/prefixes", json=rules).status_code == 200, "the same again"
+        chat = {"prefix": "rules", "messages": [{"role": "user", "content": "Who?"}]}
+        chatted = http.post(f"{url}/v1/chat/completions", json={**chat, "max_tokens": 1})
+        assert chatted.status_code == 200, chatted.text
         more = {"input": "And 8?", "previous_response_id": first["id"], "max_output_tokens": 1}
         answer = http.post(f"{url}/v1/responses", json={**more, "explain": True}).json()
         usage, loaded = answer["usage"], answer["radixcache"]["explanation"][0]
         cached = usage["input_tokens_details"]["cached_tokens"]
         assert cached >= first["usage"]["total_tokens"] - 2, "the end of the turn, and the last"
         recent = http.get(f"{url}/v1/cache").json()["recent"]
-        assert [request["loaded_tokens"] for request in recent] == [cached]
+        (asked,) = [request for request in recent if request["loaded_tokens"] == cached]
         assert [loaded[name] for name in ("reason", "start", "end")] == ["loaded", 0, cached]
         assert loaded["text"].startswith(f"loaded from disk: {cached:,} tokens, ")
-        assert 0 < recent[0]["load_seconds"] < recent[0]["ttft"]
+        assert 0 < asked["load_seconds"] < asked["ttft"]
 
 
 def change_one_weight(model: Path) -> dict[str, Any]:
