@@ -78,6 +78,18 @@ def test_first_blocks_hit_what_a_brute_force_simulation_hits(seed, size, memory,
     assert (cache.stats.evicted_pages, cache.stats.copied_pages) == (brute.evicted, brute.copies)
 
 
+def test_first_blocks_copy_what_a_shared_block_has_and_never_find_the_last_one():
+    cache = parse_scheme("cow-4").make(64)
+    one, other = leases = [cache.acquire(tokens(10)) for _ in range(2)]
+    for lease in leases:
+        cache.reserve(lease, 10)
+        cache.publish(lease, tokens(10))
+    cache.commit()
+    cache.reserve(one, 11)
+    assert [(c[0], c[2]) for c in one.take_copies()] == [(other.page_table[2], 2)]
+    assert (cache.match(tokens(4)), cache.match(tokens(10))) == (0, 4)
+
+
 def test_the_brute_force_reaches_copies_swaps_and_evictions():
     brute = BruteFirst(640, 4)
     run(repeating_workload(3), brute, checked=lambda: None)

@@ -81,6 +81,10 @@ def test_waiting_requests_survive_the_failure_of_those_that_run(llm: LLM, monkey
             monkeypatch.setattr(llm.engine.model, "forward", fail)
             assert all(any("the engine failed" in line for line in s) for s in (one, two))
         assert waiting.result().status_code == 200
+        failures = iter(range(2 * MAX_FAILED_STEPS))  # as many for each, and then no more
+        for prompt in ("Nobody", "Somebody else"):
+            failed = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
+            assert_error(failed, 500, "the engine failed")
         server.assert_idle()
 
 
