@@ -107,7 +107,7 @@ def parse_scheme(name: str) -> Scheme:
     found = re.fullmatch(r"([1-9]\d{0,4})(?:\+([1-9]\d?)x)?", size)
     if kind not in KINDS or kind == "none" or not found or (found[2] and kind != "radix"):
         raise InvalidRequest(
-            f"no scheme {name!r}; say none, hash-16, radix-1, aligned-16 or the like"
+            f"no scheme {name!r}; say none, hash-16, radix-1, radix-16+4x, aligned-16 or the like"
         )
     return Scheme(kind, int(found[1]), tier=int(found[2] or 0))
 

@@ -27,6 +27,8 @@ def _auto_or_off(value: Any) -> Any:
     return ("off", "auto")[value] if isinstance(value, bool) else value
 
 
+KV_DIR_SIZE = "10GB"
+
 _COUNT = Rule(lambda n: isinstance(n, int | np.integer) and bool(n >= 1), "must be at least 1")
 _MEMORY = Rule(_is_memory, "must be an amount like 2GB or 512MiB, or bytes")
 
@@ -70,7 +72,7 @@ class EngineArgs:
         None, "a folder for evicted KV pages, which a restart finds again", metavar="DIR"
     )
     kv_dir_size: int | str = setting(
-        "10GB", "of it, taken from the disk at the start", metavar="SIZE", rule=_MEMORY
+        KV_DIR_SIZE, "of it, taken from the disk at the start", metavar="SIZE", rule=_MEMORY
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format; auto is float32 on a CPU, the checkpoint's on a GPU"
@@ -118,5 +120,7 @@ class EngineArgs:
                 raise InvalidRequest(
                     f"{name} is for one process: no rank keeps its part of a page there"
                 )
+        if self.kv_dir is None and self.kv_dir_size != KV_DIR_SIZE:
+            raise InvalidRequest("kv_dir_size is the size of a kv_dir: name one")
         if None not in (self.host_memory, self.kv_dir, self.kv_events_config):
             raise InvalidRequest("kv_events_config goes with host_memory or kv_dir, not with both")

@@ -217,7 +217,7 @@ class Contents:
         about: the model's name, its dtype and the size of a page.
         num_slots: pages that there is room for.
         num_pages, num_tokens: that are there.
-        texts, turns: remembered texts, and turns with calls of tools.
+        texts, turns, responses: remembered texts, turns with calls of tools, a server's responses.
         prefixes: names.
     """
 
@@ -229,6 +229,7 @@ class Contents:
     num_tokens: int
     texts: int
     turns: int
+    responses: int
     prefixes: list[str]
 
 
@@ -310,13 +311,14 @@ def _look(folder: Path) -> Contents | None:
             )
         about = json.loads(notes[ABOUT])
         _, texts, turns = json.loads(notes.get("texts", '["", [], []]'))
+        responses = json.loads(notes.get("responses", "{}"))
         prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
         slots = (folder / PAGES).stat().st_size // about["page_bytes"]
     except (sqlite3.Error, OSError, KeyError, ValueError, TypeError) as error:
         raise InvalidRequest(f"{folder} cannot be read: {first_sentence(error)}") from None
     return Contents(
         folder, about["model"], about["page_bytes"], slots, pages, tokens, len(texts), len(turns),
-        prefixes,
+        len(responses), prefixes,
     )  # fmt: skip
 
 
@@ -328,6 +330,7 @@ def describe(found: Contents) -> str:
         "pages": f"{found.num_pages:,} of {found.num_slots:,}: {used} of {room}",
         "tokens": f"{found.num_tokens:,}",
         "texts": f"{found.texts:,} as they were tokenised, {found.turns:,} turns with tool calls",
+        "responses": f"{found.responses:,}",
         "prefixes": ", ".join(found.prefixes) or "none",
     }
     return "\n".join([str(found.folder), *(f"  {name:10}{value}" for name, value in lines.items())])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.kv_offload import disk, session
-from radixcache.runtime.kv_offload.files import lock_folder
+from radixcache.runtime.kv_offload.files import contents, lock_folder
 from tests.models import tiny_model
 from tests.runtime.kv_offload.disk_engine import in_a_process
 from tests.runtime.server import http
@@ -120,6 +120,8 @@ def test_a_server_that_is_stopped_keeps_all(tmp_path: Path) -> None:
         assert http.post(f"{url}/v1/prefixes", json=rules).status_code == 200
         running.send_signal(SIGTERM)
         assert running.wait(30) in (0, -SIGTERM)
+    (kept,) = contents(tmp_path / "kv")
+    assert kept.responses == 1 and kept.prefixes == ["rules"]
     with forked(folders[1], *flags) as (_, url):
         assert http.get(f"{url}/v1/responses/{gone['id']}").status_code == 404
         assert http.get(f"{url}/v1/responses/{first['id']}").json() == first
@@ -228,6 +230,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
         ({"cache": "hash-block"}, "kv_dir is for cache='radix', not 'hash-block'"),
         ({"tensor_parallel_size": 2}, "kv_dir is for one process"),
         ({"kv_dir": ""}, "kv_dir is the name of a folder"),
+        ({"kv_dir": None}, "kv_dir_size is the size of a kv_dir: name one"),
         ({"kv_dir_size": "1kB"}, "holds no page"),
         ({"kv_dir_size": "900TB"}, "cannot hold .* smaller kv_dir_size"),
         ({"kv_dir_size": "much"}, "kv_dir_size must be an amount"),
